@@ -48,6 +48,7 @@ from stepsplit.analyzer.model.hardware_config import MAX_SPREAD, load_attention_
 from stepsplit.analyzer.model.layer_time import FUSED_BACKWARD
 from stepsplit.analyzer.model.memory import NO_CALIBRATION, calibrate_memory, compute_memory
 from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.step_time import compute_skew
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
@@ -561,7 +562,7 @@ def _estimate_host_ns(runs: Sequence[CalibrationSample], fitted: Efficiency) -> 
                 found.append((seen.split.idle_ns / seen.step_ns, host_ns))
     if not found:
         return 0.0
-    if runs[0].job.hardware.family == "cpu":
+    if load_device(runs[0].job.hardware.family).processor:
         return fmean(host_ns for _, host_ns in found)
     return max(found)[1]
 
@@ -569,7 +570,7 @@ def _estimate_host_ns(runs: Sequence[CalibrationSample], fitted: Efficiency) -> 
 def _solve_host_ns(
     run: CalibrationSample, parts: StageParts, seen: StageSample, fitted: Efficiency
 ) -> float:
-    split, alone = seen.split, run.job.hardware.family == "cpu"
+    split, alone = seen.split, load_device(run.job.hardware.family).processor
     if "optimizer" in run.job.offloaded:
         return 0.0  # idle for the host's update too, whose rate is not known
     if parts.host <= 0 or split.idle_ns <= (0.0 if alone else HOST_BOUND * seen.step_ns):
@@ -796,7 +797,7 @@ def find_impossible_rates(
     if gemm > limit:
         why = "the job has more work than what ran: check [model] and [training]"
         found.append(ImpossibleRate("gemm", f"{_format_rate(gemm)} is above {name}; {why}"))
-    elif hardware.family == "cpu" and attention > gemm:
+    elif load_device(hardware.family).processor and attention > gemm:
         limit, name = gemm, f"the GEMMs' {_format_rate(gemm)}"
     if attention > limit:
         why = "not all of its kernels are known as attention, or the job has more of it than ran"
@@ -809,7 +810,7 @@ def find_impossible_rates(
 def _find_limit(runs: Sequence[CalibrationSample], dtype: str) -> tuple[float, str]:
     """FLOPs per second that the hardware cannot exceed, and what they are."""
     hardware = runs[0].job.hardware
-    if hardware.family == "cpu":
+    if load_device(hardware.family).processor:
         cores = min(one.cores for one in runs)
         limit = cores * CPU_FLOPS_PER_S.get(dtype, MATRIX_FLOPS_PER_S) or math.inf
         return limit, f"what {cores} cores can do"
@@ -874,4 +875,5 @@ def _list_raised_dtypes(hardware: HardwareConfig) -> tuple[str, ...]:
     if "fp8" in recorded:
         recorded.add("bf16")  # the dtype of its attention and head
     own = {peak for dtype, peak in peaks.items() if dtype in recorded}
-    return tuple(d for d, peak in peaks.items() if hardware.family == "cpu" or peak in own)
+    is_guess = load_device(hardware.family).processor
+    return tuple(d for d, peak in peaks.items() if is_guess or peak in own)

@@ -29,6 +29,7 @@ from stepsplit.analyzer.model.layer_time import (
     list_mlp_gemms,
 )
 from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
+from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
 from stepsplit.analyzer.model.step_time import compute_stage_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
@@ -135,7 +136,8 @@ def check_device(run: str, device: str, hardware: HardwareConfig) -> str:
     another family.
     """
     preset = find_preset(device)
-    is_other = hardware.name == "cpu"
+    # A device without a preset is some GPU.
+    is_other = load_device(hardware.family).processor
     if preset is not None:
         is_other = load_hardware(preset).family != hardware.family
     if is_other:

@@ -9,22 +9,17 @@ from dataclasses import asdict, dataclass
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.gap.model_from_shapes import NO_SHAPE, ModelShape, infer_model_shape
-from stepsplit.analyzer.model.config import (
-    FRAMEWORKS,
-    MAX_NUMBER,
-    RANK_ORDER,
-    SCHEDULES,
-    TWO_STAGES,
-    JobConfig,
-)
+from stepsplit.analyzer.model.config import RANK_ORDER, SCHEDULES, TWO_STAGES, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, decode_table, format_toml_lines
-from stepsplit.analyzer.model.config_file import (
-    FRAMEWORK_ALIASES,
-    MODEL_KEYS,
-    TRAINING_KEYS,
-    decode_job,
-)
+from stepsplit.analyzer.model.config_file import MODEL_KEYS, TRAINING_KEYS, decode_job
+from stepsplit.analyzer.model.config_limits import MAX_NUMBER
 from stepsplit.analyzer.model.hardware_config import find_preset
+from stepsplit.analyzer.model.profile import (
+    infer_framework as infer_unnamed,
+    list_framework_aliases,
+    list_frameworks,
+    load_framework,
+)
 from stepsplit.analyzer.split.run import RunSplit, find_recorded_device
 from stepsplit.analyzer.split.schedule import normalize_schedule
 from stepsplit.analyzer.split.strategy import Strategy, count_accumulated_microbatches
@@ -362,7 +357,9 @@ def _infer_strategies(
     recorded: Training, strategies: dict[str, Strategy], spec: RunSpec | None, split: RunSplit
 ) -> dict[str, object]:
     """The options of tensor, context, expert and data parallelism."""
-    fsdp = infer_framework(spec, split) == "fsdp2"
+    # Only FSDP sums whole gradients first, or keeps weights gathered from ZeRO-2 on.
+    messages = load_framework(infer_framework(spec, split)).messages
+    fsdp = messages.weights_sharded_from == 2
     by_hand = is_manual_reduction(spec, split)
     summed_once = fsdp and "summed once" in _find_strategy_detail(
         strategies, "gradient accumulation"
@@ -534,13 +531,18 @@ def infer_framework(spec: RunSpec | None, split: RunSplit) -> str:
     there is no data parallelism, else as DDP.
     """
     recorded = (spec.training.framework if spec and spec.training else None) or ""
-    known = FRAMEWORK_ALIASES.get(recorded.lower(), recorded.lower())
-    if known in FRAMEWORKS:
+    known = list_framework_aliases().get(recorded.lower(), recorded.lower())
+    if known in list_frameworks():
         return known
     mesh = find_mesh(spec, split)
-    if mesh is None:
-        return "fsdp2"
-    return "ddp" if mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") == 1 else "fsdp2"
+    is_replicated = (
+        mesh is not None and mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") == 1
+    )
+    return infer_unnamed("torch-replicas" if is_replicated else "torch")
+
+
+_CUSTOM_LOOP = "torch"
+"""What collectors record of a training loop of one's own."""
 
 
 def is_manual_reduction(spec: RunSpec | None, split: RunSplit) -> bool:
@@ -548,11 +550,13 @@ def is_manual_reduction(spec: RunSpec | None, split: RunSplit) -> bool:
 
     DistributedDataParallel supports neither tensor-parallel weights nor expert parallelism.
     """
-    framework = (spec.training.framework if spec and spec.training else None) or "torch"
+    recorded = (spec.training.framework if spec and spec.training else None) or _CUSTOM_LOOP
     mesh = find_mesh(spec, split)
     cut = mesh is not None and mesh.size("tp") > 1
     experts = any(one.name == "ep" for one in split.strategies)
-    return framework == "torch" and (cut or experts) and infer_framework(spec, split) == "ddp"
+    messages = load_framework(infer_framework(spec, split)).messages
+    is_replicated = messages.wraps_replicas == "always"
+    return recorded == _CUSTOM_LOOP and (cut or experts) and is_replicated
 
 
 def find_mesh(spec: RunSpec | None, split: RunSplit) -> Mesh | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,7 +29,8 @@ from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, read_table
 from stepsplit.analyzer.model.config_file import decode_job, decode_layout
 from stepsplit.analyzer.model.predict import compute_call_ns, predict, read_hardware_rates
-from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory, group_axis
+from stepsplit.analyzer.model.prediction import Communication, Prediction, group_axis
+from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.explain import explain_idle
@@ -53,10 +54,6 @@ from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL, RunSpec
 
 # A report with the prediction of its run and the comparison.
-
-UNCALIBRATED_FAMILY = "cpu"
-"""A hardware family whose efficiencies are rough guesses until calibrated; without a calibration
-the report gets no MFU and no findings from the model."""
 
 AUTO = "auto"
 """Used instead of a job.toml: the config is inferred from the recording alone."""
@@ -93,29 +90,37 @@ def compare_to_model(
     gap = compute_gap(
         split, prediction, build_comm_cost(job, rates), report, notes, build_link_lookup(job)
     )
-    compared = _add_comparison(report, table, prediction, gap)
+    step_ns = compute_mean_step_ns(report.steps)
+    # Utilization of the measured step: that of the predicted one, by their ratio.
+    times = prediction.split.step_ns / step_ns if step_ns else 0.0
+    findings = (*report.findings, *build_gap_findings(gap, report.findings))
+    compared = structs.replace(
+        report,
+        prediction=build_prediction_row(prediction),
+        job=build_job_tables(table),
+        gap=gap,
+        findings=tuple(sorted(findings, key=lambda one: -one.gain_ns)),
+        mfu=None if prediction.mfu is None else prediction.mfu * times,
+        hfu=None if prediction.hfu is None else prediction.hfu * times,
+    )
     mismatch = describe_mismatch(compared, prediction, job_table)
-    if mismatch is not None and job.hardware.family != UNCALIBRATED_FAMILY:
-        return _doubt_comparison(compared, report.findings, mismatch)
-    if job.hardware.family == UNCALIBRATED_FAMILY and prediction.confidence != "calibrated":
+    is_guess = load_device(job.hardware.family).processor
+    if mismatch is not None and not is_guess:
+        # A job of another recording explains nothing: no findings, and no impossible MFU.
+        is_possible = compared.mfu is None or compared.mfu <= 1
+        doubted = structs.replace(gap, confidence="low", notes=(mismatch, *gap.notes))
+        return structs.replace(
+            compared,
+            gap=doubted,
+            mfu=compared.mfu if is_possible else None,
+            hfu=compared.hfu if is_possible else None,
+            findings=report.findings,
+            warnings=(*compared.warnings, WarningRow(JOB_MISMATCH, mismatch)),
+        )
+    if is_guess and prediction.confidence != "calibrated":
+        # The constants of a processor are guesses: no MFU and no findings by them.
         return structs.replace(compared, mfu=None, hfu=None, findings=report.findings)
     return compared
-
-
-def _doubt_comparison(
-    compared: Report, measured_findings: tuple[Finding, ...], mismatch: str
-) -> Report:
-    """The comparison with a job of another recording: no findings, and no impossible MFU."""
-    assert compared.gap is not None
-    is_possible = compared.mfu is None or compared.mfu <= 1
-    return structs.replace(
-        compared,
-        gap=structs.replace(compared.gap, confidence="low", notes=(mismatch, *compared.gap.notes)),
-        mfu=compared.mfu if is_possible else None,
-        hfu=compared.hfu if is_possible else None,
-        findings=measured_findings,
-        warnings=(*compared.warnings, WarningRow(JOB_MISMATCH, mismatch)),
-    )
 
 
 _MOST_STEP_RATIO = 3.0
@@ -152,42 +157,22 @@ def note_inferred_keys(table: TomlTable, job: JobConfig, job_table: TomlTable) -
             return ()
     except StepsplitError:
         return ()
-    own = {name: job_table.get_subtable(name).values for name in table.values}
-    keys = [
-        f"[{name}] {key}"
-        for name in table.values
-        for key in table.get_subtable(name).values
-        if key not in own[name] and _changes_job(table, name, key, job)
-    ]
+    keys = []
+    for name in table.values:
+        values, own = table.get_subtable(name).values, job_table.get_subtable(name).values
+        for key in (key for key in values if key not in own):
+            rest = {**table.values, name: {k: v for k, v in values.items() if k != key}}
+            try:
+                is_other = decode_job(TomlTable(table.where, "", rest)) != job
+            except StepsplitError:
+                is_other = True
+            if is_other:
+                keys.append(f"[{name}] {key}")
     if not keys:
         return ()
     return (
         f"{job_table.where} leaves out {', '.join(keys)}: here as in the recording, in `stepsplit"
         " model` the defaults",
-    )
-
-
-def _changes_job(table: TomlTable, name: str, key: str, job: JobConfig) -> bool:
-    """Whether the config is another one without this key."""
-    rest = {k: v for k, v in table.get_subtable(name).values.items() if k != key}
-    try:
-        return decode_job(TomlTable(table.where, "", {**table.values, name: rest})) != job
-    except StepsplitError:
-        return True
-
-
-def _add_comparison(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) -> Report:
-    step_ns = compute_mean_step_ns(report.steps)
-    times = prediction.split.step_ns / step_ns if step_ns else 0.0
-    findings = (*report.findings, *build_gap_findings(gap, report.findings))
-    return structs.replace(
-        report,
-        prediction=build_prediction_row(prediction),
-        job=build_job_tables(table),
-        gap=gap,
-        findings=tuple(sorted(findings, key=lambda one: -one.gain_ns)),
-        mfu=None if prediction.mfu is None else prediction.mfu * times,
-        hfu=None if prediction.hfu is None else prediction.hfu * times,
     )
 
 
@@ -217,7 +202,9 @@ def compute_gap(
     stages = compare_stages(split, prediction)
     if not stages:
         raise UsageError("cannot compare with the model: the recording has no step")
-    shown, comm = max(stages, key=_compute_work_ns), MeasuredComm.build(split, prediction)
+    # The stage with most work is the one that the others wait for.
+    shown = max(stages, key=lambda one: one.predicted.step_ns - one.predicted.bubble_ns)
+    comm = MeasuredComm.build(split, prediction)
     return Gap(
         stages=stages,
         stage=shown.stage,
@@ -231,10 +218,6 @@ def compute_gap(
     )
 
 
-def _compute_work_ns(stage: ComparedStage) -> int:
-    return stage.predicted.step_ns - stage.predicted.bubble_ns
-
-
 # The measured step of each stage.
 
 
@@ -243,18 +226,15 @@ def compare_stages(split: RunSplit, prediction: Prediction) -> tuple[ComparedSta
     steps: dict[int, list[StepSplit]] = defaultdict(list)
     for rank in split.ranks:
         steps[split.layout.find_stage(rank.trace.rank)] += rank.steps
-    middle = {stage: _select_median_step(rows) for stage, rows in sorted(steps.items()) if rows}
-    return tuple(
-        ComparedStage(stage, one.rank, one.step, one.kind, one.split, prediction.splits[stage])
-        for stage, one in middle.items()
-        if stage < len(prediction.splits)
-    )
-
-
-def _select_median_step(steps: list[StepSplit]) -> StepSplit:
-    """The full step of median duration; chosen from all steps if none is full."""
-    full = [step for step in steps if step.kind == "full"] or steps
-    return sorted(full, key=lambda step: step.split.step_ns)[(len(full) - 1) // 2]
+    compared = []
+    for stage, rows in sorted(steps.items()):
+        if rows and stage < len(prediction.splits):
+            # The full step of median duration; chosen from all steps if none is full.
+            full = [step for step in rows if step.kind == "full"] or rows
+            one = sorted(full, key=lambda step: step.split.step_ns)[(len(full) - 1) // 2]
+            expected = prediction.splits[stage]
+            compared.append(ComparedStage(stage, one.rank, one.step, one.kind, one.split, expected))
+    return tuple(compared)
 
 
 # Findings from the comparison with the model.
@@ -279,43 +259,32 @@ def build_gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ..
     """The significant parts of the gap beyond the uncertainty of the model, largest first, without
     those that a finding of the replay already covers."""
     found_codes = {one.code for one in causes}
-    rows = [
-        row
-        for row in gap.rows
-        if row.cause in _FINDING_CODES
-        and _SAME_AS_CAUSE.get(row.cause) not in found_codes
-        and _is_significant(gap, row)
-    ]
-    return tuple(_build_finding(gap, row) for row in sorted(rows, key=lambda row: -row.ns))
-
-
-def _is_significant(gap: Gap, row: GapRow) -> bool:
-    """Whether the row is a significant share of the step and beyond the model's uncertainty."""
-    if row.ns < max(1, MIN_GAIN_SHARE * gap.shown.measured.step_ns):
-        return False
-    uncertainty = gap.high_ns / gap.shown.predicted.step_ns - 1
-    return row.cause == _COUNTED_CAUSE or row.ns > uncertainty * _select_bucket(gap, row.bucket)[1]
-
-
-def _select_bucket(gap: Gap, bucket: str) -> tuple[int, int]:
-    """(measured, predicted) ns of the bucket."""
-    place = BUCKETS.index(bucket)
-    return gap.shown.measured.buckets_ns[place], gap.shown.predicted.buckets_ns[place]
-
-
-def _build_finding(gap: Gap, row: GapRow) -> Finding:
-    measured, predicted = _select_bucket(gap, row.bucket)
-    return Finding(
-        code=_FINDING_CODES[row.cause],
-        bucket=row.bucket,
-        gain_ns=min(row.ns, measured),
-        measured_ns=measured,
-        predicted_ns=predicted,
-        ranks=(gap.shown.rank,),
-        steps=(gap.shown.step,),
-        events=(),
-        message=row.message,
-    )
+    least_ns = max(1, MIN_GAIN_SHARE * gap.shown.measured.step_ns)
+    findings = []
+    for row in sorted(gap.rows, key=lambda row: -row.ns):
+        if row.cause not in _FINDING_CODES or _SAME_AS_CAUSE.get(row.cause) in found_codes:
+            continue
+        if row.ns < least_ns:
+            continue
+        place = BUCKETS.index(row.bucket)
+        measured_ns = gap.shown.measured.buckets_ns[place]
+        predicted_ns = gap.shown.predicted.buckets_ns[place]
+        uncertainty = gap.high_ns / gap.shown.predicted.step_ns - 1
+        if row.cause == _COUNTED_CAUSE or row.ns > uncertainty * predicted_ns:
+            findings.append(
+                Finding(
+                    code=_FINDING_CODES[row.cause],
+                    bucket=row.bucket,
+                    gain_ns=min(row.ns, measured_ns),
+                    measured_ns=measured_ns,
+                    predicted_ns=predicted_ns,
+                    ranks=(gap.shown.rank,),
+                    steps=(gap.shown.step,),
+                    events=(),
+                    message=row.message,
+                )
+            )
+    return tuple(findings)
 
 
 # Whether a job.toml matches the recording, and the caveats of the comparison.
@@ -328,20 +297,35 @@ def check_layout(
 
     Raises UsageError for a different number of ranks or stages, which cannot be compared.
     """
-    _check_ranks(layout, spec, split, where)
-    _check_stages(layout, split, where)
+    ran = spec.world_size if spec else max(rank.trace.world_size for rank in split.ranks)
+    # A single trace with communication but without rank numbers may be of any world size.
+    communicates = any(len(rank.trace.calls) for rank in split.ranks)
+    if layout.world_size != ran and not (spec is None and ran == 1 and communicates):
+        ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+        sizes = {axis: int(getattr(layout, axis)) for axis in ("tp", "pp", "cp", "dp")}
+        axes = _format_sizes(sizes, [axis for axis in sizes if sizes[axis] > 1 or axis == "dp"])
+        raise UsageError(
+            f"{where} describes {ranks} ({axes}) but the recording has {ran}; fix [parallel]"
+        )
+    stages = 1 + max(split.layout.stage_of.values(), default=0)
+    if layout.pp != stages:
+        detected = str(stages) if stages > 1 else "no pipeline"
+        raise UsageError(
+            f"{where} has {layout.pp} stages but the recording has {detected}; fix pp in "
+            "[parallel], or record a run.json with the mesh"
+        )
     mesh = split.layout.mesh
     if mesh is None:
         return ()
     data = prod(mesh.size(axis) for axis in DATA_PARALLEL)
-    ran = {"tp": mesh.size("tp"), "cp": mesh.size("cp"), "dp": data}
-    configured = {axis: int(getattr(layout, axis)) for axis in ran}
-    differing = [axis for axis in ran if ran[axis] != configured[axis]]
+    recorded = {"tp": mesh.size("tp"), "cp": mesh.size("cp"), "dp": data}
+    configured = {axis: int(getattr(layout, axis)) for axis in recorded}
+    differing = [axis for axis in recorded if recorded[axis] != configured[axis]]
     if not differing:
         return ()
     return (
         f"layout mismatch: {where} has {_format_sizes(configured, differing)}, the recording has "
-        f"{_format_sizes(ran, differing)} (from {split.layout.source})",
+        f"{_format_sizes(recorded, differing)} (from {split.layout.source})",
     )
 
 
@@ -364,39 +348,6 @@ def list_caveats(
     return caveats
 
 
-def _check_ranks(layout: ParallelConfig, spec: RunSpec | None, split: RunSplit, where: str) -> None:
-    """A single trace with communication but without rank numbers may belong to any world size."""
-    ran = spec.world_size if spec else max(rank.trace.world_size for rank in split.ranks)
-    configured = layout.world_size
-    communicates = any(len(rank.trace.calls) for rank in split.ranks)
-    if configured == ran or (spec is None and ran == 1 and communicates):
-        return
-    raise UsageError(
-        f"{where} describes {_format_ranks(configured)} ({_format_axes(layout)}) but "
-        "the recording has "
-        f"{ran}; fix [parallel]"
-    )
-
-
-def _check_stages(layout: ParallelConfig, split: RunSplit, where: str) -> None:
-    ran = 1 + max(split.layout.stage_of.values(), default=0)
-    if layout.pp != ran:
-        detected = str(ran) if ran > 1 else "no pipeline"
-        raise UsageError(
-            f"{where} has {layout.pp} stages but the recording has {detected}; fix pp in "
-            "[parallel], or record a run.json with the mesh"
-        )
-
-
-def _format_ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _format_axes(layout: ParallelConfig) -> str:
-    sizes = {axis: int(getattr(layout, axis)) for axis in ("tp", "pp", "cp", "dp")}
-    return _format_sizes(sizes, [axis for axis in sizes if sizes[axis] > 1 or axis == "dp"])
-
-
 def _format_sizes(sizes: dict[str, int], axes: list[str]) -> str:
     return " ".join(f"{axis} {sizes[axis]}" for axis in axes)
 
@@ -411,31 +362,30 @@ def compare_memory(
     fullest: dict[tuple[int, str], ComparedMemory] = {}
     for row in rows:
         stage = layout.find_stage(row.rank)
-        if stage < len(prediction.memory):
-            for one in _compare_rank_memory(row, stage, prediction.memory[stage]):
-                known = fullest.get((stage, one.category))
-                if known is None or one.measured_bytes > known.measured_bytes:
-                    fullest[stage, one.category] = one
+        if stage >= len(prediction.memory):
+            continue
+        expected = prediction.memory[stage]
+        for category, measured_bytes, predicted_bytes in (
+            ("peak", row.peak_allocated_bytes, expected.total_bytes),
+            # Collectors measure the weights that are trained; others show in the peak alone.
+            ("weights", row.weights_bytes, expected.weights_bytes - expected.frozen_bytes),
+            # All gradients, though not all of them may exist at the peak.
+            (
+                "gradients",
+                row.gradients_bytes,
+                expected.gradients_bytes + expected.missing_gradients_bytes,
+            ),
+            ("optimizer", row.optimizer_bytes, expected.optimizer_bytes),
+            ("activations", row.activations_bytes, expected.activations_bytes),
+        ):
+            if measured_bytes is None:
+                continue
+            known = fullest.get((stage, category))
+            if known is None or measured_bytes > known.measured_bytes:
+                fullest[stage, category] = ComparedMemory(
+                    stage, row.rank, measured_bytes, predicted_bytes, category
+                )
     return tuple(sorted(fullest.values(), key=lambda one: one.stage))
-
-
-def _compare_rank_memory(row: MemoryRow, stage: int, expected: StageMemory) -> list[ComparedMemory]:
-    """The peak, and the memory of a rank by category: the weights that are trained, for others are
-    measured in the peak alone, and all gradients, though not all of them may exist at the peak."""
-    gradients_bytes = expected.gradients_bytes + expected.missing_gradients_bytes
-    trained_bytes = expected.weights_bytes - expected.frozen_bytes
-    sides = (
-        ("peak", row.peak_allocated_bytes, expected.total_bytes),
-        ("weights", row.weights_bytes, trained_bytes),
-        ("gradients", row.gradients_bytes, gradients_bytes),
-        ("optimizer", row.optimizer_bytes, expected.optimizer_bytes),
-        ("activations", row.activations_bytes, expected.activations_bytes),
-    )
-    return [
-        ComparedMemory(stage, row.rank, held, predicted, name)
-        for name, held, predicted in sides
-        if held is not None
-    ]
 
 
 # The waterfall from the predicted to the measured step; its parts add up to the difference.
@@ -463,12 +413,53 @@ class StageComparison:
 
 def build_waterfall(sides: StageComparison) -> tuple[GapRow, ...]:
     """The non-zero parts of the difference in the order of the buckets."""
+    stage, report = sides.stage, sides.report
+    # Compute: a rank that is slower than its peers, and the rest, kernels or their number.
+    compute_ns = sides.compute_gap_ns("compute")
+    lost_ns = sum(one.lost_ns for one in report.slow_kernels if one.rank == stage.rank)
+    slow_ns = min(lost_ns, max(0, compute_ns))
+    kernels = sides.choose_text(
+        "compute",
+        "compute takes more time than predicted (slower or more kernels)",
+        "compute takes less time than predicted (faster or fewer kernels)",
+    )
+    # The bubble: pipeline imbalance, and the rest. The predicted bubble does not include the wait
+    # for a stage with more compute than the compared one.
+    bubble_ns = sides.compute_gap_ns("bubble")
+    imbalance = next(
+        (
+            one
+            for one in report.findings
+            if one.code == "uneven_stages" and stage.rank not in one.ranks
+        ),
+        None,
+    )
+    uneven_ns = 0 if imbalance is None else min(imbalance.gain_ns, max(0, bubble_ns))
+    uneven = imbalance.message if imbalance else ""
+    waiting = (
+        sides.choose_text("bubble", "more", "less") + " waiting for other stages than predicted"
+    )
+    if grid := report.pipeline:
+        waiting += f"; measured bubble {units.format_percent(grid.bubble_fraction)}"
+        if grid.ideal_bubble_fraction is not None:
+            name = SCHEDULE_NAMES.get(grid.schedule or "", grid.schedule)
+            waiting += f", ideal {name} bubble {units.format_percent(grid.ideal_bubble_fraction)}"
+        waiting += f", predicted {units.format_percent(sides.prediction.bubble_fraction)}"
+    copies = "memory copies that the model does not include"
+    if stage.predicted.copy_ns:
+        copies = (
+            f"memory copies take {sides.choose_text('copy', 'more', 'less')} time than predicted"
+        )
     rows = [
-        *_split_compute_gap(sides),
-        *explain_calls(sides.comm, sides.prediction, sides.cost, sides.stage),
+        GapRow(
+            "slow_rank", "compute", None, slow_ns, f"rank {stage.rank} is slower than its peers"
+        ),
+        GapRow("kernels", "compute", None, compute_ns - slow_ns, kernels),
+        *explain_calls(sides.comm, sides.prediction, sides.cost, stage),
         GapRow("skew", "skew", None, sides.compute_gap_ns("skew"), _describe_skew(sides)),
-        *_split_bubble_gap(sides),
-        GapRow("copy", "copy", None, sides.compute_gap_ns("copy"), _describe_copies(sides)),
+        GapRow("uneven_stages", "bubble", "pp", uneven_ns, uneven),
+        GapRow("bubble", "bubble", "pp", bubble_ns - uneven_ns, waiting),
+        GapRow("copy", "copy", None, sides.compute_gap_ns("copy"), copies),
         GapRow("idle", "idle", None, sides.compute_gap_ns("idle"), _describe_idle(sides)),
     ]
     for bucket in BUCKETS:
@@ -478,22 +469,6 @@ def build_waterfall(sides: StageComparison) -> tuple[GapRow, ...]:
         )
         assert explained == gap, f"the waterfall explains {explained} ns of {gap} ns in {bucket}"
     return tuple(row for row in rows if row.ns)
-
-
-def _split_compute_gap(sides: StageComparison) -> list[GapRow]:
-    """Split the gap of compute into a slow rank, compared with its peers, and kernels or work."""
-    gap, rank = sides.compute_gap_ns("compute"), sides.stage.rank
-    lost = sum(one.lost_ns for one in sides.report.slow_kernels if one.rank == rank)
-    slow = min(lost, max(0, gap))
-    words = sides.choose_text(
-        "compute",
-        "compute takes more time than predicted (slower or more kernels)",
-        "compute takes less time than predicted (faster or fewer kernels)",
-    )
-    return [
-        GapRow("slow_rank", "compute", None, slow, f"rank {rank} is slower than its peers"),
-        GapRow("kernels", "compute", None, gap - slow, words),
-    ]
 
 
 def _describe_skew(sides: StageComparison) -> str:
@@ -509,43 +484,6 @@ def _describe_skew(sides: StageComparison) -> str:
     return f"{words}, mostly for rank {rank} ({cause})"
 
 
-def _split_bubble_gap(sides: StageComparison) -> list[GapRow]:
-    """Split the gap of the bubble into pipeline imbalance and the rest."""
-    gap, cause = sides.compute_gap_ns("bubble"), _find_imbalance(sides)
-    uneven = 0 if cause is None else min(cause.gain_ns, max(0, gap))
-    words = sides.choose_text("bubble", "more", "less") + " waiting for other stages than predicted"
-    return [
-        GapRow("uneven_stages", "bubble", "pp", uneven, cause.message if cause else ""),
-        GapRow("bubble", "bubble", "pp", gap - uneven, words + _describe_grid(sides)),
-    ]
-
-
-def _find_imbalance(sides: StageComparison) -> Finding | None:
-    """The finding of pipeline imbalance if another stage than the compared one has most compute:
-    the predicted bubble does not include the wait for it."""
-    return next(
-        (one for one in sides.report.findings
-         if one.code == "uneven_stages" and sides.stage.rank not in one.ranks), None,
-    )  # fmt: skip
-
-
-def _describe_grid(sides: StageComparison) -> str:
-    grid = sides.report.pipeline
-    if grid is None:
-        return ""
-    text = f"; measured bubble {units.format_percent(grid.bubble_fraction)}"
-    if grid.ideal_bubble_fraction is not None:
-        name = SCHEDULE_NAMES.get(grid.schedule or "", grid.schedule)
-        text += f", ideal {name} bubble {units.format_percent(grid.ideal_bubble_fraction)}"
-    return f"{text}, predicted {units.format_percent(sides.prediction.bubble_fraction)}"
-
-
-def _describe_copies(sides: StageComparison) -> str:
-    if not sides.stage.predicted.copy_ns:
-        return "memory copies that the model does not include"
-    return f"memory copies take {sides.choose_text('copy', 'more', 'less')} time than predicted"
-
-
 def _describe_idle(sides: StageComparison) -> str:
     """The text for idle time, with its largest cause in the step."""
     found = sides.comm.split
@@ -558,15 +496,6 @@ def _describe_idle(sides: StageComparison) -> str:
 
 
 # Differences between measured and predicted exposed communication, per axis.
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of the difference in exposed communication on one axis, in ns."""
-
-    cause: str
-    ns: float
-    message: str
 
 
 def explain_calls(
@@ -585,39 +514,29 @@ def explain_calls(
         if kinds is None:
             words = "more" if gap_ns > 0 else "less"
             message = f"{words} exposed communication on {axis} than predicted"
-            parts = [_Part("exposed", gap_ns, message)]
-        else:
-            own = [one for one in kinds if (_choose_bucket(one.op), one.axis) == (bucket, axis)]
-            parts = _split_axis_gap(axis, gap_ns, own)
-        rows += _round_parts(bucket, axis, parts)
+            rows.append(GapRow("exposed", bucket, axis, gap_ns, message))
+            continue
+        own = [one for one in kinds if (_choose_bucket(one.op), one.axis) == (bucket, axis)]
+        # The extra time of the calls explains at most all of the gap; the rest of it is a
+        # difference in overlap with compute.
+        longer_ns = sum(one.extra_ns + one.slower_ns for one in own)
+        share = min(1.0, max(0.0, gap_ns / longer_ns)) if longer_ns else 0.0
+        parts = []
+        for one in own:
+            slower = "latency" if one.small else "link"
+            parts.append(("calls", one.extra_ns * share, one.extra_words))
+            parts.append((slower, one.slower_ns * share, one.slower_words))
+        left_ns = gap_ns - longer_ns * share
+        words = "less" if left_ns > 0 else "more"
+        message = f"{words} of the communication on {axis} is overlapped than predicted"
+        parts.append(("overlap", left_ns, message))
+        # Rounded to whole ns without changing their sum.
+        sum_ns, rounded = 0.0, 0
+        for cause, part_ns, message in parts:
+            sum_ns += part_ns
+            rows.append(GapRow(cause, bucket, axis, round(sum_ns) - rounded, message))
+            rounded = round(sum_ns)
     return rows
-
-
-def _split_axis_gap(axis: str, gap_ns: int, kinds: Sequence[CallTimes]) -> list[_Part]:
-    """Attribute the gap to the extra time of the calls, at most all of it; the rest of the gap is a
-    difference in overlap with compute."""
-    longer_ns = sum(one.extra_ns + one.slower_ns for one in kinds)
-    share = min(1.0, max(0.0, gap_ns / longer_ns)) if longer_ns else 0.0
-    parts = []
-    for one in kinds:
-        slower = "latency" if one.small else "link"
-        parts += [
-            _Part("calls", one.extra_ns * share, one.extra_words),
-            _Part(slower, one.slower_ns * share, one.slower_words),
-        ]
-    left_ns = gap_ns - longer_ns * share
-    words = "less" if left_ns > 0 else "more"
-    message = f"{words} of the communication on {axis} is overlapped than predicted"
-    return [*parts, _Part("overlap", left_ns, message)]
-
-
-def _round_parts(bucket: str, axis: str, parts: Sequence[_Part]) -> Iterator[GapRow]:
-    """Round the parts to whole ns without changing their sum."""
-    sum_ns, rounded = 0.0, 0
-    for part in parts:
-        sum_ns += part.ns
-        yield GapRow(part.cause, bucket, axis, round(sum_ns) - rounded, part.message)
-        rounded = round(sum_ns)
 
 
 def _sum_predicted_exposed(prediction: Prediction, stage: ComparedStage) -> dict[Key, int]:
@@ -699,36 +618,34 @@ def compare_call_times(
     for one in prediction.communication:
         if one.message.stage == stage.stage:
             expected[one.message.axis, one.message.op].append(one)
-    kinds = sorted({*sizes, *moved, *expected})
-    return [
-        _build_call_times(
-            kind, sizes.get(kind, {}), expected.get(kind, ()), moved.get(kind, (0, 0))[0], cost
+    rows = []
+    for kind in sorted({*sizes, *moved, *expected}):
+        measured, predicted = sizes.get(kind, {}), expected.get(kind, [])
+        moved_ns = float(moved.get(kind, (0, 0))[0])
+        predicted_ns = sum(each.time.ns for each in predicted)
+        expected_ns, least_ns = moved_ns, 0.0
+        if predicted:
+            expected_ns = _estimate_ns(measured, predicted, cost)
+            least_ns = _estimate_ns({1: sum(measured.values())}, predicted, cost)
+            if not predicted_ns:
+                # Free in the model, such as the receiving side of a ring.
+                moved_ns = 0.0
+        predicted_sizes: dict[int, int] = defaultdict(int)
+        for each in predicted:
+            predicted_sizes[each.message.message_bytes] += each.message.count
+        rows.append(
+            CallTimes(
+                axis=kind[0],
+                op=kind[1],
+                measured=measured,
+                predicted=predicted_sizes,
+                predicted_ns=predicted_ns,
+                expected_ns=expected_ns,
+                measured_ns=moved_ns,
+                small=least_ns > _LATENCY_SHARE * expected_ns,
+            )
         )
-        for kind in kinds
-    ]
-
-
-def _build_call_times(
-    kind: Call, measured: Sizes, predicted: Sequence[Communication], moved_ns: int, cost: CommCost
-) -> CallTimes:
-    """Calls that are free in the model, such as the receiving side of a ring, count as 0 ns."""
-    predicted_ns = sum(one.time.ns for one in predicted)
-    expected_ns = _estimate_ns(measured, predicted, cost) if predicted else float(moved_ns)
-    least_ns = _estimate_ns({1: sum(measured.values())}, predicted, cost) if predicted else 0.0
-    free = bool(predicted) and not predicted_ns
-    sizes: dict[int, int] = defaultdict(int)
-    for one in predicted:
-        sizes[one.message.message_bytes] += one.message.count
-    return CallTimes(
-        axis=kind[0],
-        op=kind[1],
-        measured=measured,
-        predicted=sizes,
-        predicted_ns=predicted_ns,
-        expected_ns=expected_ns,
-        measured_ns=0.0 if free else float(moved_ns),
-        small=least_ns > _LATENCY_SHARE * expected_ns,
-    )
+    return rows
 
 
 def _estimate_ns(measured: Sizes, predicted: Sequence[Communication], cost: CommCost) -> float:
@@ -736,14 +653,14 @@ def _estimate_ns(measured: Sizes, predicted: Sequence[Communication], cost: Comm
     if the size is unknown."""
     count = sum(one.message.count for one in predicted)
     mean_ns = sum(one.time.ns for one in predicted) / count
-    return sum(
-        calls * (mean_ns if size < 0 else cost(_find_nearest(predicted, size), size))
-        for size, calls in measured.items()
-    )
-
-
-def _find_nearest(predicted: Sequence[Communication], size: int) -> Communication:
-    return min(predicted, key=lambda one: abs(one.message.message_bytes - size))
+    total_ns = 0.0
+    for size, calls in measured.items():
+        each_ns = mean_ns
+        if size >= 0:
+            nearest = min(predicted, key=lambda one: abs(one.message.message_bytes - size))
+            each_ns = cost(nearest, size)
+        total_ns += calls * each_ns
+    return total_ns
 
 
 def _format_amount(sizes: Sizes) -> str:

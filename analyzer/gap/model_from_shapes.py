@@ -88,23 +88,42 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
         if hidden and (block := _infer_block(one, passes[rank], hidden, ends.vocab, whole))
     }
     block = next(iter(blocks.values()), None)
-    layers = None if whole is None else _sum_layers(split, whole, ops, passes)
+    layers = None
+    if whole is not None:
+        by_stage = {
+            split.layout.find_stage(rank): sum(one.attentions.values()) / passes[rank]
+            for rank, one in ops.items()
+        }
+        total = sum(by_stage.values())
+        # Not known if a stage was not recorded, or its passes differ.
+        if len(by_stage) == whole.size("pp") and total and float(total).is_integer():
+            layers = int(total)
     mixture = [_infer_experts(one, passes[rank], hidden) for rank, one in ops.items()]
     experts = next((one for one in mixture if one is not None), _NO_EXPERTS)
-    has_qkv_biases = _infer_qkv_biases(ops.values(), hidden, ends.vocab, block)
+    has_biases, has_qkv_biases = _infer_biases(ops.values(), hidden, ends.vocab, block)
+    head_size = None
+    if block and not block.latent and hidden != block.heads * block.head_size:
+        head_size = block.head_size
+    vocab, tp = ends.vocab, whole.size("tp") if whole else 1
+    if vocab is not None and tp > 1 and (block is None or block.shards > 1):
+        # Of the whole vocabulary a tensor-parallel rank may have one part.
+        vocab = None if split_vocab is None else vocab * (tp if split_vocab else 1)
+    norms = sum((one.norms for one in ops.values()), Counter[str]())
+    dtypes = sum((one.dtypes for one in ops.values()), Counter[str]())
     return ModelShape(
         layers=layers,
         hidden=hidden,
         heads=block.heads if block else None,
         kv_heads=block.kv_heads if block else None,
-        head_size=_find_head_size(block, hidden),
+        head_size=head_size,
         ffn=experts.dense_ffn or (block.ffn if block else None),
         gated=block.gated if block and experts.gated is None else experts.gated,
-        vocab=_scale_vocabulary(ends.vocab, block, whole, split_vocab),
+        vocab=vocab,
         tied=ends.tied,
         learned_positions=ends.learned_positions,
-        norm=_infer_norm(ops.values()),
-        biases=False if has_qkv_biases else _infer_biases(ops.values(), hidden, ends.vocab),
+        # A layer norm has a shift, an RMS norm only a scale; others may run beside either.
+        norm=max(norms, key=lambda name: norms[name], default=None),
+        biases=has_biases,
         qkv_biases=has_qkv_biases,
         qk_norm=_infer_qk_norm(ops, passes),
         experts=next((one.experts for one in ops.values() if one.experts), None),
@@ -118,15 +137,8 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
         seq_len=batch.seq_len if batch else None,
         micro_batch=batch.micro_batch if batch else None,
         microbatches=_count_microbatches(split, passes),
-        dtype=_infer_dtype(ops.values()),
+        dtype=max(dtypes, key=lambda name: dtypes[name], default=None),
     )
-
-
-def _find_head_size(block: _Block | None, hidden: int | None) -> int | None:
-    """The size of a head where it is not hidden / heads."""
-    if block is None or block.latent is not None or hidden == block.heads * block.head_size:
-        return None
-    return block.head_size
 
 
 def _count_microbatches(split: RunSplit, passes: Mapping[int, int]) -> int | None:
@@ -140,50 +152,23 @@ def _count_microbatches(split: RunSplit, passes: Mapping[int, int]) -> int | Non
     return int(only) if only.is_integer() else None
 
 
-def _sum_layers(
-    split: RunSplit, mesh: Mesh, ops: Mapping[int, ForwardOps], passes: Mapping[int, int]
-) -> int | None:
-    """The layers of all stages; None if a stage was not recorded or its passes differ."""
-    by_stage = {
-        split.layout.find_stage(rank): sum(one.attentions.values()) / passes[rank]
-        for rank, one in ops.items()
-    }
-    complete = len(by_stage) == mesh.size("pp")
-    layers = sum(by_stage.values())
-    return int(layers) if complete and layers and float(layers).is_integer() else None
-
-
-def _infer_norm(ops: Iterable[ForwardOps]) -> str | None:
-    """The most frequent norm: "layer" has a shift, "rms" only a scale."""
-    norms = sum((one.norms for one in ops), Counter[str]())
-    return max(norms, key=lambda name: norms[name]) if norms else None
-
-
-def _infer_biases(ops: Iterable[ForwardOps], hidden: int | None, vocab: int | None) -> bool | None:
-    """Whether the GEMMs of the layers have a bias; None if only some of them do."""
-    found = {
-        gemm.bias
-        for one in ops
-        for gemm in one.gemms
-        if (gemm.inputs, gemm.outputs) != (hidden, vocab)
-    }
-    return found.pop() if len(found) == 1 else None
-
-
-def _infer_qkv_biases(
+def _infer_biases(
     ops: Iterable[ForwardOps], hidden: int | None, vocab: int | None, block: _Block | None
-) -> bool | None:
-    """Whether the projections to queries, keys and values alone have a bias."""
+) -> tuple[bool | None, bool | None]:
+    """Whether the GEMMs of the layers have a bias, and whether the projections to queries, keys and
+    values alone have one; None if unknown."""
     gemms = sum((one.gemms for one in ops), Counter[LinearShape]())
-    layer = {one: n for one, n in gemms.items() if (one.inputs, one.outputs) != (hidden, vocab)}
-    if len({one.bias for one in layer}) < 2:
-        return False if layer else None
+    layer = [one for one in gemms if (one.inputs, one.outputs) != (hidden, vocab)]
+    kinds = {one.bias for one in layer}
+    if len(kinds) < 2:
+        return (kinds.pop(), False) if kinds else (None, None)
     if block is None or block.ffn is None:
-        return None
+        return None, None
     width, kv = block.heads * block.head_size, block.kv_heads * block.head_size
     projections = {width // block.shards, kv // block.shards, (width + 2 * kv) // block.shards}
     biased = {(one.inputs, one.outputs) for one in layer if one.bias}
-    return True if biased <= {(hidden, outputs) for outputs in projections} else None
+    is_of_qkv = biased <= {(hidden, outputs) for outputs in projections}
+    return (False, True) if is_of_qkv else (None, None)
 
 
 def _infer_qk_norm(ops: Mapping[int, ForwardOps], passes: Mapping[int, int]) -> bool | None:
@@ -197,11 +182,6 @@ def _infer_qk_norm(ops: Mapping[int, ForwardOps], passes: Mapping[int, int]) -> 
         if one.is_whole
     ]
     return False if known and all(known) else None
-
-
-def _infer_dtype(ops: Iterable[ForwardOps]) -> str | None:
-    dtypes = sum((one.dtypes for one in ops), Counter[str]())
-    return max(dtypes, key=lambda name: dtypes[name]) if dtypes else None
 
 
 # The ends of the model: embedding, positions and output head.
@@ -249,13 +229,22 @@ def _infer_ends(
     of the tokens is over classes, not over a vocabulary."""
     classes = next((width for one in ops.values() for width in one.losses), None)
     for rank, one in ops.items():
-        tokens = one.find_vocabulary(classes)
+        # The embedding of the tokens has as many rows as the loss has classes, or else the most.
+        tokens = max(
+            one.embeddings,
+            key=lambda each: (each.rows == classes, prod(each.index), each.rows),
+            default=None,
+        )
         if tokens is None:
             continue
+        # A tied weight gets one gradient in a backward pass, embedding and head get one each.
+        others = sum(each.rows == tokens.rows and each != tokens for each in one.embeddings)
+        gradients = one.gradients[tokens.rows, tokens.width] - others * passes[rank]
+        is_known = one.is_whole and gradients in (passes[rank], 2 * passes[rank])
         return _Ends(
             hidden=tokens.width,
             vocab=tokens.rows,
-            tied=_infer_tied(one, tokens, passes[rank]),
+            tied=gradients == passes[rank] if is_known else None,
             learned_positions=_infer_positions(one, tokens),
         )
     widths = Counter(norm for one in ops.values() for norm in one.norm_widths.elements())
@@ -263,14 +252,6 @@ def _infer_ends(
     if batch is not None and 2 * tokens_of_loss < batch.micro_batch * batch.seq_len:
         classes = None
     return _Ends(hidden=max(widths, key=lambda w: widths[w], default=None), vocab=classes)
-
-
-def _infer_tied(ops: ForwardOps, tokens: Embedding, passes: int) -> bool | None:
-    """Whether embedding and head are one weight, which gets one gradient in a backward pass."""
-    others = sum(one.rows == tokens.rows and one != tokens for one in ops.embeddings)
-    gradients = ops.gradients[tokens.rows, tokens.width] - others * passes
-    known = ops.is_whole and gradients in (passes, 2 * passes)
-    return gradients == passes if known else None
 
 
 def _infer_positions(ops: ForwardOps, tokens: Embedding) -> int:
@@ -295,16 +276,6 @@ def _infer_positions(ops: ForwardOps, tokens: Embedding) -> int:
         if len(shape) == 3 and shape[0] == 1 and shape[1] >= seq_len and shape[2] == width
     ]
     return max((*tables, *weights), default=ops.added_rows.get((*index, width), 0))
-
-
-def _scale_vocabulary(
-    rows: int | None, block: _Block | None, mesh: Mesh | None, split_vocab: bool | None
-) -> int | None:
-    """The whole vocabulary, of which a tensor-parallel rank may have one part."""
-    tp = mesh.size("tp") if mesh else 1
-    if rows is None or tp == 1 or (block is not None and block.shards == 1):
-        return rows
-    return None if split_vocab is None else rows * (tp if split_vocab else 1)
 
 
 # The layers: attention and MLP, whose GEMMs must add up to those that ran.
@@ -613,24 +584,15 @@ class ForwardOps:
         """Forward passes of microbatches; 0 if the rank has neither embedding nor loss."""
         return max((*self.losses.values(), *self.embeddings.values()), default=0)
 
-    def find_vocabulary(self, classes: int | None) -> Embedding | None:
-        """The embedding of the tokens: that of as many rows as the loss has classes, else the
-        largest."""
-        return max(
-            self.embeddings,
-            key=lambda one: (one.rows == classes, prod(one.index), one.rows),
-            default=None,
-        )
-
 
 _GEMMS = ("aten::linear", "aten::addmm", "aten::mm", "aten::_scaled_mm")
 _BATCHED = ("aten::bmm", "aten::baddbmm")
 _FUSED_ATTENTION = "aten::scaled_dot_product_attention"
-_FLASH_ATTENTION = ("flash_attn::_flash_attn_forward", "flash_attn_3::fwd")
+_ATTENTIONS = (_FUSED_ATTENTION, "flash_attn::_flash_attn_forward", "flash_attn_3::fwd")
 _LOSSES = ("aten::cross_entropy_loss", "aten::log_softmax", "aten::_log_softmax")
 _NORMS = ("aten::layer_norm", "aten::rms_norm", "aten::rsqrt")
 _OUTERMOST = (
-    *_GEMMS, *_BATCHED, _FUSED_ATTENTION, *_FLASH_ATTENTION, *_LOSSES, *_NORMS, "aten::embedding",
+    *_GEMMS, *_BATCHED, *_ATTENTIONS, *_LOSSES, *_NORMS, "aten::embedding",
     "aten::add", "aten::topk", "aten::_grouped_mm",
 )  # fmt: skip
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -689,13 +651,11 @@ def _parse_shapes(text: str) -> tuple[_Shape, ...]:
     except (ValueError, RecursionError):
         return ()
     return tuple(
-        tuple(one) if isinstance(one, list) and all(map(_is_size, one)) else ()
+        tuple(one)
+        if isinstance(one, list) and all(isinstance(size, int) and size > 0 for size in one)
+        else ()
         for one in (body if isinstance(body, list) else ())
     )
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and value > 0
 
 
 def _parse_dtype(text: str) -> str:
@@ -731,33 +691,26 @@ class _OpCounter:
             case "aten::baddbmm":
                 self._count_scores(second, third)
             case "aten::layer_norm" | "aten::rms_norm" | "aten::rsqrt":
-                self._count_norm(name, shapes)
+                shift = name == "aten::layer_norm" and any(shapes[3:4])
+                self.norms["layer" if shift else "rms"] += 1
+                self.head_norms += bool(shapes) and len(shapes[0]) == 4
+                if name != "aten::rsqrt" and shapes and shapes[0]:
+                    self.norm_widths[shapes[0][-1]] += 1
             case "aten::add" if len(first) == 3 and first != second in (first[1:], (1, *first[1:])):
                 self.added_rows[first] = first[1]
             case "aten::topk" if len(first) == 2:
                 self.routed = first
             case "aten::_grouped_mm" if len(first) == 2 and len(second) == 3:
                 self.grouped[first[0], *second] += 1
-            case _:
-                self._count_named(name, first, second, third)
-
-    def _count_named(self, name: str, first: _Shape, second: _Shape, third: _Shape) -> None:
-        if name in _LOSSES and len(first) >= 2:
-            self.losses[first[-1]] += 1
-            self.loss_rows = max(self.loss_rows, prod(first[:-1]))
-        elif name in (_FUSED_ATTENTION, *_FLASH_ATTENTION) and len(first) == len(second) == 4:
-            heads, tokens = (1, 2) if name == _FUSED_ATTENTION else (2, 1)
-            value = third if len(third) == 4 else first
-            self.attentions[
-                Attention(first[0], first[heads], second[heads], first[tokens], first[3], value[3])
-            ] += 1
-
-    def _count_norm(self, name: str, shapes: Sequence[_Shape]) -> None:
-        shift = name == "aten::layer_norm" and any(shapes[3:4])
-        self.norms["layer" if shift else "rms"] += 1
-        self.head_norms += bool(shapes) and len(shapes[0]) == 4
-        if name != "aten::rsqrt" and shapes and shapes[0]:
-            self.norm_widths[shapes[0][-1]] += 1
+            case _ if name in _LOSSES and len(first) >= 2:
+                self.losses[first[-1]] += 1
+                self.loss_rows = max(self.loss_rows, prod(first[:-1]))
+            case _ if name in _ATTENTIONS and len(first) == len(second) == 4:
+                # torch has the heads before the tokens, FlashAttention after them.
+                heads, tokens = (1, 2) if name == _FUSED_ATTENTION else (2, 1)
+                value = third if len(third) == 4 else first
+                sizes = first[0], first[heads], second[heads], first[tokens], first[3], value[3]
+                self.attentions[Attention(*sizes)] += 1
 
     def _count_scores(self, query: _Shape, key: _Shape) -> None:
         """Queries by keys: (sequences x heads, seq_len, head size) by its transpose."""
@@ -766,10 +719,21 @@ class _OpCounter:
             self.scores[Attention(0, query[0], query[0], query[1], size, size)] += 1
 
     def build(self, gradients: Counter[_Shape], dtypes: Counter[str]) -> ForwardOps:
+        attentions = self.attentions
+        sequences = max((one.index[0] for one in self.embeddings if len(one.index) == 2), default=0)
+        if not attentions and sequences:
+            # Attention that is not fused: its sequences are those of the embedding's index.
+            for one, count in self.scores.items():
+                heads, rest = divmod(one.heads, sequences)
+                if not rest:
+                    each = replace(one, batch=sequences, heads=heads, kv_heads=heads)
+                    attentions[each] = count
+        # A router: the largest few outputs of a GEMM are chosen for each token.
+        widths = {gemm.outputs for gemm in self.gemms}
         return ForwardOps(
             self.embeddings,
             self.gemms,
-            self.attentions or self._split_scores(),
+            attentions,
             self.losses,
             self.norms,
             self.norm_widths,
@@ -779,27 +743,6 @@ class _OpCounter:
             self.loss_rows,
             self.added_rows,
             gradients,
-            self._find_experts(),
+            self.routed[-1] if self.routed and self.routed[-1] in widths else 0,
             dtypes,
         )
-
-    def _split_scores(self) -> Counter[Attention]:
-        """Attention that is not fused: its sequences are those of the embedding's index."""
-        sequences = max((one.index[0] for one in self.embeddings if len(one.index) == 2), default=0)
-        if not sequences:
-            return Counter()
-        return Counter(
-            {
-                replace(
-                    one, batch=sequences, heads=one.heads // sequences,
-                    kv_heads=one.heads // sequences,
-                ): count
-                for one, count in self.scores.items()
-                if one.heads % sequences == 0
-            }
-        )  # fmt: skip
-
-    def _find_experts(self) -> int:
-        """The width of a GEMM from which the largest few outputs of each token are chosen."""
-        known = {gemm.outputs for gemm in self.gemms}
-        return self.routed[-1] if self.routed and self.routed[-1] in known else 0

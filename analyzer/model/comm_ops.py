@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
@@ -41,7 +41,7 @@ SEQUENCE = Formula(
 def is_gathered_again(job: JobConfig) -> bool:
     """Whether the backward gathers the layers' inputs again; else they are kept as gathered, as by
     adapters."""
-    return job.training.framework in ("megatron", "nanotron") and not job.training.lora_rank
+    return job.profile.messages.gathers_again and not job.training.lora_rank
 
 
 LOSS = Formula(
@@ -129,19 +129,17 @@ FP8_GATHER = Formula(
 
 def is_gathered_in_fp8(job: JobConfig) -> bool:
     """Whether sequence parallelism gathers in 8 bits (FP8_GATHER)."""
-    training = job.training
-    is_cast = training.framework == "megatron" or (
-        training.framework == "fsdp2" and training.fp8_scaling == "tensor"
-    )
-    return training.dtype == "fp8" and is_cast
+    training, kind = job.training, job.profile.messages.fp8_gather
+    has_one_scale = kind == "tensor-scaled" and training.fp8_scaling == "tensor"
+    return training.dtype == "fp8" and (kind == "always" or has_one_scale)
 
 
 def _count_product_pairs(job: JobConfig, stage: StageConfig) -> int:
     """Counts pairs of a column- and a row-parallel linear layer: attention and MLP of each layer,
     which are one in a parallel block.
 
-    With sequence parallelism routed tokens are sent to their experts directly (expert_messages),
-    so only the shared expert of a mixture is such a pair.
+    With sequence parallelism routed tokens are sent to their experts directly (list_ep_ops), so
+    only the shared expert of a mixture is such a pair.
     """
     dense = count_dense_layer_pairs(job) * stage.dense_layers
     return dense + count_expert_layer_pairs(job) * stage.expert_layers
@@ -194,7 +192,7 @@ ADAPTED = Formula(
 def _list_adapter_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """The calls of Megatron-LM's adapters (ADAPTED)."""
     training, tp = job.training, job.parallel.tp
-    if not training.lora_rank or training.framework in TORCH_FRAMEWORKS:
+    if not training.lora_rank or job.profile.model.adapters == "peft":
         return ()
     adapters = list_adapters(job) * stage.dense_layers
     adapters += list_adapters(job, expert=True) * stage.expert_layers
@@ -232,7 +230,7 @@ def _count_partial_positions(job: JobConfig, stage: StageConfig) -> int:
 
     Megatron-LM adds positions before it splits the sequence, so its gradients are complete.
     """
-    whole = not stage.embedding or job.training.framework == "megatron"
+    whole = not stage.embedding or job.profile.messages.whole_positions
     return 0 if whole else job.model.positions * job.model.hidden
 
 
@@ -304,7 +302,7 @@ def is_fused_ring(job: JobConfig) -> bool:
 def is_torch_ring(job: JobConfig) -> bool:
     """Whether context parallelism is torch's context_parallel (CONTEXT_TORCH)."""
     layout = job.parallel
-    return job.training.framework == "fsdp2" and layout.ring > 1 and layout.ulysses == 1
+    return job.profile.messages.torch_ring and layout.ring > 1 and layout.ulysses == 1
 
 
 def _list_torch_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:

@@ -125,7 +125,7 @@ def list_fsdp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]
     experts_in_layer = layout.ep == 1 and layout.expert_tp == layout.tp
     trained = select_trained(job, params)
     dense, experts = list_fsdp_units(params, trained, experts_in_layer, layout.root_unit)
-    if job.training.framework == "deepspeed":
+    if job.profile.messages.gathers_modules:
         dense = _split_end_units(job, dense)
     return (
         *_list_shard_ops(job, params.stage, dense, layout.shard_axis, layout.shard_size),
@@ -196,7 +196,7 @@ def _drop_empty_units(fsdp_units: list[FsdpUnit]) -> list[FsdpUnit]:
 def _list_shard_ops(
     job: JobConfig, stage: int, fsdp_units: tuple[FsdpUnit, ...], axis: str, ranks: int
 ) -> tuple[CommOp, ...]:
-    if job.training.framework != "deepspeed":
+    if not job.profile.messages.buckets_shards:
         return tuple(
             m for unit in fsdp_units for m in _list_unit_ops(job, stage, unit, axis, ranks)
         )
@@ -268,7 +268,7 @@ def is_kept_gathered(job: JobConfig) -> bool:
 def find_reshard_policy(job: JobConfig) -> str:
     """The reshard policy; the ZeRO paper and DeepSpeed free each unit after its forward pass,
     FSDP2 with stage 2 none."""
-    if job.training.framework in ("zero-paper", "deepspeed"):
+    if job.profile.messages.frees_units:
         return "always"
     if job.parallel.zero == 2:
         return "never"
@@ -309,23 +309,6 @@ ALL_REDUCED = Formula(
     "all_reduces of g P bytes of gradients (ZeRO-2: every microbatch), all_gathers of w P/N bytes",
     "deepspeedai/DeepSpeed, runtime/zero/stage_1_and_2.py, use_multi_rank_bucket_allreduce",
 )
-
-MIB = 2**20
-
-MEGATRON_BUCKET = 40_000_000
-
-MEGATRON_BUCKET_PER_RANK = 1_000_000
-"""Parameters per bucket if gradient reduction overlaps the backward pass; else one bucket.
-NVIDIA/Megatron-LM, core/distributed/distributed_data_parallel.py."""
-
-DEEPSPEED_BUCKET = 500_000_000
-"""Elements per bucket: reduce_bucket_size, allgather_bucket_size of DeepSpeed's config-json."""
-
-DDP_FIRST_BYTES, DDP_BYTES = 1 * MIB, 25 * MIB
-"""PyTorch's kDefaultFirstBucketBytes and bucket_cap_mb."""
-
-EVERY_MICROBATCH = ("deepspeed", "zero-paper")
-"""Frameworks whose ZeRO-2 reduces gradients every microbatch instead of accumulating them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +365,7 @@ def _list_broadcasts(
 
 def has_weight_broadcast(job: JobConfig) -> bool:
     """Whether DDP all_reduces gradients and each rank then broadcasts its updated weights."""
-    return job.parallel.zero == 1 and job.training.framework == "ddp"
+    return job.parallel.zero == 1 and job.profile.messages.broadcasts
 
 
 def _list_gradient_ops(
@@ -395,7 +378,9 @@ def _list_gradient_ops(
         return [make_all_reduce(site, bucket.count, size, ranks)]
     times = bucket.count * (job.microbatches if is_reduced_every_microbatch(job) else 1)
     make_reduction, formula = (
-        (make_all_reduce, ALL_REDUCED) if is_all_reduced(job) else (make_reduce_scatter, ZERO)
+        (make_all_reduce, ALL_REDUCED)
+        if job.profile.messages.all_reduces
+        else (make_reduce_scatter, ZERO)
     )
     weights = -(-bucket.parameters * job.training.weight_bytes // ranks)
     ops = [
@@ -411,14 +396,9 @@ def _list_gradient_ops(
     return ops
 
 
-def is_all_reduced(job: JobConfig) -> bool:
-    """Whether ZeRO-1 and 2 all_reduce whole buckets, of which each rank keeps its share."""
-    return job.training.framework == "deepspeed"
-
-
 def is_reduced_every_microbatch(job: JobConfig) -> bool:
     """Whether ZeRO-2 reduces the gradients of each microbatch separately."""
-    return job.parallel.zero == 2 and job.training.framework in EVERY_MICROBATCH
+    return job.parallel.zero == 2 and job.profile.messages.every_microbatch
 
 
 def split_buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[GradientBucket, ...]:
@@ -426,22 +406,18 @@ def split_buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Gradient
 
     Real buckets end at tensor boundaries, so there are slightly fewer of them.
     """
-    first, each = _find_bucket_capacity(job, ranks)
+    buckets, size = job.profile.buckets, job.training.gradient_bytes
+    first = each = 0
+    if buckets.each_bytes:
+        stated = job.parallel.bucket_bytes
+        first, each = (
+            (stated or buckets.first_bytes) // size,
+            (stated or buckets.each_bytes) // size,
+        )
+    elif not buckets.overlapped or "dp" in job.parallel.overlap:
+        each = max(buckets.parameters, buckets.parameters_per_rank * ranks)
     head = min(first, parameters)
+    # Without a capacity all parameters are one bucket.
     count, rest = divmod(parameters - head, each) if each else (0, parameters - head)
     found = (GradientBucket(1, head), GradientBucket(count, each), GradientBucket(1, rest))
     return tuple(bucket for bucket in found if bucket.count and bucket.parameters)
-
-
-def _find_bucket_capacity(job: JobConfig, ranks: int) -> tuple[int, int]:
-    """Parameters of the first bucket and of each other one; 0 for no limit."""
-    match job.training.framework:
-        case "ddp" | "huggingface" | "fsdp2":
-            size = job.training.gradient_bytes
-            stated = job.parallel.bucket_bytes
-            return (stated or DDP_FIRST_BYTES) // size, (stated or DDP_BYTES) // size
-        case "deepspeed":
-            return 0, DEEPSPEED_BUCKET
-        case "megatron" if "dp" in job.parallel.overlap:
-            return 0, max(MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK * ranks)
-    return 0, 0

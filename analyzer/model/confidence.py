@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.config import AUTOCAST_FRAMEWORKS, JobConfig
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     collect_kinds,
@@ -16,7 +16,6 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.analyzer.model.hardware_config import PRESETS
 from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
 from stepsplit.analyzer.model.memory import is_within_memory
 from stepsplit.analyzer.model.memory_states import (
@@ -25,6 +24,7 @@ from stepsplit.analyzer.model.memory_states import (
     is_clamped,
 )
 from stepsplit.analyzer.model.prediction import Confidence, StageMemory
+from stepsplit.analyzer.model.profile import PRESETS, load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
 
@@ -158,11 +158,6 @@ def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) 
 NO_BAND = 0.5
 """The error without any run to estimate it from."""
 
-EAGER_ERROR = 0.15
-"""What 13 unseen runs of transformers on an H100 stay below (measured_jobs.csv); no band of
-published runs has the frameworks that cast by autocast."""
-
-
 # The reasons to doubt a prediction.
 
 Doubt = Literal["medium", "low"]
@@ -201,15 +196,10 @@ def list_caveats(
     return tuple(sorted(found, key=lambda caveat: caveat.confidence != "low"))
 
 
-FULL_MEMORY = 0.8
-"""Share of the memory from which on the allocator may free and retry: with FSDP it reserves 1.2
-times the peak. Of llm-foundry's runs 9 are fuller, one of them 23 % slower than predicted and the
-others as predicted; of 34 that fill 0.7 to 0.8 one is 22 % slower. No factor would hold."""
-
-
 def _list_full_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> Iterator[str]:
     share = max(stage.total_bytes for stage in memory) / job.hardware.memory_bytes
-    if job.training.framework == "fsdp2" and share > FULL_MEMORY:
+    limit = job.profile.memory.nearly_full
+    if limit and share > limit:
         yield f"memory is {share:.0%} full: the allocator may free and retry"
 
 
@@ -248,7 +238,8 @@ def _list_unmodelled(
 def _is_often_idle(job: JobConfig, stages: tuple[StageTime, ...], split: Split) -> bool:
     """Whether a device waits for launches, not for the update of offloaded states, for long."""
     launches_ns = split.idle_ns - max(stage.host_update_ns for stage in stages)
-    return launches_ns > IDLE_SHARE_LIMIT * split.step_ns and job.hardware.family != "cpu"
+    is_processor = load_device(job.hardware.family).processor
+    return launches_ns > IDLE_SHARE_LIMIT * split.step_ns and not is_processor
 
 
 def _list_offloading(
@@ -354,7 +345,7 @@ def estimate_step_band(
         band = replace(band, error=own, middle=1.0)
     elif not efficiency.rows:
         band = replace(band, error=max(band.error, efficiency.error))
-    elif job.training.framework in AUTOCAST_FRAMEWORKS:
-        band = replace(band, error=max(band.error, EAGER_ERROR))
+    else:
+        band = replace(band, error=max(band.error, job.profile.times.least_error))
     low_ns, high_ns = band.find_limits(split.step_ns)
     return round(low_ns), round(high_ns)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-# Limits and keys of the fields in a TOML file, used by config_decode.
+from stepsplit.analyzer.model.config_limits import KEY, MAX_NUMBER, AsDecimal, Natural, NumberLimits
+from stepsplit.analyzer.model.profile import FrameworkProfile, load_device, load_framework
 
-MAX_NUMBER = 10**18
+# Limits of what is simulated.
 
 MAX_STAGE_PAIRS = 1 << 14
 """Most pipeline ranks times model stages (128 ranks of one stage, 64 of four). Warm-up and
@@ -21,28 +22,6 @@ warm-up and cool-down of MAX_STAGE_PAIRS have."""
 MAX_EXPERTS = 10**6
 """Most experts of a layer. A search for layouts tries all their divisors; published models have up
 to 2,048."""
-
-KEY = "key"
-"""Metadata of a field: its key in a file if that differs from its name, "" if it has no key."""
-
-
-@dataclass(frozen=True, slots=True)
-class NumberLimits:
-    """The smallest and largest value of a number in a file; label names a number of few values.
-
-    Without limits an integer is at least 1 and any other number is above 0.
-    """
-
-    least: int = 1
-    most: int = MAX_NUMBER
-    label: str = ""
-
-
-Natural = Annotated[int, NumberLimits(0)]
-"""An integer that may be 0."""
-
-AsDecimal = Annotated[int, NumberLimits(1, MAX_NUMBER, "")]
-"""An integer that a calibration writes as 128.0."""
 
 # The architecture of a decoder transformer.
 
@@ -377,18 +356,8 @@ RecomputePart = Literal["core-attention", "mla-up", "norms", "activation", "mlp"
 
 RECOMPUTE_PARTS: tuple[RecomputePart, ...] = get_args(RecomputePart)
 
-Framework = Literal[
-    "zero-paper", "megatron", "deepspeed", "fsdp2", "ddp", "huggingface", "nanotron"
-]
-
-FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
-
-TORCH_FRAMEWORKS: tuple[Framework, ...] = ("fsdp2", "ddp", "huggingface")
-"""Those that train a model of plain PyTorch: fp32 weights, cast as each layer runs, which torch's
-own optimizers update, and a vocabulary that is not padded."""
-
-AUTOCAST_FRAMEWORKS: tuple[Framework, ...] = ("ddp", "huggingface")
-"""Those that cast by torch.autocast, and run torch's optimizers as torch chooses them."""
+Framework = str
+"""A name in presets/frameworks.toml."""
 
 State = Literal["optimizer", "parameters", "activations"]
 
@@ -707,9 +676,6 @@ class ParallelConfig:
 
 # JobConfig: everything that a prediction needs, and the sizes that follow by division.
 
-VOCAB_MULTIPLE = 128
-"""Megatron-LM pads the vocabulary to a multiple of this times tp."""
-
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
@@ -720,6 +686,8 @@ class JobConfig:
         parallel: The parallel layout.
         training: Batch, precision, optimizer and recomputation.
         hardware: Accelerator and links.
+        stated: The keys that its job.toml states ("training.fused_loss"); None (default) for a job
+            that code builds, which states all.
 
     Examples:
         >>> from stepsplit.analyzer import predict, read_job
@@ -732,6 +700,12 @@ class JobConfig:
     parallel: ParallelConfig
     training: TrainingConfig
     hardware: HardwareConfig
+    stated: frozenset[str] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def profile(self) -> FrameworkProfile:
+        """What the job's framework does."""
+        return load_framework(self.training.framework)
 
     @property
     def microbatches(self) -> int:
@@ -742,21 +716,20 @@ class JobConfig:
     def runs_transformers(self) -> bool:
         """Whether a model of transformers runs as it is, perhaps in DistributedDataParallel: ddp
         with RMS norms, unless the job states its kernels."""
-        training = self.training
-        is_plain = training.unfused is None and self.model.norm == "rms"
-        return training.framework == "huggingface" or (training.framework == "ddp" and is_plain)
+        kind = self.profile.model.transformers
+        is_plain = self.training.unfused is None and self.model.norm == "rms"
+        return kind == "always" or (kind == "plain" and is_plain)
 
     @property
     def offloaded(self) -> frozenset[str]:
         """The states in host memory; none on a CPU, which is its own host."""
-        return frozenset() if self.hardware.family == "cpu" else self.training.offload
+        return frozenset() if load_device(self.hardware.family).processor else self.training.offload
 
     @property
     def is_fsdp(self) -> bool:
         """Whether weights are gathered unit by unit: ZeRO-3, and FSDP2 with stage 2, which keeps
         them until the backward."""
-        zero = self.parallel.zero
-        return zero == 3 or (zero == 2 and self.training.framework == "fsdp2")
+        return self.parallel.zero >= self.profile.messages.weights_sharded_from
 
     @property
     def tokens(self) -> int:
@@ -765,8 +738,6 @@ class JobConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """The vocabulary as Megatron-LM pads it; other frameworks do not pad."""
-        if self.training.framework != "megatron":
-            return self.model.vocab
-        multiple = VOCAB_MULTIPLE * self.parallel.tp
-        return -(-self.model.vocab // multiple) * multiple
+        """The vocabulary as the framework pads it."""
+        multiple = self.profile.model.vocabulary_multiple * self.parallel.tp
+        return -(-self.model.vocab // multiple) * multiple if multiple else self.model.vocab

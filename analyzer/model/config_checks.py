@@ -10,7 +10,6 @@ from stepsplit.analyzer.model.config import (
     LORA_TARGETS,
     MAX_EXPERTS,
     MAX_STAGE_PAIRS,
-    TORCH_FRAMEWORKS,
     TWO_STAGES,
     JobConfig,
 )
@@ -189,7 +188,7 @@ def _check_recompute(job: JobConfig) -> Violation | None:
     if training.offload_layers and "activations" not in training.offload:
         problem = f"offload_layers ({training.offload_layers}) needs activations in offload"
         return Violation(problem, 'add "activations" to offload')
-    if training.early_stop and training.framework not in TORCH_FRAMEWORKS:
+    if training.early_stop and not job.profile.defaults.early_stop:
         problem = f"{training.framework} recomputes whole layers, without early_stop"
         return Violation(problem, "remove early_stop")
     if training.fp8_activations and training.dtype != "fp8":
@@ -277,7 +276,7 @@ def _check_shards(job: JobConfig) -> Violation | None:
     """dp_shard needs ZeRO-3, or ZeRO-1 in groups of ranks: instances of Megatron-LM's distributed
     optimizer, a process group of ZeroRedundancyOptimizer. ZeRO-3 needs ranks to shard over."""
     layout = job.parallel
-    has_groups = layout.zero > 0 and job.training.framework in ("megatron", "fsdp2", "ddp")
+    has_groups = layout.zero > 0 and job.profile.messages.shards_in_groups
     if not has_groups and layout.zero != 3 and layout.dp_shard > 1:
         problem = f"dp_shard ({layout.dp_shard}) needs ZeRO-3, but zero = {layout.zero}"
         return Violation(problem, "use dp instead, or set zero = 3")
@@ -287,12 +286,12 @@ def _check_shards(job: JobConfig) -> Violation | None:
     return None
 
 
-def _check_ddp(job: JobConfig) -> Violation | None:
+def _check_zero(job: JobConfig) -> Violation | None:
     """DDP with ZeroRedundancyOptimizer is zero = 1; DDP supports no higher stage."""
-    if job.training.framework != "ddp" or job.parallel.zero <= 1:
+    zero, messages = job.parallel.zero, job.profile.messages
+    if zero <= messages.max_zero:
         return None
-    problem = f"DDP shards neither gradients nor weights, but zero = {job.parallel.zero}"
-    return Violation(problem, 'set framework = "fsdp2"')
+    return Violation(f"{messages.zero_problem}, but zero = {zero}", messages.zero_hint)
 
 
 BATCH_CHECKS = (
@@ -300,7 +299,7 @@ BATCH_CHECKS = (
     _check_positions,
     _check_dtype,
     _check_shards,
-    _check_ddp,
+    _check_zero,
     _check_recompute,
     _check_adapters,
     _check_recomputed_layers,
@@ -334,7 +333,7 @@ def _check_layers(job: JobConfig) -> Violation | None:
         return None
     if layers < job.parallel.model_stages:
         return Violation(f"layers ({layers}) must be >= {divisor}", "fix one of them")
-    if job.training.framework != "megatron":
+    if not job.profile.messages.equal_stages:
         return None
     return check_remainder(
         "layers", layers, divisor, job.parallel.model_stages, "set layers_per_stage"

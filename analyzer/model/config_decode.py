@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stepsplit.analyzer.errors import DataError, parse_toml, read_toml
-from stepsplit.analyzer.model.config import KEY, MAX_NUMBER, AsDecimal, NumberLimits
+from stepsplit.analyzer.model.config_limits import KEY, MAX_NUMBER, AsDecimal, NumberLimits
 
 _T = TypeVar("_T")
 
@@ -182,7 +182,8 @@ def decode_section(
         if base is not None
         else [name for name in list_required_keys(kind) if name not in defaults]
     )
-    kinds = {**collect_kinds(kind), "source": str}
+    table_type: Any = kind  # a type variable is not hashable to mypy
+    kinds = {**collect_kinds(table_type), "source": str}
     stated = decode_keys(table.get_subtable(key), kinds, mistakes, required)
     if not all(name in stated for name in required):
         return base
@@ -190,8 +191,12 @@ def decode_section(
     return kind(**values) if base is None else replace(base, **values)  # type: ignore[type-var]
 
 
-def collect_kinds(kind: type) -> dict[str, Any]:
-    """Returns the type of each key of the dataclass in a file, in the order of its fields."""
+@lru_cache(maxsize=64)
+def collect_kinds(kind: type) -> Kinds:
+    """Returns the type of each key of the dataclass in a file, in the order of its fields.
+
+    Cached, since evaluating annotations takes a millisecond, and the presets have many tables.
+    """
     hints = get_type_hints(kind, include_extras=True)
     return {
         key: _normalize_kind(hints[field.name])

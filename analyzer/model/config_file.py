@@ -12,24 +12,18 @@ from typing import Any, Literal, get_args
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (
-    AUTOCAST_FRAMEWORKS,
     RANK_ORDER,
-    TORCH_FRAMEWORKS,
     Axis,
-    Dtype,
     Experts,
     Framework,
-    GemmDtype,
     HardwareConfig,
     JobConfig,
     LatentAttention,
     ModelConfig,
-    Natural,
     ParallelConfig,
     Recompute,
     RecomputePart,
     State,
-    StoredDtype,
     Target,
     TrainingConfig,
 )
@@ -47,31 +41,36 @@ from stepsplit.analyzer.model.config_decode import (
     replace_aliases,
     select_fields,
 )
+from stepsplit.analyzer.model.config_limits import Natural
+from stepsplit.analyzer.model.features import (
+    choose_weight_dtype,
+    framework_defaults,
+    list_stated_keys,
+)
 from stepsplit.analyzer.model.hardware_config import (
-    PRESETS,
     decode_hardware,
     list_hardware_kinds,
     load_link,
     read_hardware_file,
 )
+from stepsplit.analyzer.model.profile import (
+    PRESETS,
+    infer_framework as infer_unnamed,
+    list_framework_aliases,
+    list_frameworks,
+    load_framework,
+)
 
 # job.toml -> JobConfig.
 
-FRAMEWORK_ALIASES = {
-    "megatron-lm": "megatron", "megatron-core": "megatron", "torchtitan": "fsdp2", "fsdp": "fsdp2",
-    "fsdp1": "fsdp2", "hf": "huggingface", "transformers": "huggingface",
-}  # fmt: skip
-"""Aliases of frameworks that are modelled alike."""
-
 _ALIASES = {
-    "framework": FRAMEWORK_ALIASES,
     "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
     "schedule": {
         "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
         "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
     },
 }  # fmt: skip
-"""Aliases of values, by key."""
+"""Aliases of values, by key; those of frameworks are in frameworks.toml."""
 
 _EXAMPLE_HINT = (
     'begin with [model] preset = "llama-3.1-8b", [training] seq_len = 8192, micro_batch = 1,'
@@ -151,7 +150,7 @@ def decode_job(table: TomlTable) -> JobConfig:
     )
     framework = training.values.get("framework", infer_framework(stated.parallel))
     completed_training = complete_training(training, layout, framework, model, hardware)
-    job = JobConfig(model, layout, completed_training, hardware)
+    job = JobConfig(model, layout, completed_training, hardware, list_stated_keys(table))
     faults = list_violations(job)
     Mistakes(DataError(table.where, one.problem, one.hint) for one in faults).raise_all()
     return job
@@ -389,9 +388,6 @@ _PARALLEL_KINDS: Mapping[str, Any] = {
 
 PARALLEL_KEYS = tuple(_PARALLEL_KINDS)
 
-_OVERLAPPING_FRAMEWORKS: tuple[Framework, ...] = ("fsdp2", "ddp", "deepspeed", "huggingface")
-"""Frameworks that overlap gradient reduction with the backward pass by default."""
-
 
 def _decode_parallel(table: TomlTable, mistakes: Mistakes) -> TomlTable:
     """Decodes the table's values; rank_order as a tuple of axes."""
@@ -420,9 +416,13 @@ def build_layout(
     stated = table.values
     zero = _infer_zero(stated, framework)
     replicate, shard = _infer_data_parallel(table, zero)
+    # Without a framework experts are those of the one without ZeRO-3, whatever zero is.
+    usual = load_framework(framework or infer_unnamed("replicated")).defaults
+    tp, ep, cp = (stated.get(key, 1) for key in ("tp", "ep", "cp"))
+    is_divisible = tp * cp * replicate * shard % (ep * tp) == 0
     defaults = {
         "schedule": "1f1b" if stated.get("chunks", 1) == 1 else "interleaved",
-        "expert_tp": _infer_expert_tp(stated, framework, replicate * shard) if experts else 1,
+        "expert_tp": tp if experts and usual.expert_tp and is_divisible else 1,
     }
     resolved = {
         "zero": zero,
@@ -437,20 +437,21 @@ def build_layout(
 
 def infer_framework(table: TomlTable) -> Framework:
     """Infers the framework of a job that names none."""
-    return "fsdp2" if _infer_zero(table.values, None) == 3 else "megatron"
+    return infer_unnamed("sharded" if _infer_zero(table.values, None) == 3 else "replicated")
 
 
-def _infer_expert_tp(stated: Mapping[str, Any], framework: Framework | None, dp: int) -> int:
-    """Megatron-LM shards experts over tp like the other weights if the stage's ranks allow it."""
-    tp, ep, cp = (stated.get(key, 1) for key in ("tp", "ep", "cp"))
-    cuts = framework in (None, "megatron") and tp * cp * dp % (ep * tp) == 0
-    return tp if cuts else 1
+def list_framework_keys(table: TomlTable, framework: Framework) -> dict[str, str]:
+    """The keys of [training] that a job of this framework must state: its name, unless a job with
+    the decoded [parallel] would be taken to run it anyway."""
+    is_inferred = load_framework(infer_framework(table)) is load_framework(framework)
+    return {} if is_inferred else {"framework": framework}
 
 
 def _infer_zero(stated: Mapping[str, Any], framework: Framework | None) -> int:
-    shards = framework == "fsdp2" and "dp_replicate" not in stated
-    implied = 3 if shards or stated.get("dp_shard", 1) > 1 else 0
-    return int(stated.get("zero", implied))
+    default = 0 if framework is None else load_framework(framework).defaults.zero
+    if "dp_replicate" in stated:
+        default = 0
+    return int(stated.get("zero", 3 if stated.get("dp_shard", 1) > 1 else default))
 
 
 def _infer_data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
@@ -487,9 +488,7 @@ def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
 
 def _infer_overlap(stated: Mapping[str, Any], framework: Framework) -> frozenset[str]:
     """The axes whose communication overlaps with compute: all, none, or those listed."""
-    overlap = stated.get(
-        "overlap", frozenset({"dp"} if framework in _OVERLAPPING_FRAMEWORKS else ())
-    )
+    overlap = stated.get("overlap", ["dp"] if load_framework(framework).defaults.overlap else [])
     if isinstance(overlap, bool):
         return frozenset(RANK_ORDER if overlap else ())
     return frozenset({overlap} if isinstance(overlap, str) else overlap)
@@ -516,7 +515,9 @@ TRAINING_KEYS = tuple(_TRAINING_KINDS)
 def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:
     """Decodes the table's values; recompute = "every-4" and offload = "cpu" become fields."""
     needed = ("seq_len", "micro_batch")
-    stated = decode_keys(replace_aliases(table, _ALIASES), _TRAINING_KINDS, mistakes, needed)
+    aliases = {**_ALIASES, "framework": list_framework_aliases()}
+    kinds = {**_TRAINING_KINDS, "framework": Literal[list_frameworks()]}
+    stated = decode_keys(replace_aliases(table, aliases), kinds, mistakes, needed)
     if not {"global_batch", "microbatches"} & table.values.keys():
         hint = "give global_batch (sequences per step, all ranks) or microbatches (per rank)"
         mistakes.append(table.build_error("global_batch", "missing", hint))
@@ -544,9 +545,12 @@ def complete_training(
     stated = table.values
     dtype = stated.get("dtype", "bf16")
     defaults = framework_defaults(framework, dtype, layout, model, hardware)
-    if not stated.get("master_weights", True) and framework in TORCH_FRAMEWORKS:
+    if (
+        not stated.get("master_weights", True)
+        and not load_framework(framework).memory.copies_weights
+    ):
         # torch's optimizers make moments in the dtype of the weights, as autograd does gradients.
-        defaults |= {"gradient_dtype": _choose_weight_dtype(dtype), "moments_dtype": "bf16"}
+        defaults |= {"gradient_dtype": choose_weight_dtype(dtype), "moments_dtype": "bf16"}
     resolved = {"framework": framework, "global_batch": _infer_global_batch(table, layout.dp)}
     return TrainingConfig(**{**defaults, **select_fields(TrainingConfig, stated), **resolved})
 
@@ -637,73 +641,3 @@ def _read_preset(folder: Path, kind: str, name: str) -> TomlTable:
 @lru_cache(maxsize=64)
 def _read_file(path: Path) -> TomlTable:
     return read_table(path)
-
-
-# Defaults of the frameworks for keys that a job.toml leaves out.
-
-GPT_TRAINERS: tuple[Framework, ...] = ("megatron", "deepspeed", "zero-paper")
-
-BEFORE_HOPPER = ("volta", "ampere")
-
-FP32_GRADIENT_FRAMEWORKS: tuple[Framework, ...] = (
-    "megatron",
-    "fsdp2",
-    "ddp",
-    "nanotron",
-    "huggingface",
-)
-"""Frameworks that reduce gradients in fp32; the others in the weights' dtype. Megatron-LM does so
-only with bf16 (accumulate_allreduce_grads_in_fp32)."""
-
-
-def framework_defaults(
-    framework: Framework,
-    dtype: GemmDtype,
-    layout: ParallelConfig,
-    model: ModelConfig,
-    hardware: HardwareConfig,
-) -> dict[str, Any]:
-    """Returns the framework's defaults for the job, by field of TrainingConfig.
-
-    GPT on V100 or A100 with Megatron-LM or DeepSpeed gets the setup of those papers: attention
-    that stores its scores, dropout, and a loss that is not fused.
-    """
-    stores_scores = (
-        framework in GPT_TRAINERS and hardware.family in BEFORE_HOPPER and _is_gpt(model)
-    )
-    return {
-        "flash_attention": not stores_scores,
-        "dropout": stores_scores,
-        "fused_loss": framework == "megatron" and not stores_scores,
-        "early_stop": framework in TORCH_FRAMEWORKS,
-        "fused_optimizer": framework not in AUTOCAST_FRAMEWORKS or hardware.family == "cpu",
-        "gradient_dtype": _choose_gradient_dtype(framework, dtype),
-        "activation_dtype": choose_activation_dtype(framework, dtype, layout),
-    }
-
-
-def _is_gpt(model: ModelConfig) -> bool:
-    return model.norm == "layer" and model.biases and not model.gated
-
-
-def _choose_gradient_dtype(framework: Framework, dtype: GemmDtype) -> Dtype:
-    plain = framework == "megatron" and dtype == "fp16"
-    return (
-        "fp32"
-        if framework in FP32_GRADIENT_FRAMEWORKS and not plain
-        else _choose_weight_dtype(dtype)
-    )
-
-
-def choose_activation_dtype(
-    framework: Framework, dtype: GemmDtype, layout: ParallelConfig
-) -> StoredDtype:
-    """torchtitan's mixed precision comes from FSDP: without FSDP activations stay in fp32."""
-    if framework == "fsdp2" and layout.zero != 3 and layout.dp == 1:
-        return "fp32"
-    return _choose_weight_dtype(dtype)
-
-
-def _choose_weight_dtype(dtype: GemmDtype) -> StoredDtype:
-    """Weights and activations of training in 8 or 4 bits stay in bf16."""
-    return "bf16" if dtype == "fp8" or dtype == "nvfp4" else dtype

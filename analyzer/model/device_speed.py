@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import is_fused_ring
 from stepsplit.analyzer.model.config import (
     QUANTIZED,
-    TORCH_FRAMEWORKS,
     AttentionKernel,
     AttentionRate,
     Efficiency,
@@ -18,13 +18,14 @@ from stepsplit.analyzer.model.config import (
     HardwareConfig,
     JobConfig,
 )
+from stepsplit.analyzer.model.features import find_efficiency_origins
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import (
+    find_efficiency,
     list_attention_kernels,
-    list_families,
     load_attention_rate,
-    load_efficiency,
 )
+from stepsplit.analyzer.model.profile import Origin, load_device
 
 # Kernel time on one device: a roofline with the sum of its two sides.
 
@@ -222,24 +223,23 @@ LOADED = Formula(
     " those of 1.92B in 56.4 ms (2.72 TB/s); the H200's is the family's constant",
 )
 
-MULTIPROCESSOR_BYTES_PER_NS = 107.0
-
 
 def compute_memory_ratio(job: JobConfig) -> float:
     """Bandwidth of the job's memory-bound kernels over that of fused ones (LOADED).
 
     1 where the two were not measured apart, as in other families than hopper, where a share is
-    stated, and where the bytes of torch's operations were not counted (layer norms with fsdp2).
+    stated, and where the bytes of torch's operations were not counted (layer norms cast by FSDP).
     """
-    hardware, training = job.hardware, job.training
-    is_llama = training.framework == "fsdp2" and job.model.norm == "rms"
-    is_eager = (job.runs_transformers or is_llama) and not training.compile
-    share, multiprocessors = hardware.efficiency.memory, hardware.multiprocessors
-    is_measured = hardware.family == "hopper" and multiprocessors > 0
-    if not (is_eager and is_measured) or share != load_efficiency("hopper").memory:
+    hardware, efficiency = job.hardware, job.hardware.efficiency
+    is_llama = job.profile.model.casts == "fsdp" and job.model.norm == "rms"
+    is_eager = (job.runs_transformers or is_llama) and not job.training.compile
+    each_bytes_per_ns = load_device(hardware.family).multiprocessor_bytes_per_ns
+    limit_bytes_per_ns = hardware.multiprocessors * each_bytes_per_ns
+    origin = find_efficiency_origins(hardware.family, efficiency)["memory"]
+    if not (is_eager and limit_bytes_per_ns) or origin is Origin.STATED:
         return 1.0
     bytes_per_ns = hardware.memory_bytes_per_s / 1e9
-    return 1 / (share * (1 + bytes_per_ns / (multiprocessors * MULTIPROCESSOR_BYTES_PER_NS)))
+    return 1 / (efficiency.memory * (1 + bytes_per_ns / limit_bytes_per_ns))
 
 
 UNALIGNED = Formula(
@@ -258,17 +258,14 @@ ALIGNED_COLUMNS = 8
 
 def is_counted(job: JobConfig) -> bool:
     """Whether all other kernels are counted, and the rate of GEMMs is one of published runs."""
-    efficiency = job.hardware.efficiency
-    is_published = bool(efficiency.rows) and efficiency.gemm == find_published_gemm(job)
     is_eager = job.runs_transformers and not job.training.compile
-    return is_eager and is_published
+    origins = find_efficiency_origins(job.hardware.family, job.hardware.efficiency)
+    return is_eager and origins["gemm"] is Origin.FITTED
 
 
 def find_published_gemm(job: JobConfig) -> float:
     """The share of the peak that GEMMs of published runs reach; the job's for an unknown family."""
-    hardware = job.hardware
-    is_known = hardware.family in list_families()
-    return load_efficiency(hardware.family).gemm if is_known else hardware.efficiency.gemm
+    return (find_efficiency(job.hardware.family) or job.hardware.efficiency).gemm
 
 
 def is_head_unaligned(job: JobConfig) -> bool:
@@ -276,7 +273,7 @@ def is_head_unaligned(job: JobConfig) -> bool:
     that take a model's vocabulary as it is."""
     columns = -(-job.padded_vocab // job.parallel.vocab_split)
     is_odd = columns % ALIGNED_COLUMNS != 0 and job.training.dtype != "fp32"
-    return is_odd and job.training.framework in TORCH_FRAMEWORKS
+    return is_odd and job.profile.model.odd_vocabulary
 
 
 def compute_fp32_speed(job: JobConfig, speed: DeviceSpeed) -> DeviceSpeed:
@@ -297,7 +294,8 @@ def _count_weight_gradient_bytes(job: JobConfig) -> int:
     On A100, whose GEMMs fill no waves by the model either, sums overlap: MegaScale's runs with fp32
     sums would be 5 % too slow with their bytes.
     """
-    if job.training.framework != "megatron" or not job.hardware.efficiency.tile:
+    sums_in_gemm = job.profile.times.accumulation == "gemm"
+    if not sums_in_gemm or not job.hardware.efficiency.tile:
         return 2
     return 1 + job.training.gradient_bytes
 
@@ -334,12 +332,6 @@ NARROW_HEAD = 64
 SUSTAINED_ATTENTION = 0.92
 """Rate of an attention kernel in a training step over that in its benchmark: clocks are lower."""
 
-_CUDNN_FAMILIES = ("hopper", "blackwell")
-
-_FLASH_2_FRAMEWORKS = ("deepspeed", "nanotron", "zero-paper")
-
-_AMD_KERNELS: dict[str, AttentionKernel] = {"cdna3": "aiter", "cdna4": "ck"}
-
 
 def choose_attention_kernel(job: JobConfig) -> AttentionKernel:
     """The stated kernel, or the one that the framework calls.
@@ -348,12 +340,12 @@ def choose_attention_kernel(job: JobConfig) -> AttentionKernel:
     torch's SDPA, which prefers it since torch 2.10 (pytorch/pytorch, cuda/sdp_utils.cpp); else
     FlashAttention 2.
     """
-    training, family = job.training, job.hardware.family
-    if training.attention_kernel:
-        return training.attention_kernel
-    if family in _CUDNN_FAMILIES and training.framework not in _FLASH_2_FRAMEWORKS:
+    if job.training.attention_kernel:
+        return job.training.attention_kernel
+    device = load_device(job.hardware.family)
+    if device.cudnn and job.profile.model.cudnn:
         return "cudnn"
-    return _AMD_KERNELS.get(family, "flash-2")
+    return cast(AttentionKernel, device.attention_kernel)
 
 
 def find_attention_rate(job: JobConfig, peak_flops_per_s: float) -> AttentionRate:

@@ -39,16 +39,14 @@ class ElementwiseTime:
 
 def find_traffic(job: JobConfig) -> float:
     """Memory traffic of the framework's operations over that of fused ones."""
-    if job.training.unfused is not None:
-        return COMPILED_TRAFFIC if job.training.compile else 1.0
-    match job.training.framework:
-        case "ddp" | "huggingface" | "fsdp2" if job.training.compile:
-            return COMPILED_TRAFFIC
-        case "ddp" | "huggingface":
-            return EAGER_TRAFFIC
-        case "fsdp2":
-            return SHARDED_TRAFFIC if job.is_fsdp else EAGER_TRAFFIC
-    return 1.0
+    training, model = job.training, job.profile.model
+    if training.unfused is not None:
+        return COMPILED_TRAFFIC if training.compile else 1.0
+    if not model.eager:
+        return 1.0
+    if training.compile:
+        return COMPILED_TRAFFIC
+    return SHARDED_TRAFFIC if model.casts == "fsdp" and job.is_fsdp else EAGER_TRAFFIC
 
 
 def time_elementwise(
@@ -225,7 +223,8 @@ def find_moved_bytes(job: JobConfig) -> MovedBytes | None:
         return None
     if job.runs_transformers and is_autocast(job):
         return AUTOCAST_MOVED if is_rms else GPT_MOVED
-    if is_rms and (job.runs_transformers or _casts_by_fsdp(job)):
+    is_cast_by_fsdp = job.profile.model.casts == "fsdp" and job.is_fsdp
+    if is_rms and (job.runs_transformers or is_cast_by_fsdp):
         return HALF_MOVED
     return None
 
@@ -288,10 +287,6 @@ def find_unfused_parts(job: JobConfig) -> frozenset[UnfusedPart]:
     if not model.gated:
         absent.add("activation")
     return (find_known_unfused(job) or frozenset()) - absent
-
-
-def _casts_by_fsdp(job: JobConfig) -> bool:
-    return job.training.framework == "fsdp2" and job.is_fsdp
 
 
 def _time_eager(

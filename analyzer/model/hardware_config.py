@@ -33,6 +33,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
+from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, PRESETS, load_device
 from stepsplit.collectors.safe_io.regular_file import describe_special
 
 _T = TypeVar("_T")
@@ -177,7 +178,7 @@ def _check_units(
     table: TomlTable, stated: Mapping[str, Any], family: str, mistakes: Mistakes
 ) -> None:
     """Refuses sizes, rates and counts that are off by the factor of a unit."""
-    device = _PROCESSOR if family == "cpu" else _ACCELERATOR
+    device = _PROCESSOR if load_device(family).processor else _ACCELERATOR
     _check_range(table, "memory_bytes", stated.get("memory_bytes"), device.memory, mistakes)
     _check_range(
         table, "memory_bytes_per_s", stated.get("memory_bytes_per_s"), device.bandwidth, mistakes
@@ -213,7 +214,7 @@ def _check_units(
 def _check_ratios(table: TomlTable, family: str, mistakes: Mistakes) -> None:
     """Refuses fractions above 1 and those close to 0, and variations of many times a step."""
     efficiency = table.get_subtable("efficiency")
-    most = _MAX_OF_PROCESSOR if family == "cpu" else 1.0
+    most = _MAX_OF_PROCESSOR if load_device(family).processor else 1.0
     for key in _FRACTIONS:
         _check_fraction(efficiency, key, "of a peak", _MIN_FRACTION, most, mistakes)
     for key in _SPREAD_KEYS:
@@ -241,8 +242,8 @@ def _check_learned(
     """Refuses corrections of the memory that no run of the device can have shown; the memory of
     processors is a guess."""
     _check_range(table, "activations", table.values.get("activations"), _ACTIVATIONS, mistakes)
-    value = table.values.get("constant_bytes")
-    if isinstance(value, int) and family != "cpu" and memory_bytes and abs(value) > memory_bytes:
+    value, is_guess = table.values.get("constant_bytes"), load_device(family).processor
+    if isinstance(value, int) and not is_guess and memory_bytes and abs(value) > memory_bytes:
         problem = f"{value} bytes are more than the {memory_bytes} of the device"
         hint = "give the difference of measured and predicted bytes"
         mistakes.append(table.build_error("constant_bytes", problem, hint))
@@ -353,8 +354,6 @@ def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> 
 # Links, efficiencies and attention kernels by name: presets/links.toml, efficiency.toml and
 # attention.toml.
 
-PRESETS = Path(__file__).parent / "presets"
-
 REQUIRED_EFFICIENCY_KEYS = list_required_keys(Efficiency)
 """The keys that every family must have."""
 
@@ -374,10 +373,16 @@ def list_link_names() -> tuple[str, ...]:
 
 def load_efficiency(family: str) -> Efficiency:
     """Loads a GPU family's efficiency. Raises UsageError, which suggests similar names."""
-    if family not in list_families():
+    known = find_efficiency(family)
+    if known is None:
         near = join_choices(find_nearest_words(family, list_families()))
         raise UsageError(f"unknown GPU family {family!r}; write {near}")
-    return _load_families()[family]
+    return known
+
+
+def find_efficiency(family: str) -> Efficiency | None:
+    """The efficiency of a GPU family; None if it has no entry."""
+    return _load_families().get(family)
 
 
 def list_families() -> tuple[str, ...]:
@@ -431,17 +436,21 @@ def _load_kernels() -> dict[tuple[str, str], KernelRate]:
 
 @lru_cache(maxsize=1)
 def _load_links() -> dict[str, Link]:
-    return _read_presets("links.toml", Link)
+    return _decode_presets(read_table(PRESETS / "links.toml"), Link)
 
 
 @lru_cache(maxsize=1)
 def _load_families() -> dict[str, Efficiency]:
-    return _read_presets("efficiency.toml", Efficiency)
+    presets = read_table(FAMILIES_FILE)
+    for table in presets.values.values():
+        # What the family does is read by profile.load_device.
+        table.pop(BEHAVIOR, None)
+    return _decode_presets(presets, Efficiency)
 
 
-def _read_presets(file: str, kind: type[_T]) -> dict[str, _T]:
-    """Reads the tables of a preset file, by name. Raises DataError."""
-    presets, mistakes = read_table(PRESETS / file), Mistakes()
+def _decode_presets(presets: TomlTable, kind: type[_T]) -> dict[str, _T]:
+    """Decodes the tables of a preset file, by name. Raises DataError."""
+    mistakes = Mistakes()
     decoded = {}
     for name in presets.values:
         named = {"name": name} if kind is Link else {}

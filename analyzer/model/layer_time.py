@@ -112,7 +112,7 @@ def time_sequence_copies(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
 def _is_sequence_copied(job: JobConfig) -> bool:
     """Whether tensor parallelism is torch's, with the sequence as second dimension."""
     layout = job.parallel
-    return layout.tp > 1 and layout.sequence_parallel and job.training.framework == "fsdp2"
+    return layout.tp > 1 and layout.sequence_parallel and job.profile.messages.copies_sequence
 
 
 def _time_gather_copy(job: JobConfig, speed: DeviceSpeed) -> float:
@@ -682,9 +682,6 @@ AUTOCAST = Formula(
     "arithmetic; torch.autocast, which caches a weight's cast until the end of its block",
 )
 
-AUTOCAST_BYTES = 12.0
-
-
 BUCKET_COPIES = Formula(
     "step.bucket_copies",
     "4 g bytes per parameter and step: DistributedDataParallel copies each gradient, divided by the"
@@ -693,11 +690,6 @@ BUCKET_COPIES = Formula(
 )
 
 BUCKET_PASSES = 4
-
-
-EAGER_HOST_NS = 1e6
-"""Host time to launch the forward of one layer of transformers, about 50 operations, in ns. On the
-virtual machine of an H100 it was 2e6: launch times differ between hosts more than kernels do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -718,27 +710,29 @@ class FrameworkCosts:
 
 def select_framework_costs(job: JobConfig) -> FrameworkCosts:
     """The constants of the job's framework."""
-    later_share = (job.microbatches - 1) / job.microbatches
-    accumulate_bytes = 3.0 * job.training.gradient_bytes * later_share
-    match job.training.framework:
-        case "megatron" | "nanotron":
-            return FrameworkCosts(0.0, 0.0, 250e3)
-        case "deepspeed" | "zero-paper":
-            return FrameworkCosts(14.0 * later_share, 0.0, 400e3)
-        case "fsdp2":
-            is_fused = job.training.compile or job.training.fused_loss
-            loss_bytes = LOSS_BYTES if is_fused else UPCAST_LOSS_BYTES
-            if job.parallel.sum_once:
-                copies = 8.0 + 8.0 / job.microbatches
-                return FrameworkCosts(accumulate_bytes, copies, 400e3, loss_bytes)
-            return FrameworkCosts(0.0, 16.0, 400e3, loss_bytes)
-        case "ddp" if not job.runs_transformers:
-            return FrameworkCosts(accumulate_bytes, 0.0, 400e3)
-        case "ddp" | "huggingface":
-            casts = AUTOCAST_BYTES if is_autocast(job) else 0.0
-            if job.training.compile:
-                return FrameworkCosts(accumulate_bytes, casts, 400e3)
-            return FrameworkCosts(accumulate_bytes, casts, EAGER_HOST_NS, UPCAST_LOSS_BYTES)
+    training, costs, m = job.training, job.profile.times, job.microbatches
+    accumulate_bytes = 0.0
+    adds_in_reduction = costs.accumulation == "reduction" and not job.parallel.sum_once
+    if costs.accumulation not in ("gemm", "free") and not adds_in_reduction:
+        each_bytes = costs.accumulate_bytes or 3.0 * training.gradient_bytes
+        accumulate_bytes = each_bytes * ((m - 1) / m)
+    unit_bytes = costs.unit_copy_bytes
+    if job.parallel.sum_once:
+        # Weights are copied for every microbatch, gradients once.
+        unit_bytes = unit_bytes / 2 + unit_bytes / 2 / m
+    if job.runs_transformers:
+        unit_bytes = costs.cast_bytes if is_autocast(job) else 0.0
+    host_ns, loss_bytes = costs.host_ns, LOSS_BYTES
+    if job.runs_transformers and not training.compile:
+        host_ns = costs.eager_host_ns or costs.host_ns
+    is_upcast = {
+        "never": False,
+        "unfused": not training.fused_loss,
+        "transformers": job.runs_transformers,
+    }
+    if is_upcast[costs.upcasts_loss] and not training.compile:
+        loss_bytes = UPCAST_LOSS_BYTES
+    return FrameworkCosts(accumulate_bytes, unit_bytes, host_ns, loss_bytes)
 
 
 # Ring attention computes its result in pieces, which it has to merge.

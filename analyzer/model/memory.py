@@ -15,7 +15,6 @@ from stepsplit.analyzer.model.memory_states import (
     compute_layers_by_kind,
     compute_states,
     count_chunks_in_flight,
-    load_coefficients,
 )
 from stepsplit.analyzer.model.offload import apply_offload
 from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
@@ -68,11 +67,7 @@ def compute_peak_bytes(
         saved_bytes = round(moment.activations_bytes * learned.activations)
         moment_bytes = saved_bytes + moment.transient_bytes - moment.missing_gradients_bytes
         peaks.append(own.total_bytes + moment_bytes)
-    return max(0, max(peaks) + _get_workspace_bytes(job) + learned.constant_bytes)
-
-
-def _get_workspace_bytes(job: JobConfig) -> int:
-    return load_coefficients(job.training.framework).workspace_bytes
+    return max(0, max(peaks) + job.profile.memory.workspace_bytes + learned.constant_bytes)
 
 
 def list_stage_states(job: JobConfig) -> tuple[States, ...]:
@@ -134,7 +129,7 @@ def _build_stage_memory(
     saved_bytes = round(moment.activations_bytes * calibration.activations)
     modelled_bytes = states.total_bytes + saved_bytes + moment.transient_bytes
     modelled_bytes -= moment.missing_gradients_bytes
-    other_bytes = _get_workspace_bytes(job) + calibration.constant_bytes
+    other_bytes = job.profile.memory.workspace_bytes + calibration.constant_bytes
     return StageMemory(
         stage=rank,
         weights_bytes=states.weights_bytes,
@@ -160,8 +155,6 @@ RESERVED = Formula(
 )
 
 RESERVED_OVER_ALLOCATED = (1.03, 1.05, 1.09)
-
-RESERVED_OVER_ALLOCATED_FSDP = (1.07, 1.2, 1.37)
 
 CALIBRATED_BAND = (0.9, 1.1)
 """Error band of a calibrated peak: measured over predicted."""
@@ -192,8 +185,11 @@ def estimate_reserved_bytes(
 
 def find_reserved_ratios(job: JobConfig) -> tuple[float, float, float]:
     """Reserved over allocated bytes of a job's peak: low, expected, high."""
-    is_gathered = job.training.framework == "fsdp2" and job.is_fsdp and job.parallel.pp == 1
-    return RESERVED_OVER_ALLOCATED_FSDP if is_gathered else RESERVED_OVER_ALLOCATED
+    ratios = job.profile.memory.reserved_gathering
+    if not (ratios and job.is_fsdp and job.parallel.pp == 1):
+        return RESERVED_OVER_ALLOCATED
+    low, middle, high = ratios
+    return low, middle, high
 
 
 def estimate_allocated_band(
@@ -201,7 +197,7 @@ def estimate_allocated_band(
 ) -> BytesBand:
     """A stage's predicted peak with its error band, from the framework or the calibration; with the
     correction of a calibrated device the narrower of both."""
-    known = load_coefficients(job.training.framework)
+    known = job.profile.memory
     low, high = CALIBRATED_BAND if calibration else (known.low, known.high)
     if job.hardware.learned != MemoryCorrection():
         low, high = max(low, CALIBRATED_BAND[0]), min(high, CALIBRATED_BAND[1])

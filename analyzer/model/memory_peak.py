@@ -12,7 +12,7 @@ from stepsplit.analyzer.model.comm_volume import (
     has_root_unit,
     is_kept_gathered,
 )
-from stepsplit.analyzer.model.config import AUTOCAST_FRAMEWORKS, TORCH_FRAMEWORKS, JobConfig
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     HALF_BYTES,
@@ -32,7 +32,6 @@ from stepsplit.analyzer.model.memory_states import (
     has_buckets,
     has_fp32_experts,
     is_autocast,
-    load_coefficients,
     uses_foreach,
 )
 from stepsplit.analyzer.model.offload import OFFLOAD
@@ -42,6 +41,7 @@ from stepsplit.analyzer.model.parameters import (
     count_vocabulary_parameters,
     select_trained,
 )
+from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import StageConfig
 
 # The moment at which a rank needs the most memory on top of its states.
@@ -186,7 +186,7 @@ def _compute_chunk_bytes(job: JobConfig, stage: StageConfig, chunk: StageActivat
     extra = 0.0
     if job.parallel.pp > 1 and not stage.head:
         outputs = compute_input_bytes(job) / job.training.activation_bytes
-        extra += outputs * load_coefficients(job.training.framework).pipeline_output
+        extra += outputs * job.profile.memory.pipeline_output
     if stage.embedding and job.training.dropout:
         extra += MASK_BYTES * count_hidden(job) / len(stage.chunks)
     return chunk.saved_bytes + round(extra)
@@ -243,7 +243,7 @@ holds, and in fp32."""
 
 def is_plain_torch(job: JobConfig) -> bool:
     """Whether autograd allocates the gradients of each step anew, without a pipeline."""
-    return job.training.framework in TORCH_FRAMEWORKS and job.parallel.pp == 1
+    return job.profile.memory.frees_gradients and job.parallel.pp == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -628,10 +628,6 @@ LOGITS = Formula(
     "Korthikanti et al., arXiv:2205.05198, section 4.3; Hsu et al., Liger Kernel, arXiv:2410.10989",
 )
 
-COMPILED_LOGITS = (2.0, 2.5)
-"""Bytes of a logit kept and beside it where a model of transformers is compiled with its loss, by
-the allocations of one on a CPU."""
-
 DUMMY = Formula(
     "memory.layer_gradient",
     "2 bytes for each weight of one layer (one buffer per shape) besides the fp32 gradients",
@@ -677,11 +673,11 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
     if job.parallel.zero >= 3:
         unit = _count_gathered_unit_bytes(job, parameters.largest_layer, trained.largest_layer)
         return PersistentBytes(unit, (GATHERED,))
-    if job.training.framework in TORCH_FRAMEWORKS:
-        copies = parameters.total * HALF_BYTES if is_autocast(job) else 0
-        buckets = trained.total * _count_bucket_bytes(job)
+    copies = parameters.total * HALF_BYTES if is_autocast(job) else 0
+    buckets = trained.total * _count_bucket_bytes(job)
+    if copies or buckets:
         return PersistentBytes(copies + buckets, (BUCKETS,) if buckets else ())
-    layer_copies = load_coefficients(job.training.framework).layer_gradient
+    layer_copies = job.profile.memory.layer_gradient
     if not layer_copies or not _has_fp32_gradients(job) or job.training.lora_rank:
         return PersistentBytes(0)
     return PersistentBytes(round(layer_copies * _count_distinct_weights(job, parameters)), (DUMMY,))
@@ -691,7 +687,7 @@ def _count_bucket_bytes(job: JobConfig) -> int:
     """Bytes per parameter that DistributedDataParallel keeps besides the gradients (BUCKETS)."""
     if not has_buckets(job):
         return 0
-    copies = 1 if job.hardware.family == "cpu" else KEPT_BUCKETS
+    copies = 1 if load_device(job.hardware.family).processor else KEPT_BUCKETS
     return copies * count_updated_bytes(job.training)
 
 
@@ -703,7 +699,8 @@ def _is_gathered_once(job: JobConfig) -> bool:
 
 def _sums_unreduced(job: JobConfig) -> bool:
     """Whether microbatches add up whole gradients, which a pipeline of FSDP2 reduces once."""
-    return job.training.framework == "fsdp2" and job.parallel.zero == 3 and job.parallel.pp > 1
+    is_sharded = job.parallel.zero == 3 and job.parallel.pp > 1
+    return is_sharded and job.profile.memory.sums_unreduced
 
 
 def _count_sum_bytes(job: JobConfig, parameters: int) -> int:
@@ -715,8 +712,8 @@ def _count_sum_bytes(job: JobConfig, parameters: int) -> int:
 def _count_gathered_unit_bytes(job: JobConfig, unit: int, trained: int) -> int:
     """A gathered FSDP unit, the prefetched next one, and the gradients of the first, of which so
     many parameters are trained."""
-    if job.training.framework == "deepspeed":
-        return 2 * (unit + trained)
+    if each_bytes := job.profile.memory.gathered_bytes:
+        return each_bytes * (unit + trained)
     return 2 * job.training.weight_bytes * unit + _count_unit_gradient_bytes(job, trained)
 
 
@@ -728,7 +725,7 @@ def _count_unit_gradient_bytes(job: JobConfig, unit: int) -> int:
 def _count_reduced_bytes(job: JobConfig) -> int:
     """Bytes of a gradient in the input of FSDP2's reduce_scatter, which is a copy in the dtype of
     the reduction (FSDP_STEP)."""
-    return job.training.gradient_bytes if job.training.framework == "fsdp2" else 0
+    return job.training.gradient_bytes if job.profile.memory.reduces_copy else 0
 
 
 def _has_fp32_gradients(job: JobConfig) -> bool:
@@ -752,12 +749,12 @@ def count_logits(job: JobConfig) -> int:
 
 def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
     """Logits of one microbatch saved for the loss's backward, and its working memory."""
-    known = load_coefficients(job.training.framework)
+    known = job.profile.memory
     logits = count_logits(job)
     if job.training.fused_loss:
         return logits * job.training.weight_bytes, 0
-    if job.training.compile and job.training.framework in AUTOCAST_FRAMEWORKS:
-        saved, working = COMPILED_LOGITS
+    if job.training.compile and known.logits_compiled:
+        saved, working = known.logits_compiled
         gradient = HALF_BYTES + (count_updated_bytes(job.training) if is_autocast(job) else 0)
         head = gradient * count_vocabulary_parameters(job)
         return round(logits * saved), round(logits * working) + head

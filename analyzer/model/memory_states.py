@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from stepsplit.analyzer.model.comm_ops import (
@@ -17,8 +15,6 @@ from stepsplit.analyzer.model.comm_ops import (
     is_gathered_in_fp8,
 )
 from stepsplit.analyzer.model.config import (
-    AUTOCAST_FRAMEWORKS,
-    TORCH_FRAMEWORKS,
     Experts,
     GemmDtype,
     JobConfig,
@@ -33,6 +29,7 @@ from stepsplit.analyzer.model.parameters import (
     list_mlp_adapters,
     select_trained,
 )
+from stepsplit.analyzer.model.profile import SavedBytes, load_framework
 from stepsplit.analyzer.model.rank_layout import StageConfig, count_rerun_layers
 from stepsplit.analyzer.model.schedule import count_in_flight
 
@@ -77,12 +74,8 @@ HALF_BYTES = 2
 """Bytes of a number in 16 bits."""
 
 
-FORMULA_OF_FRAMEWORK = {
-    "megatron": MEGATRON,
-    "deepspeed": DEEPSPEED,
-    **dict.fromkeys(TORCH_FRAMEWORKS, FSDP_STATES),
-}
-"""Frameworks whose states do not follow STATES."""
+STATES_FORMULAS = {each.id: each for each in (STATES, MEGATRON, DEEPSPEED, FSDP_STATES)}
+"""The formulas that a framework can follow, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,32 +133,32 @@ def uses_foreach(training: TrainingConfig) -> bool:
 
 
 def compute_parameter_bytes(training: TrainingConfig) -> ParameterBytes:
-    """Bytes of one parameter, unsharded, in the framework's convention.
-
-    zero-paper and nanotron have 16-bit weights and gradients; nanotron adds the fp32 buffer into
-    which it accumulates them.
-    """
+    """Bytes of one parameter, unsharded, in the framework's convention."""
+    memory = load_framework(training.framework).memory
     moments = count_moments_bytes(training)
     extra_adam = 0
     if training.optimizer == "muon":
         extra_adam = count_moments_bytes(replace(training, optimizer="adam")) - moments
-    formula = FORMULA_OF_FRAMEWORK.get(training.framework, STATES)
-    if training.dtype == "fp32" or training.framework in TORCH_FRAMEWORKS:
+    formula = STATES_FORMULAS[memory.states]
+    if training.dtype == "fp32" or not memory.copies_weights:
         size = count_updated_bytes(training)
         return ParameterBytes(size, size, moments, extra_adam, formula)
-    gradients, copy = _list_gradient_bytes(training)
+    gradients = memory.gradient_bytes or training.gradient_bytes
     optimizer = moments + (MASTER_BYTES if training.master_weights else 0)
-    weights = training.weight_bytes
-    if training.framework == "megatron":
-        return ParameterBytes(weights, gradients, optimizer, extra_adam, formula, copy)
-    return ParameterBytes(weights, gradients, optimizer + copy, extra_adam, formula)
+    copy = 0
+    if memory.gradient_copy == "kept":
+        optimizer += MASTER_BYTES
+    elif memory.gradient_copy == "step" and gradients < MASTER_BYTES:
+        # An optimizer with moments in bf16 (precision-aware) needs no copy.
+        copy = MASTER_BYTES if training.moments_dtype == "fp32" else 0
+    return ParameterBytes(training.weight_bytes, gradients, optimizer, extra_adam, formula, copy)
 
 
 def has_buckets(job: JobConfig) -> bool:
     """Whether DistributedDataParallel copies gradients to its buckets and back."""
-    layout, framework = job.parallel, job.training.framework
-    is_wrapped = framework == "ddp" or layout.gradient_ranks > 1
-    return framework in TORCH_FRAMEWORKS and layout.zero < 2 and is_wrapped
+    layout, wraps = job.parallel, job.profile.messages.wraps_replicas
+    is_wrapped = wraps == "always" or (wraps == "replicated" and layout.gradient_ranks > 1)
+    return is_wrapped and layout.zero < 2
 
 
 def count_updated_bytes(training: TrainingConfig) -> int:
@@ -176,37 +169,24 @@ def count_updated_bytes(training: TrainingConfig) -> int:
 def count_update_traffic_bytes(training: TrainingConfig) -> int:
     """Bytes per parameter that an update in one pass reads and writes."""
     states = count_updated_bytes(training) + count_moments_bytes(training)
-    is_copied = training.dtype != "fp32" and training.framework not in TORCH_FRAMEWORKS
+    copies_weights = load_framework(training.framework).memory.copies_weights
+    is_copied = training.dtype != "fp32" and copies_weights
     written = training.weight_bytes if is_copied and training.master_weights else 0
     return 2 * states + training.gradient_bytes + written
-
-
-def _list_gradient_bytes(training: TrainingConfig) -> tuple[int, int]:
-    """Bytes of a gradient and of its fp32 copy in the optimizer, which Megatron-LM's optimizer with
-    moments in bf16 (precision-aware) does not need."""
-    match training.framework:
-        case "deepspeed":
-            return 2, 4
-        case "nanotron":
-            return 2 + 4, 0
-        case "megatron":
-            is_copied = training.gradient_bytes < 4 and training.moments_dtype == "fp32"
-            return training.gradient_bytes, 4 if is_copied else 0
-    return 2, 0
 
 
 def shard_states(
     parameters: int, shards: int, per_parameter: ParameterBytes, training: TrainingConfig, zero: int
 ) -> States:
     """States per rank of parameters sharded over N = shards ranks as the ZeRO stage says."""
-    deepspeed = training.framework == "deepspeed"
+    shards_gradients = load_framework(training.framework).memory.shards_gradients
     weights = shards if zero >= 3 else 1
-    gradients = shards if zero >= 2 and not deepspeed else 1
+    gradients = shards if zero >= 2 and shards_gradients else 1
     optimizer = shards if zero >= 1 else 1
     return States(
         _divide_ceil(parameters * per_parameter.weights, weights),
         0
-        if deepspeed and zero >= 3
+        if zero >= 3 and not shards_gradients
         else _divide_ceil(parameters * per_parameter.gradients, gradients),
         _divide_ceil(parameters * per_parameter.optimizer, optimizer),
         formulas=(per_parameter.formula,),
@@ -263,8 +243,7 @@ def _compute_adapted_states(
 
 def find_sharding_stage(job: JobConfig) -> int:
     """The ZeRO stage by which states are sharded; with FSDP2, stage 2 shards them like stage 3."""
-    zero = job.parallel.zero
-    return 3 if zero == 2 and job.training.framework == "fsdp2" else zero
+    return 3 if job.is_fsdp else job.parallel.zero
 
 
 def _divide_ceil(count: int, shards: int) -> int:
@@ -288,8 +267,8 @@ EVERY = Formula(
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """held_bytes are saved for one microbatch in one chunk between its forward and backward;
-    rerun_bytes are needed while a group of layers is recomputed."""
+    """saved_bytes are saved for one microbatch in one chunk between its forward and backward;
+    recompute_bytes are needed while a group of layers is recomputed."""
 
     saved_bytes: int
     recompute_bytes: int
@@ -475,7 +454,7 @@ def select_saved_bytes(job: JobConfig) -> SavedBytes:
     """What the framework saves of a layer with the job's recomputation."""
     training, is_latent = job.training, job.model.latent is not None
     saved = _select_saved(
-        training.framework,
+        job.profile.name,
         _find_variant(job),
         training.recompute == "selective",
         training.recompute_parts,
@@ -487,7 +466,7 @@ def select_saved_bytes(job: JobConfig) -> SavedBytes:
         # The normalized input, which only the gradient of the norm's weight needs.
         normalized = 4.0 if is_autocast(job) else 2.0
         saved = replace(saved, norm_input=saved.norm_input - normalized)
-    if job.model.gated or training.framework not in AUTOCAST_FRAMEWORKS:
+    if job.model.gated or not job.profile.memory.input_of_activation:
         return saved
     return replace(saved, mlp_first=_count_activation_bytes(job, saved.mlp_first))
 
@@ -495,7 +474,7 @@ def select_saved_bytes(job: JobConfig) -> SavedBytes:
 def _is_norm_unfused(job: JobConfig) -> bool:
     training = job.training
     is_stated = training.unfused is None or "norms" in training.unfused
-    is_eager = training.framework in TORCH_FRAMEWORKS and not training.compile
+    is_eager = job.profile.model.eager and not training.compile
     return job.model.norm == "rms" and is_eager and is_stated
 
 
@@ -518,7 +497,7 @@ def find_known_unfused(job: JobConfig) -> frozenset[UnfusedPart] | None:
     """The parts that the job states as unfused; None if it states nothing, but of clamped SwiGLU,
     which programs other than torch's are taken not to fuse (elementwise.CLAMPED)."""
     training = job.training
-    if training.unfused is None and is_clamped(job) and training.framework not in TORCH_FRAMEWORKS:
+    if training.unfused is None and is_clamped(job) and not job.profile.model.eager:
         return frozenset({"activation"})
     return training.unfused
 
@@ -557,11 +536,10 @@ def _replace_unfused(
 
 def _find_variant(job: JobConfig) -> str:
     """The table of what differs from the framework's saved bytes (VARIANTS)."""
-    is_cast = is_autocast(job)
+    is_cast, casts_by_torch = is_autocast(job), job.profile.model.casts == "autocast"
     if job.model.norm == "layer":
-        is_half = job.training.framework in AUTOCAST_FRAMEWORKS and not is_cast
-        return "half_layer_norm" if is_half else "layer_norm"
-    if job.training.framework not in AUTOCAST_FRAMEWORKS:
+        return "half_layer_norm" if casts_by_torch and not is_cast else "layer_norm"
+    if not casts_by_torch:
         is_single = job.training.activation_bytes == 4
         return "" if job.training.compile else "single" if is_single else "eager"
     if job.training.compile:
@@ -573,7 +551,7 @@ def _find_variant(job: JobConfig) -> str:
 def _select_saved(
     framework: str, variant: str, is_selective: bool, parts: frozenset[str], is_latent: bool
 ) -> SavedBytes:
-    known = load_coefficients(framework)
+    known = load_framework(framework)
     drops_scores_alone = replace(known.selective, scores=known.saved.scores) == known.saved
     if is_selective and not drops_scores_alone:
         return known.selective
@@ -599,7 +577,7 @@ def is_autocast(job: JobConfig) -> bool:
     """Whether torch.autocast casts fp32 weights to 16 bits for each operation."""
     training = job.training
     is_cast = training.dtype != "fp32" and training.master_weights
-    return training.framework in AUTOCAST_FRAMEWORKS and is_cast
+    return job.profile.model.casts == "autocast" and is_cast
 
 
 def compute_final_norm_bytes(job: JobConfig) -> int:
@@ -721,8 +699,7 @@ def _compute_routed(job: JobConfig, saved: SavedBytes, experts: Experts) -> int:
     Balanced routing: each rank receives as many copies as it sends.
     """
     copies = job.tokens * experts.top_k / job.parallel.sequence_split
-    known = load_coefficients(job.training.framework).saved
-    hidden = HALF_BYTES * _compute_input_ratio(job, known) * job.model.hidden
+    hidden = HALF_BYTES * _compute_input_ratio(job, job.profile.saved) * job.model.hidden
     unit_bytes = _compute_first_bytes(job, saved)
     if job.training.lora_rank:
         # Frozen experts need no inputs of their GEMMs.
@@ -745,94 +722,6 @@ def has_fp32_experts(job: JobConfig) -> bool:
     transformers calls for them."""
     is_routed = job.model.experts is not None
     return is_routed and job.runs_transformers and is_autocast(job)
-
-
-# What each framework saves for the backward pass, read from presets/frameworks.toml.
-
-FILE = Path(__file__).parent / "presets" / "frameworks.toml"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedBytes:
-    """Bytes saved per element of a layer with 16-bit activations.
-
-    norm_input and norm_output count for each of two norms, head_norm for queries and keys if their
-    heads are normalized, mlp_first for each of the MLP's first GEMMs, scores for each score of
-    unfused attention. Flags: expand_kv, keys and values copied to every query head; routed_output,
-    the output of the experts; fp8_inputs, GEMMs in 8 or 4 bits save their inputs so.
-    """
-
-    norm_input: float
-    norm_output: float
-    head_norm: float
-    residual: float
-    query: float
-    key: float
-    value: float
-    attention_output: float
-    projection: float
-    mlp_first: float
-    mlp_gate: float
-    mlp_second: float
-    mlp_output: float
-    scores: float
-    expand_kv: bool
-    routed_output: bool
-    fp8_inputs: bool
-
-
-VARIANTS = (
-    "layer_norm", "half_layer_norm", "eager", "half", "single", "compiled", "half_compiled",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """What one framework allocates; frameworks.toml documents each number and its source.
-
-    rows names the published runs on which numbers were fitted; variants what differs of saved, by
-    the name of its table; low and high are the error band of a measured peak over the predicted
-    one.
-    """
-
-    framework: str
-    source: str
-    rows: tuple[str, ...]
-    saved: SavedBytes
-    selective: SavedBytes
-    variants: Mapping[str, Mapping[str, float]]
-    logits_saved: float
-    logits_working: float
-    logits_working_split: float
-    pipeline_output: float
-    layer_gradient: float
-    workspace_bytes: int
-    low: float
-    high: float
-
-
-def load_coefficients(framework: str) -> Coefficients:
-    """The coefficients of a framework (TrainingConfig.framework)."""
-    return _load_all()[framework]
-
-
-@lru_cache(maxsize=1)
-def _load_all() -> dict[str, Coefficients]:
-    tables = tomllib.loads(FILE.read_text())
-    return {name: _build_coefficients(name, tables) for name in tables}
-
-
-def _build_coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
-    table = dict(tables[name])
-    layers = tables[table.pop("same_layers_as", name)]
-    own = {each: table.pop(each) for each in VARIANTS if each in table}
-    table |= {
-        "rows": tuple(table["rows"]),
-        "saved": SavedBytes(**layers["saved"]),
-        "selective": SavedBytes(**layers.get("selective", layers["saved"] | {"scores": 0.0})),
-        "variants": {each: layers[each] for each in VARIANTS if each in layers} | own,
-    }
-    return Coefficients(framework=name, **table)
 
 
 # Activations in flight on a job's pipeline ranks.

@@ -23,6 +23,7 @@ from stepsplit.analyzer.model.parameters import (
     count_shards,
     count_updated_parameters,
 )
+from stepsplit.analyzer.model.profile import load_framework
 
 # Memory that offloading moves from the GPU to the host.
 
@@ -49,26 +50,20 @@ class Offloaded:
 
 def apply_offload(states: States, training: TrainingConfig) -> Offloaded:
     """Remove the offloaded states ("optimizer", "parameters") of one rank from the GPU."""
-    remaining = states
+    remaining, behavior = states, load_framework(training.framework).offload
     if "optimizer" in training.offload:
-        kept_bytes = round(states.optimizer_bytes * _find_kept_share(training))
+        states_bytes, share = compute_parameter_bytes(training).optimizer, 0.0
+        if behavior.keeps_master and training.master_weights and states_bytes > MASTER_BYTES:
+            share = MASTER_BYTES / states_bytes
+        kept_bytes = round(states.optimizer_bytes * share)
         remaining = replace(remaining, optimizer_bytes=kept_bytes)
-        if training.framework == "deepspeed":
-            remaining = replace(remaining, gradients_bytes=0)
     if "parameters" in training.offload:
         remaining = replace(remaining, weights_bytes=0, frozen_bytes=0)
-        if training.framework == "fsdp2":
-            remaining = replace(remaining, gradients_bytes=0)
+    if behavior.gradients in training.offload:
+        remaining = replace(remaining, gradients_bytes=0)
     if remaining != states:
         remaining = replace(remaining, formulas=(*states.formulas, OFFLOAD))
     return Offloaded(remaining, states.total_bytes - remaining.total_bytes)
-
-
-def _find_kept_share(training: TrainingConfig) -> float:
-    """The share of the optimizer states that stays: Megatron-LM's fp32 weights."""
-    states = compute_parameter_bytes(training).optimizer
-    keeps = training.framework == "megatron" and training.master_weights
-    return MASTER_BYTES / states if keeps and states > MASTER_BYTES else 0.0
 
 
 def estimate_deepspeed_host_bytes(
@@ -224,7 +219,7 @@ def _list_parameter_copies(job: JobConfig, parameters: StageParameters) -> Itera
         yield _Copies("backward", m, loaded_bytes=weights_bytes)
     is_once = job.parallel.sum_once or job.parallel.pp > 1
     gradients_bytes = count_updated_parameters(job, parameters) * each.gradients
-    blocks = m > 1 and not is_once and job.training.framework == "fsdp2"
+    blocks = m > 1 and not is_once and job.profile.offload.blocks
     yield _Copies(None if blocks else "backward", 1 if is_once else m, sent_bytes=gradients_bytes)
 
 
@@ -233,7 +228,7 @@ def _list_update_copies(job: JobConfig, parameters: StageParameters) -> Iterator
     then the weights: DeepSpeed's in 16 bits, others as they are updated."""
     m, updated = count_rank_microbatches(job), count_updated_parameters(job, parameters)
     gradients_bytes = updated * MASTER_BYTES
-    if job.training.framework == "deepspeed":
+    if job.profile.offload.each_backward:
         yield _Copies("backward", m, gradients_bytes, gradients_bytes if m > 1 else 0.0)
         yield _Copies(None, 1, loaded_bytes=updated * job.training.weight_bytes)
     else:

@@ -60,7 +60,7 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
         weight_bytes = count_updated_bytes(training)
         beside = 2 * weight_bytes + training.gradient_bytes
         moved_bytes += count * (beside + 5 * count_moments_bytes(training))
-    if training.framework in ("megatron", "nanotron"):
+    if job.profile.times.zeroes_gradients:
         moved_bytes += select_trained(job, parameters).total * training.gradient_bytes
     orthogonalize_ns = 0.0
     if training.optimizer == "muon":

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Literal
 
 from stepsplit.analyzer.model.config import (
-    TORCH_FRAMEWORKS,
     Experts,
     JobConfig,
     LatentAttention,
@@ -280,7 +279,7 @@ def list_mlp_adapters(job: JobConfig, expert: bool) -> tuple[Adapter, ...]:
 
 def _is_split(job: JobConfig) -> bool:
     """Whether queries, keys and values are linear layers of their own, as gate and up are."""
-    return job.training.framework in TORCH_FRAMEWORKS
+    return job.profile.model.adapters == "peft"
 
 
 def _find_adapter_split(job: JobConfig) -> int:
@@ -629,7 +628,7 @@ def _count_hardware_passes(job: JobConfig, convention: Convention) -> tuple[floa
 
 def is_selective_by_op(job: JobConfig) -> bool:
     """Whether selective recomputation is torchtitan's: every second GEMM, not attention's core."""
-    return job.training.recompute == "selective" and job.training.framework == "fsdp2"
+    return job.training.recompute == "selective" and job.profile.model.selective_ops
 
 
 def count_selective_weights(model: ModelConfig) -> float:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.model.config import (
-    KEY,
     MAX_STAGE_PAIRS,
     RECOMPUTE_PARTS,
-    Framework,
     JobConfig,
     ParallelConfig,
     Recompute,
@@ -23,11 +21,9 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.config_decode import TomlTable, format_toml_lines, parse_table
-from stepsplit.analyzer.model.config_file import (
-    build_layout,
-    choose_activation_dtype,
-    infer_framework,
-)
+from stepsplit.analyzer.model.config_file import build_layout, list_framework_keys
+from stepsplit.analyzer.model.config_limits import KEY
+from stepsplit.analyzer.model.features import choose_activation_dtype
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
 from stepsplit.analyzer.model.rank_layout import place_group
 
@@ -411,7 +407,7 @@ def _list_expert_layouts(
         yield replace(axes, ep=1, expert_tp=1)
         return
     ranks = axes.tp * axes.cp * axes.dp
-    cuts = sorted({1, axes.tp}) if job.training.framework == "megatron" else [1]
+    cuts = sorted({1, axes.tp}) if job.profile.defaults.expert_tp else [1]
     for ep in _select_values(job.parallel.ep, _list_divisors(experts.count), "ep", keep):
         for expert_tp in _select_values(job.parallel.expert_tp, tuple(cuts), "expert_tp", keep):
             if ranks % (ep * expert_tp) == 0 and expert_tp <= node:
@@ -499,22 +495,7 @@ def _list_divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-# What each framework supports.
-
-ZERO_STAGES: Mapping[Framework, tuple[int, ...]] = {
-    "megatron": (0, 1), "fsdp2": (0, 2, 3), "deepspeed": (0, 1, 2, 3), "ddp": (0, 1),
-    "huggingface": (0,), "nanotron": (0, 1), "zero-paper": (0, 1, 2, 3),
-}  # fmt: skip
-
-SCHEDULES: Mapping[Framework, tuple[Schedule, ...]] = {
-    "megatron": ("1f1b", "interleaved"),
-    "fsdp2": ("1f1b", "interleaved"),
-}
-"""gpipe and naive are never faster or smaller than 1f1b. PyTorch's zb-v and dualpipe-v reject
-torch.compile (2.13, pipelining/schedules.py, _check_torch_compile_compatibility), which the memory
-of fsdp2 assumes. Other frameworks have only 1f1b."""
-
-SEQUENCE_PARALLEL: tuple[Framework, ...] = ("megatron", "fsdp2", "nanotron")
+# What the framework supports.
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -523,28 +504,29 @@ def list_zero_stages(job: JobConfig, data_ranks: int, pp: int) -> tuple[int, ...
     """ZeRO stages to consider; DeepSpeed has no ZeRO-2 and 3 in a pipeline."""
     if data_ranks == 1:
         return (0,)
-    stages = {*ZERO_STAGES[job.training.framework], job.parallel.zero}
-    max_stage = 1 if pp > 1 and job.training.framework in ("deepspeed", "zero-paper") else 3
+    search = job.profile.search
+    stages = {*search.zero, job.parallel.zero}
+    max_stage = search.pipeline_zero if pp > 1 else 3
     return tuple(zero for zero in sorted(stages) if zero <= max_stage)
 
 
 def list_schedules(job: JobConfig) -> tuple[Schedule, ...]:
     """The schedules of the framework, and that of the job."""
-    names = SCHEDULES.get(job.training.framework, ("1f1b",))
+    names = cast(tuple[Schedule, ...], job.profile.search.schedules)
     return tuple(dict.fromkeys((*names, job.parallel.schedule)))
 
 
 def list_sequence_parallel(job: JobConfig, tp: int) -> tuple[bool, ...]:
     if tp == 1:
         return (False,)
-    can = job.training.framework in SEQUENCE_PARALLEL or job.parallel.sequence_parallel
+    can = job.profile.search.sequence_parallel or job.parallel.sequence_parallel
     return (True, False) if can else (False,)
 
 
 def list_recomputes(job: JobConfig) -> tuple[Recompute, ...]:
     """Kinds of recomputation to consider, the job's own included. With fused attention, selective
     recomputation saves memory only in torchtitan, whose policy drops more than attention."""
-    fused = job.training.flash_attention and job.training.framework != "fsdp2"
+    fused = job.training.flash_attention and not job.profile.model.selective_ops
     kinds = tuple(each for each in RECOMPUTES if not (fused and each == "selective"))
     job_kind = job.training.recompute
     return kinds if job_kind in RECOMPUTES else (*kinds, job_kind)
@@ -563,8 +545,7 @@ def adjust_training(job: JobConfig, layout: ParallelConfig) -> TrainingConfig:
 
 
 def _select_activation_dtype(job: JobConfig, layout: ParallelConfig) -> StoredDtype:
-    training = job.training
-    return choose_activation_dtype(training.framework, training.dtype, layout)
+    return choose_activation_dtype(job.profile, job.training.dtype, layout)
 
 
 # Why a runner-up is slower than the best layout.
@@ -674,6 +655,4 @@ def _format_training(job: JobConfig, choice: Choice, parallel: TomlTable) -> lis
     lines = format_toml_lines(values)
     if job.training.recompute_layers and choice.recompute != "full":
         lines.append("recompute_layers = 0")
-    if infer_framework(parallel) != job.training.framework:
-        lines.append(f'framework = "{job.training.framework}"')
-    return lines
+    return [*lines, *format_toml_lines(list_framework_keys(parallel, job.training.framework))]

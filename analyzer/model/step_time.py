@@ -36,6 +36,7 @@ from stepsplit.analyzer.model.offload import TRANSFERS, compute_offload_ns, list
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns, list_optimizer_formulas
 from stepsplit.analyzer.model.parameters import StageParameters, select_trained
 from stepsplit.analyzer.model.prediction import Band, Communication
+from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_rank_chunks
 from stepsplit.analyzer.model.schedule_graph import Costs
 from stepsplit.analyzer.model.schedule_time import (
@@ -162,7 +163,7 @@ def compute_skew(job: JobConfig) -> Skew:
     """
     nodes = max(1.0, job.parallel.world_size / job.hardware.gpus_per_node)
     formulas = (STRAGGLERS,) if nodes > 1 else ()
-    if job.hardware.family == "cpu":
+    if load_device(job.hardware.family).processor:
         nodes = job.parallel.world_size / job.parallel.pp
     efficiency = job.hardware.efficiency
     jitter = efficiency.jitter
@@ -249,7 +250,7 @@ def compute_stage_time(
     host = tuple(
         compute_launch_time(job, chunk.layers, chunk.expert_layers) for chunk in stage.chunks
     )
-    is_cpu = job.hardware.family == "cpu"
+    is_cpu = load_device(job.hardware.family).processor
     messages = tuple(each for each in timed if each.message.strategy != "pp")
     communication = compute_exposed_time(job, messages, _sum_overlap_compute(job, passes))
     comm = _split_by_chunk(job, stage, communication, _compute_weight_share(passes))
@@ -554,7 +555,7 @@ def _can_overlap(job: JobConfig, axis: str) -> bool:
     What torch.compile traces waits for each functional collective where it is called
     (_functional_collectives.py, _maybe_wrap_tensor).
     """
-    if job.hardware.family == "cpu" and job.is_fsdp and axis == "dp":
+    if axis == "dp" and job.is_fsdp and load_device(job.hardware.family).processor:
         return False
     if axis == "cp":
         waits = is_torch_ring(job) and job.training.compile

@@ -10,7 +10,6 @@ from functools import lru_cache
 from statistics import fmean, median
 from typing import Any, cast, get_args
 
-from stepsplit.analyzer.model import hardware_config
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.confidence import (
@@ -42,6 +41,7 @@ from stepsplit.analyzer.model.memory_states import compute_layer_activations
 from stepsplit.analyzer.model.parameters import count_hardware_flops
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.profile import PRESETS
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.significance import compute_conformal_bound, compute_weighted_median
@@ -707,7 +707,7 @@ def _find_confidence(prediction: Prediction) -> RunConfidence:
 @lru_cache(maxsize=1)
 def load_left_out() -> Mapping[tuple[str, str], Mapping[str, float]]:
     """The constants of left_out.toml, by family and publisher. Raises DataError."""
-    families = read_table(hardware_config.PRESETS / "left_out.toml").values
+    families = read_table(PRESETS / "left_out.toml").values
     return {
         (family, source): constants
         for family, sources in families.items()

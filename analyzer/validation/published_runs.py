@@ -19,7 +19,6 @@ from stepsplit.analyzer.model.comm_time import (
     list_fitted_rows,
 )
 from stepsplit.analyzer.model.config import (
-    FRAMEWORKS,
     Dtype,
     HardwareConfig,
     JobConfig,
@@ -32,8 +31,8 @@ from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job, load_hardware, load_model
 from stepsplit.analyzer.model.device_speed import compute_device_speed
-from stepsplit.analyzer.model.memory_states import load_coefficients
 from stepsplit.analyzer.model.parameters import CONVENTIONS, compute_sc21_flops, count_model_flops
+from stepsplit.analyzer.model.profile import load_frameworks
 from stepsplit.analyzer.validation.tables import (
     BRIDGE_TABLE,
     RECIPES_TABLE,
@@ -742,7 +741,7 @@ xGMI (presets/links.toml); the other constants of both are fitted on rows of com
 
 def list_fitted_memory() -> frozenset[str]:
     """Rows named in presets/frameworks.toml."""
-    return frozenset(row for name in FRAMEWORKS for row in load_coefficients(name).rows)
+    return frozenset(row for one in load_frameworks().values() for row in one.rows)
 
 
 def list_fitted_collectives() -> frozenset[str]:

@@ -12,10 +12,11 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.gap.config_from_trace import KEY_DEFAULTS, KEY_MEANINGS, list_missing_keys
-from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHEDULES
+from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS, SCHEDULES
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
 from stepsplit.analyzer.model.config_file import RECOMPUTES, list_hardware_names, list_model_names
 from stepsplit.analyzer.model.hardware_config import list_link_names
+from stepsplit.analyzer.model.profile import list_frameworks
 from stepsplit.dashboard.store.job_files import JOB_FILE
 from stepsplit.dashboard.store.run_row import RunRow
 
@@ -133,7 +134,7 @@ def list_job_fields() -> Mapping[str, tuple[JobField, ...]]:
             seq_len="", micro_batch="", global_batch="",
             microbatches="microbatches of a rank, instead of global_batch",
             dtype=DTYPES, optimizer=OPTIMIZERS, recompute=(*RECOMPUTES, _RECOMPUTE_EVERY),
-            framework=FRAMEWORKS,
+            framework=list_frameworks(),
         ),
     }  # fmt: skip
 

@@ -12,7 +12,7 @@ import pytest
 from support.cases import for_each
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHEDULES
+from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS, SCHEDULES
 from stepsplit.analyzer.model.config_file import (
     MODEL_KEYS,
     PARALLEL_KEYS,
@@ -31,8 +31,8 @@ from stepsplit.analyzer.model.hardware_config import (
     list_families,
     list_link_names,
 )
-from stepsplit.analyzer.model.memory_states import load_coefficients
 from stepsplit.analyzer.model.parameters import CONVENTIONS
+from stepsplit.analyzer.model.profile import list_frameworks, load_frameworks
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.tables import Check
 
@@ -167,7 +167,7 @@ def test_every_constant_of_the_hardware_is_on_the_page() -> None:
     ("section", "known"),
     [
         ("parallel", SCHEDULES),
-        ("training", (*DTYPES, *OPTIMIZERS, *FRAMEWORKS, *RECOMPUTES, *STATES, *TARGETS)),
+        ("training", (*DTYPES, *OPTIMIZERS, *list_frameworks(), *RECOMPUTES, *STATES, *TARGETS)),
         ("hardware", list_families()),
     ],
 )
@@ -188,9 +188,7 @@ def test_every_convention_is_on_the_page() -> None:
 
 
 def test_the_bands_of_the_page_are_those_of_the_frameworks() -> None:
-    spread = {
-        name: (load_coefficients(name).low, load_coefficients(name).high) for name in FRAMEWORKS
-    }
+    spread = {name: (one.memory.low, one.memory.high) for name, one in load_frameworks().items()}
     assert "megatron -3.5 to +3.5 %, others -20 to\n+45 %" in part("Memory")
     assert spread.pop("megatron") == (0.965, 1.035)
     assert set(spread.values()) == {(0.8, 1.45)}

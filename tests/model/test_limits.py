@@ -16,7 +16,6 @@ import pytest
 from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.model import config_file, hardware_config
 from stepsplit.analyzer.model.config import (
-    KEY,
     SCHEDULES,
     TWO_STAGES,
     HardwareConfig,
@@ -25,6 +24,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_decode import TomlTable, collect_kinds
 from stepsplit.analyzer.model.config_file import decode_job, parse_job
+from stepsplit.analyzer.model.config_limits import KEY
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.predict import predict

@@ -9,7 +9,7 @@ import pytest
 from support.cases import for_each
 from support.work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, ParallelConfig
+from stepsplit.analyzer.model.config import Framework, ParallelConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     EVERY,
@@ -20,8 +20,8 @@ from stepsplit.analyzer.model.memory_states import (
     compute_layer_activations,
     compute_stage_activations,
     count_chunks_in_flight,
-    load_coefficients,
 )
+from stepsplit.analyzer.model.profile import list_frameworks, load_framework
 from stepsplit.analyzer.model.rank_layout import list_stages
 
 GPT: dict[str, Any] = {"dropout": True, "flash_attention": False}
@@ -178,9 +178,9 @@ def test_the_formulas_behind_figure_1_of_korthikanti() -> None:
             assert found == pytest.approx(float(row[name]), rel=1e-4)
 
 
-@for_each("framework", FRAMEWORKS)
+@for_each("framework", list_frameworks())
 def test_every_framework_has_a_source_of_its_coefficients(framework: Framework) -> None:
-    found = load_coefficients(framework)
-    assert found.framework == framework
+    found = load_framework(framework)
+    assert found.name == framework
     assert found.source
-    assert found.low <= 1.0 <= found.high
+    assert found.memory.low <= 1.0 <= found.memory.high

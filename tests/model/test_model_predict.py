@@ -25,7 +25,6 @@ from stepsplit.analyzer.model.confidence import (
     find_run_kind,
 )
 from stepsplit.analyzer.model.config import (
-    FRAMEWORKS,
     SCHEDULES,
     Experts,
     HardwareConfig,
@@ -48,6 +47,7 @@ from stepsplit.analyzer.model.prediction import (
     prediction_from_json,
     prediction_to_json,
 )
+from stepsplit.analyzer.model.profile import list_frameworks
 from stepsplit.analyzer.model.rank_layout import list_stages
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.step_time import StageTime, compute_pipeline, compute_stage_time
@@ -517,7 +517,7 @@ def jobs(draw: st.DrawFn) -> JobConfig:
         global_batch=draw(st.sampled_from((8, 16, 40))) * micro_batch * layout.dp,
         dtype=draw(st.sampled_from(("bf16", "fp16"))),
         recompute=draw(st.sampled_from(("none", "selective", "full", "sqrt"))),
-        framework=draw(st.sampled_from(FRAMEWORKS)),
+        framework=draw(st.sampled_from(list_frameworks())),
         flash_attention=draw(st.booleans()),
         offload=draw(st.sampled_from((frozenset(), frozenset({"optimizer"})))),
     )

@@ -87,8 +87,22 @@ def convert_to_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
     hta_trace = Trace(trace_files={})
     ids, base_ns = hta_trace.symbol_table.get_sym_id_map(), min(t.t0_unix_ns for t in traces)
     for trace, lead_ns in zip(traces, compute_start_offsets_ns(traces).tolist(), strict=True):
-        names = _rename_by_kind(trace)
-        hta_trace.symbol_table.add_symbols(_list_symbols(trace.events, names))
+        # The names, changed where HTA would misclassify a kernel of that name.
+        from hta.utils.utils import is_comm_kernel
+
+        names, kernels = list(trace.events.names), trace.events.is_category(Category.KERNEL)
+        communicates = trace.kinds.is_kind(EventKind.COMMUNICATION)
+        name_id = trace.events.name_id
+        for name in list_distinct(name_id[kernels & ~communicates]).tolist():
+            if is_comm_kernel(names[name]):
+                names[name] = "compute:" + names[name].replace("ncclKernel", "nccl_Kernel")
+        for name in list_distinct(name_id[kernels & communicates]).tolist():
+            if not is_comm_kernel(trace.events.names[name]):
+                names[name] = f"nccl:{trace.events.names[name]}"
+        used = np.unique(trace.events.name_id[_find_known_events(trace.events)]).tolist()
+        hta_trace.symbol_table.add_symbols(
+            [*_HTA_CATEGORY.values(), *(names[name] for name in used)]
+        )
         if not (frame := _build_frame(trace.events, names, lead_ns, ids)).empty:
             hta_trace.traces[trace.rank] = frame
             meta = _build_metadata(trace, base_ns)
@@ -110,27 +124,6 @@ def _find_known_events(events: Events) -> Int64:
     return np.flatnonzero(events.is_category(*_HTA_CATEGORY))
 
 
-def _rename_by_kind(trace: RankTrace) -> list[str]:
-    """The names, changed where HTA would misclassify a kernel of that name."""
-    from hta.utils.utils import is_comm_kernel
-
-    names, kernels = list(trace.events.names), trace.events.is_category(Category.KERNEL)
-    communicates = trace.kinds.is_kind(EventKind.COMMUNICATION)
-    name_id = trace.events.name_id
-    for name in list_distinct(name_id[kernels & ~communicates]).tolist():
-        if is_comm_kernel(names[name]):
-            names[name] = "compute:" + names[name].replace("ncclKernel", "nccl_Kernel")
-    for name in list_distinct(name_id[kernels & communicates]).tolist():
-        if not is_comm_kernel(trace.events.names[name]):
-            names[name] = f"nccl:{trace.events.names[name]}"
-    return names
-
-
-def _list_symbols(events: Events, names: Sequence[str]) -> list[str]:
-    used = np.unique(events.name_id[_find_known_events(events)]).tolist()
-    return [*_HTA_CATEGORY.values(), *(names[name] for name in used)]
-
-
 def _build_metadata(trace: RankTrace, base_unix_ns: int) -> dict[str, Any]:
     """The header fields that HTA reads; ts counts from base_unix_ns."""
     info = {"rank": trace.rank, "world_size": trace.world_size, "backend": trace.backend}
@@ -148,7 +141,12 @@ def _build_frame(
     ts, dur = _convert_to_us(events.start_ns[rows] + lead_ns), _convert_to_us(events.dur_ns[rows])
     on_device = events.is_category(*DEVICE_CATEGORIES)
     pid, tid, stream = _assign_lanes(events, on_device)
-    links = _link_launches(events, on_device)
+    # The row of each launch's last kernel, and of each kernel's launch; -1 for none.
+    links = np.full(len(events), -1, dtype=np.int64)
+    work = np.flatnonzero(on_device & (events.correlation >= 0))
+    links[work] = events.find_launches(work)
+    launched = work[links[work] >= 0]
+    links[links[launched]] = launched
     category = np.array([ids.get(_HTA_CATEGORY.get(c, ""), -1) for c in Category])
     name = np.array([ids.get(name, -1) for name in names], dtype=np.int64)
     index = np.zeros(len(events) + 1, dtype=np.int64)
@@ -175,16 +173,6 @@ def _build_frame(
 def _convert_to_us(ns: Int64) -> Any:
     """Microseconds; as integers, for exact sums in HTA, if the trace has no finer resolution."""
     return ns / 1000 if (ns % 1000).any() else ns // 1000
-
-
-def _link_launches(events: Events, on_device: Bool) -> Int64:
-    """The row of each launch's last kernel, and of each kernel's launch; -1 for none."""
-    links = np.full(len(events), -1, dtype=np.int64)
-    work = np.flatnonzero(on_device & (events.correlation >= 0))
-    links[work] = events.find_launches(work)
-    launched = work[links[work] >= 0]
-    links[links[launched]] = launched
-    return links
 
 
 def _assign_steps(events: Events, on_device: Bool, links: Int64) -> Int64:

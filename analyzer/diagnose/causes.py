@@ -95,7 +95,10 @@ def find_causes(
 
 def _select_causes(context: ReplayContext) -> tuple[Finding, ...]:
     host = find_host_causes(context)
-    stragglers = find_stragglers(context)
+    # A finding for each straggler; its gain is that of this rank alone at its peers' speed.
+    pace = compute_peer_speed_ratio(context)
+    slow = {context.ranks[index] for index in context.graph.steps.rank[pace < 1].tolist()}
+    stragglers = [_build_straggler_remedy(context, int(rank), pace) for rank in sorted(slow)]
     stragglers += find_intermittent_stragglers(context, stragglers)
     of_ranks = [*stragglers, *host.ranks, *find_slow_links(context)]
     found = unmask(context, of_ranks)
@@ -436,7 +439,10 @@ def _find_stage_imbalance(context: ReplayContext, of_stage: Float, mean: Float) 
     mine = (context.stage == stage) & context.counted
     ranks = tuple(context.ranks[np.unique(context.graph.steps.rank[mine])].tolist())
     times = mean / np.maximum(of_stage, 1)
-    changed = _scale_layer_comm(context, scale_work(context.graph, "compute", times), times)
+    # Scale the communication within a stage with its number of layers.
+    graph = scale_work(context.graph, "compute", times)
+    kernels = context.find_kernels(lambda axes: bool(axes) and axes <= STAGE_AXES)
+    changed = scale_transfers(graph, kernels, times[graph.kernels.step[kernels]])
     doubt = _describe_doubt(context, ranks, context.ranks.tolist())
     return Finding(
         code="uneven_stages",
@@ -510,14 +516,6 @@ def _average_work(rows: Sequence[_Work], ranks: int) -> dict[KernelWork | str, t
         count, total = sums.get(one.kind, (0.0, 0.0))
         sums[one.kind] = (count + one.runs / ranks, total + one.total_ns / ranks)
     return sums
-
-
-def _scale_layer_comm(
-    context: ReplayContext, graph: DependencyGraph, times: Float
-) -> DependencyGraph:
-    """Scale the communication within a stage with its number of layers."""
-    kernels = context.find_kernels(lambda axes: bool(axes) and axes <= STAGE_AXES)
-    return scale_transfers(graph, kernels, times[graph.kernels.step[kernels]])
 
 
 def _find_rank_imbalance(context: ReplayContext, work: Float, of_stage: Float) -> Finding | None:
@@ -664,13 +662,6 @@ def _compute_rank_mean_ns(context: ReplayContext) -> Float:
 _FAMILY_NAMES = {"gemm": "GEMM"}
 
 
-def find_stragglers(context: ReplayContext) -> list[Remedy]:
-    """A finding for each straggler; its gain is that of this rank alone at its peers' speed."""
-    pace = compute_peer_speed_ratio(context)
-    slow = {context.ranks[index] for index in context.graph.steps.rank[pace < 1].tolist()}
-    return [_build_straggler_remedy(context, int(rank), pace) for rank in sorted(slow)]
-
-
 def _build_straggler_remedy(context: ReplayContext, rank: int, pace: Float) -> Remedy:
     mine = context.ranks[context.graph.steps.rank] == rank
     rows = [one for one in sum_slow_ranks(context.slow_kernels) if one.rank == rank]
@@ -704,7 +695,28 @@ def _build_speed_up(
         return scale_work(graph, "compute", pace)
 
     compute_ns, counted = context.select_bucket_ns("compute"), slow & context.counted
-    gpu_state = describe_gpu_state(context.records, rank)
+    # The rank's SM clock compared with the median rank and its throttle reasons; "" if normal.
+    clocks = {
+        one.rank.rank: clock
+        for one in context.records
+        if (clock := _read_sm_clock_mhz(one)) is not None
+    }
+    words = []
+    if rank in clocks and clocks[rank] < _LOW_CLOCK_RATIO * median(clocks.values()):
+        usual = median(clocks.values())
+        words.append(f"SM clock {clocks[rank]:,.0f} MHz (median rank: {usual:,.0f} MHz)")
+    bits = 0
+    for record in context.records:
+        if record.rank.rank == rank:
+            for state in record.gpu:
+                bits |= state.throttle_reasons or 0
+    reasons = [name for bit, name in _THROTTLE_REASONS if bits & bit]
+    if reasons:
+        words.append(f"throttled: {', '.join(reasons)}")
+    notes = [one.gpu_note for one in context.records if one.rank.rank == rank and one.gpu_note]
+    if notes:
+        words.append(notes[0] if rank in clocks else f"SM clock unknown: {notes[0]}")
+    gpu_state = "; ".join(words)
     finding = Finding(
         code="slow_rank",
         bucket="compute",
@@ -826,33 +838,6 @@ _THROTTLE_REASONS = (
 """Bits of nvmlClocksEventReasons (nvml.h) that slow a busy device down."""
 
 
-def describe_gpu_state(records: Sequence[RankRecord], rank: int) -> str:
-    """The rank's SM clock compared with the median rank and its throttle reasons; "" if normal."""
-    clocks = {
-        one.rank.rank: clock for one in records if (clock := _read_sm_clock_mhz(one)) is not None
-    }
-    words = []
-    if rank in clocks and clocks[rank] < _LOW_CLOCK_RATIO * median(clocks.values()):
-        usual = median(clocks.values())
-        words.append(f"SM clock {clocks[rank]:,.0f} MHz (median rank: {usual:,.0f} MHz)")
-    reasons = _list_throttle_reasons(records, rank)
-    if reasons:
-        words.append(f"throttled: {', '.join(reasons)}")
-    notes = [one.gpu_note for one in records if one.rank.rank == rank and one.gpu_note]
-    if notes:
-        words.append(notes[0] if rank in clocks else f"SM clock unknown: {notes[0]}")
-    return "; ".join(words)
-
-
 def _read_sm_clock_mhz(record: RankRecord) -> float | None:
     read = [state.sm_clock_mhz for state in record.gpu if state.sm_clock_mhz is not None]
     return median(read) if read else None
-
-
-def _list_throttle_reasons(records: Sequence[RankRecord], rank: int) -> list[str]:
-    bits = 0
-    for record in records:
-        if record.rank.rank == rank:
-            for state in record.gpu:
-                bits |= state.throttle_reasons or 0
-    return [name for bit, name in _THROTTLE_REASONS if bits & bit]

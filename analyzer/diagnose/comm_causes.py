@@ -409,9 +409,21 @@ class _Gathers:
         if self._match_op("reduce_scatter").any():
             return self._kernels[self._find_beyond_scatters(gathers)]
         if axes == {"tp"}:
-            return self._kernels[self._find_beyond_logits(gathers)]
+            # All-gathers of a size that occurs more often than once per microbatch (the logits).
+            schedule = self._scene.split.schedule
+            allowed = (schedule.microbatches if schedule else 1) * len(np.unique(self._step))
+            sizes, count = np.unique(self._bytes[gathers & self._one], return_counts=True)
+            return self._kernels[gathers & np.isin(self._bytes, sizes[count > allowed])]
         if axes <= DATA_AXES and self._match_op("all_reduce").any():
-            return self._kernels[self._find_before_reductions(gathers)]
+            # All-gathers before the last gradient reduction of their step; ZeRO-1 gathers after
+            # it.
+            redundant = np.zeros_like(gathers)
+            for step in np.unique(self._step).tolist():
+                mine = np.flatnonzero(self._one & (self._step == step))
+                sums = np.flatnonzero(self._match_op("all_reduce")[mine])
+                early = mine[: sums[-1]] if len(sums) else mine[:0]
+                redundant |= gathers & np.isin(self._call, self._call[early])
+            return self._kernels[redundant]
         return self._kernels[:0]
 
     def _match_op(self, op: str) -> Bool:
@@ -428,35 +440,13 @@ class _Gathers:
         accumulates = count_accumulated_microbatches(self._scene.split.strategies) is not None
         if accumulates or excess < len(np.unique(self._step)):
             return np.zeros_like(gathers)
-        odd = gathers & ~self._match_weights(np.unique(self._bytes[scatters]))
-        if 0 < int((odd & self._one).sum()) <= excess + int(scatters.sum()):
-            return odd
-        return self._select_most_exposed(gathers, excess)
-
-    def _match_weights(self, scattered: Int64) -> Bool:
-        """Which calls match the size of weights whose gradients are scattered, except padding."""
+        # Which calls match the size of weights whose gradients are scattered, except padding.
+        scattered = np.unique(self._bytes[scatters])
         weights = np.multiply.outer(scattered, _PRECISIONS).ravel()
         apart = np.abs(self._bytes[:, np.newaxis] / weights - 1)
-        return np.asarray((apart < _PADDING).any(axis=1))
-
-    def _find_beyond_logits(self, gathers: Bool) -> Bool:
-        """All-gathers of a size that occurs more often than once per microbatch (the logits)."""
-        schedule = self._scene.split.schedule
-        allowed = (schedule.microbatches if schedule else 1) * len(np.unique(self._step))
-        sizes, count = np.unique(self._bytes[gathers & self._one], return_counts=True)
-        return gathers & np.isin(self._bytes, sizes[count > allowed])
-
-    def _find_before_reductions(self, gathers: Bool) -> Bool:
-        """All-gathers before the last gradient reduction of their step; ZeRO-1 gathers after it."""
-        redundant = np.zeros_like(gathers)
-        for step in np.unique(self._step).tolist():
-            mine = np.flatnonzero(self._one & (self._step == step))
-            sums = np.flatnonzero(self._match_op("all_reduce")[mine])
-            early = mine[: sums[-1]] if len(sums) else mine[:0]
-            redundant |= gathers & np.isin(self._call, self._call[early])
-        return redundant
-
-    def _select_most_exposed(self, gathers: Bool, excess: int) -> Bool:
+        odd: Bool = gathers & ~np.asarray((apart < _PADDING).any(axis=1))
+        if 0 < int((odd & self._one).sum()) <= excess + int(scatters.sum()):
+            return odd
         names, place = np.unique(self._call[gathers], return_inverse=True)
         exposed_ns = np.bincount(place, self._scene.sum_exposed_ns()[self._kernels[gathers]])
         chosen = names[np.argsort(-exposed_ns, kind="stable")[:excess]]
@@ -632,21 +622,16 @@ class _MergedCalls(Struct, frozen=True):
         took = compute_service_ns(context, times, known, shared)
         steps = len(np.unique(context.graph.steps.step[table.step[known]]))
         count, total = len(calls) / steps, float(took.sum())
-        moving = min(_compute_transfer_ns(size, took), total)
+        # The time of all these bytes at their usual rate: half of the bytes move at least as
+        # fast. What some calls wait for a thread or a link is latency, as is all that small ones
+        # take.
+        order = np.argsort(took / size, kind="stable")
+        moved = np.cumsum(size[order])
+        usual = order[int(np.searchsorted(moved, moved[-1] / 2))]
+        moving = min(float(moved[-1] * took[usual] / size[usual]), total)
         buckets = -(-size.sum() / steps // _BUCKET_BYTES)
         merged = moving + (total - moving) * min(1.0, buckets / count)
         return cls(kernels, count, float(size.sum()) / steps, merged / max(total, 1.0))
-
-
-def _compute_transfer_ns(size: Float, took: Float) -> float:
-    """The time of all these bytes at their usual rate: half of the bytes move at least as fast.
-
-    What some calls wait for a thread or a link is latency, as is all that small ones take.
-    """
-    order = np.argsort(took / size, kind="stable")
-    moved = np.cumsum(size[order])
-    usual = order[int(np.searchsorted(moved, moved[-1] / 2))]
-    return float(moved[-1] * took[usual] / size[usual])
 
 
 def compute_service_ns(
@@ -785,7 +770,10 @@ def _list_rank_hoistable(context: ReplayContext, index: int) -> list[HoistedCall
     mine = mine[np.isin(call, list(syncs)) & sums[call] & large[call]]
     if not len(mine):
         return []
-    backwards = BackwardPasses.find(rank, _count_backwards(context))
+    # Backward passes per step without a pipeline; gradients are complete after the last.
+    backwards = BackwardPasses.find(
+        rank, count_accumulated_microbatches(context.split.strategies) or 1
+    )
     first = int(np.flatnonzero(context.graph.steps.rank == index)[0])
     steps = np.unique(kernels.step[mine]).tolist()
     of_step = [(step - first, mine[kernels.step[mine] == step]) for step in steps]
@@ -805,11 +793,6 @@ def _is_in_time(backwards: BackwardPasses, window: int, call: Int64) -> bool:
     size = trace.calls.message_bytes[call]
     early = backwards.measure_left(window, find_issue_ns(trace)[call]) >= _LEFT_SHARE
     return bool(2 * size[early].sum() > size.sum())
-
-
-def _count_backwards(context: ReplayContext) -> int:
-    """Backward passes per step without a pipeline; gradients are complete after the last."""
-    return count_accumulated_microbatches(context.split.strategies) or 1
 
 
 def _hoist_step(

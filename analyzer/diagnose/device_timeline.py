@@ -95,22 +95,18 @@ def _cut_segments(rank: RankSplit, factors: DurationFactors) -> _Segments:
     bucket = band.bucket[np.searchsorted(band.start_ns, start, side="right") - 1].astype(np.int64)
     ratio = np.ones(len(start))
     computes = bucket == Bucket.COMPUTE
-    ratio[computes] = _average_factor(rank.trace, factors, start)[computes]
-    ratio[bucket == Bucket.COPY] = factors.copy
-    ratio[np.isin(bucket, TRANSFERS)] = factors.transfer
-    return _Segments(start, end, bucket, (end - start) * ratio)
-
-
-def _average_factor(trace: RankTrace, factors: DurationFactors, start_ns: Int64) -> Float:
-    """The mean factor of the compute events that run in each segment, 1 without any."""
-    first = np.searchsorted(start_ns, trace.events.start_ns[factors.row])
-    last = np.searchsorted(start_ns, trace.events.ends_of(factors.row))
-    count, total = np.zeros(len(start_ns) + 1), np.zeros(len(start_ns) + 1)
+    # The mean factor of the compute events that run in each segment, 1 without any.
+    first = np.searchsorted(start, rank.trace.events.start_ns[factors.row])
+    last = np.searchsorted(start, rank.trace.events.ends_of(factors.row))
+    count, total = np.zeros(len(start) + 1), np.zeros(len(start) + 1)
     for edge, sign in ((first, 1.0), (last, -1.0)):
         np.add.at(count, edge, sign)
         np.add.at(total, edge, sign * factors.compute)
     running, weighted = np.cumsum(count)[:-1], np.cumsum(total)[:-1]
-    return np.where(running > 0.5, weighted / np.maximum(running, 1), 1.0)
+    ratio[computes] = np.where(running > 0.5, weighted / np.maximum(running, 1), 1.0)[computes]
+    ratio[bucket == Bucket.COPY] = factors.copy
+    ratio[np.isin(bucket, TRANSFERS)] = factors.transfer
+    return _Segments(start, end, bucket, (end - start) * ratio)
 
 
 def _list_device_events(trace: RankTrace) -> Int64:

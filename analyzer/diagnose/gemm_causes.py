@@ -11,7 +11,6 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import union
 from stepsplit.analyzer.diagnose.graph.replay import (
-    Float,
     ReplayContext,
     WeightedSpans,
     measure_spans,
@@ -74,7 +73,12 @@ def _find_kind(context: ReplayContext, kind: SlowKernels) -> Finding | None:
     gain_ns = context.compute_gain_ns(reduce_work(context.graph, "compute", cut_ns))
     with_some = np.flatnonzero([len(rows) > 0 for rows in kernels])
     index = max(with_some.tolist(), key=lambda one: _sum_ns(traces[one], kernels[one]))
-    step_ns = _compute_step_ns(context, spent_ns)
+    # Time of these kernels in a counted step, mean of the ranks that have any; spent_ns: before
+    # each node of the graph.
+    step = context.graph.step
+    of_step = np.bincount(step[step >= 0], spent_ns[step >= 0], minlength=len(context.split_ns))
+    counted = of_step[context.counted & (of_step > 0)]
+    step_ns = float(counted.mean()) if len(counted) else 0.0
     events = traces[index].events
     longest = kernels[index][np.argsort(-events.dur_ns[kernels[index]], kind="stable")][:3]
     mine = np.isin(context.graph.steps.rank, with_some) & context.counted
@@ -115,15 +119,6 @@ def _list_spans(context: ReplayContext, kernels: Sequence[Int64]) -> list[Weight
 
 def _sum_ns(trace: RankTrace, rows: Int64) -> int:
     return int(trace.events.dur_ns[rows].sum())
-
-
-def _compute_step_ns(context: ReplayContext, spent_ns: Float) -> float:
-    """Time of these kernels in a counted step, mean of the ranks that have any; spent_ns: before
-    each node of the graph."""
-    step = context.graph.step
-    of_step = np.bincount(step[step >= 0], spent_ns[step >= 0], minlength=len(context.split_ns))
-    counted = of_step[context.counted & (of_step > 0)]
-    return float(counted.mean()) if len(counted) else 0.0
 
 
 def _describe_longest(trace: RankTrace, rows: Int64) -> str:

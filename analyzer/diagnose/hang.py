@@ -242,7 +242,12 @@ def examine_dumps(
     _refuse_duplicate_ranks(dumps)
     known = [*known, *(Group(g.name, g.ranks, g.description) for one in states for g in one.groups)]
     groups = find_job_groups(dumps, known)
-    ranks = collect_progress(dumps, groups, list_failed_in_call(states))
+    # The ranks whose last collective raised an error, because a peer has gone.
+    ranks = collect_progress(
+        dumps,
+        groups,
+        frozenset(one.rank for one in states if one.condition == RAISED and _is_peer_error(one)),
+    )
     mismatches = find_mismatches(ranks)
     collectives = find_stuck_collectives(ranks, mismatches)
     collectives = tuple(_suspect_idle_ranks(one, ranks, groups.guessed) for one in collectives)
@@ -412,17 +417,6 @@ def format_mismatch(mismatch: Mismatch) -> str:
     return f"{call} of {mismatch.group.in_words} differs in {mismatch.what}: {sides}"
 
 
-def format_deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:
-    """The ranks wait for each other in different calls."""
-    waits = [
-        f"{_format_ranks(call.waiting)} in {_format_call(call)} waiting for "
-        f"{_format_ranks(call.waits_for)}"
-        for call in calls
-        if call.missing
-    ]
-    return f"deadlock of {_format_ranks(ranks)}: {'; '.join(waits[:_MAX_MESSAGES])}"
-
-
 def format_order(
     ranks: tuple[int, ...],
     blocked: tuple[int, ...],
@@ -454,12 +448,6 @@ def format_unknown_members(ranks: tuple[int, ...], call: Stuck) -> str:
         f"{_format_ranks(ranks)} {_choose_verb(ranks, 'waits', 'wait')} in {_format_call(call)};"
         " the dumps do not list its members: one that never called on it may be missing"
     )
-
-
-def format_not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
-    """All members have called it, and it does not end."""
-    there = f"all members have called {_format_call(call)} but none has completed it"
-    return f"{there}: check the devices and the network of {_format_ranks(ranks)}"
 
 
 def format_lone_ranks(ranks: tuple[int, ...], inputs: HangInputs) -> str:
@@ -511,7 +499,11 @@ def find_culprits(inputs: HangInputs) -> tuple[Culprit, ...]:
     """The ranks at which the chains of waits end, merged by cause and call."""
     ends = find_chain_ends(inputs.stuck)
     if not ends:
-        return _build_lone_culprit(inputs)
+        # The ranks with open calls, if no rank is missing from any call.
+        ranks = tuple(sorted({rank for call in inputs.stuck for rank in call.waiting}))
+        if not ranks:
+            return ()
+        return (Culprit(ranks, "unfinished", (), format_lone_ranks(ranks, inputs)),)
     same: dict[tuple[str, int], list[ChainEnd]] = {}
     for end in ends:
         kind = _classify_cause(end, inputs), _find_awaited_call(end, inputs)
@@ -569,11 +561,21 @@ def _build_culprit(cause: str, at: int, ends: Sequence[ChainEnd], inputs: HangIn
             )
         case "deadlock":
             among = sorted({place for end in ends for place in end.calls})
-            message = format_deadlock(ranks, [inputs.stuck[place] for place in among])
+            # The ranks wait for each other in different calls.
+            calls = [inputs.stuck[place] for place in among]
+            waits = [
+                f"{_format_ranks(call.waiting)} in {_format_call(call)} waiting for "
+                f"{_format_ranks(call.waits_for)}"
+                for call in calls
+                if call.missing
+            ]
+            message = f"deadlock of {_format_ranks(ranks)}: {'; '.join(waits[:_MAX_MESSAGES])}"
         case "order":
             return _build_order_culprit(ranks, blocked, ends, inputs)
         case "not_ending":
-            message = format_not_ending(ranks, call)
+            # All members have called it, and it does not end.
+            there = f"all members have called {_format_call(call)} but none has completed it"
+            message = f"{there}: check the devices and the network of {_format_ranks(ranks)}"
         case "members_unknown":
             message = format_unknown_members(ranks, call)
         case "no_dump":
@@ -605,14 +607,6 @@ def _build_order_culprit(
     blocked = tuple(sorted({*blocked, *ranks} - set(odd)))
     calls = [inputs.stuck[place] for place in sorted({at for end in ends for at in end.calls})]
     return Culprit(odd, "order", blocked, format_order(odd, blocked, calls, breaks, inputs))
-
-
-def _build_lone_culprit(inputs: HangInputs) -> tuple[Culprit, ...]:
-    """The ranks with open calls, if no rank is missing from any call."""
-    ranks = tuple(sorted({rank for call in inputs.stuck for rank in call.waiting}))
-    if not ranks:
-        return ()
-    return (Culprit(ranks, "unfinished", (), format_lone_ranks(ranks, inputs)),)
 
 
 # Of ranks that wait for each other, those that left their usual order of calls.
@@ -696,11 +690,6 @@ def read_states(places: Sequence[str | Path]) -> tuple[RankState, ...]:
     return tuple(states[rank] for rank in sorted(states))
 
 
-def list_failed_in_call(states: Sequence[RankState]) -> frozenset[int]:
-    """The ranks whose last collective raised an error, because a peer has gone."""
-    return frozenset(one.rank for one in states if one.condition == RAISED and _is_peer_error(one))
-
-
 def _is_peer_error(state: RankState) -> bool:
     return any(text in state.error for text in _PEER_ERRORS)
 
@@ -772,7 +761,12 @@ def explain_culprit(culprit: Culprit, states: Mapping[int, RankState]) -> Culpri
     if not known:
         return culprit
     cause = next(
-        (found for found in map(_find_cause, known) if found and _may_replace(culprit)), None
+        (
+            found
+            for found in map(_find_cause, known)
+            if found and culprit.cause in ("not_called", "no_dump")
+        ),
+        None,
     )
     doing = dict.fromkeys(describe_rank(one, culprit.ranks) for one in known[:_MAX_DESCRIBED])
     message = "; ".join([_NO_DUMP.sub(":", culprit.message), *doing])
@@ -785,10 +779,6 @@ _NO_DUMP = re.compile(r" \(inferred\): no dump of \w+, and")
 _MAX_ERROR = 160
 
 _MAX_DESCRIBED = 4
-
-
-def _may_replace(culprit: Culprit) -> bool:
-    return culprit.cause in ("not_called", "no_dump")
 
 
 def _find_cause(state: RankState) -> str | None:
@@ -820,7 +810,12 @@ def describe_rank(state: RankState, among: Sequence[int] = ()) -> str:
         error = f"{error[: _MAX_ERROR - 3]}..."
     match state.condition:
         case "ended":
-            why = f" with {error}{place}" if error else _describe_quiet_end(state)
+            # A rank that ends by itself leaves its last step; one that is killed leaves nothing.
+            why = (
+                f" with {error}{place}"
+                if error
+                else (" without an error" if state.looks else " (killed, or crashed)")
+            )
             return f"{subject} process has ended{why}"
         case "raised":
             return f"{whom} has raised {error}{place}, and its process has not ended"
@@ -836,11 +831,6 @@ def describe_rank(state: RankState, among: Sequence[int] = ()) -> str:
     elif is_busy(state):
         how = f"reads or writes ({_count_io_bytes(state) / 1e6:.0f} MB)"
     return f"{whom} {how} in {name_place(stack)}" if stack else f"{whom} {how}"
-
-
-def _describe_quiet_end(state: RankState) -> str:
-    # A rank that ends by itself leaves its last step; one that is killed leaves nothing.
-    return " without an error" if state.looks else " (killed, or crashed)"
 
 
 def name_place(stack: Sequence[CodeFrame]) -> str:

@@ -47,7 +47,13 @@ def find_chain_ends(stuck: Sequence[Stuck]) -> tuple[ChainEnd, ...]:
     for part in _find_components(edges, back):
         if any(other not in part for node in part for other in edges[node]):
             continue
-        above = _find_reachable(part, back) - part
+        # The nodes and all nodes reachable from them.
+        reached, todo = set(part), list(part)
+        while todo:
+            new = set(back[todo.pop()]) - reached
+            reached |= new
+            todo += new
+        above = reached - part
         ranks = tuple(sorted(node for node in part if node >= 0))
         calls = tuple(sorted(~node for node in part if node < 0))
         if ranks and (above or calls):
@@ -74,16 +80,6 @@ def _reverse_edges(edges: _Edges) -> dict[int, list[int]]:
         for other in others:
             back[other].append(node)
     return back
-
-
-def _find_reachable(nodes: Iterable[int], edges: _Edges) -> set[int]:
-    """The nodes and all nodes reachable from them."""
-    reached, todo = set(nodes), list(nodes)
-    while todo:
-        new = set(edges[todo.pop()]) - reached
-        reached |= new
-        todo += new
-    return reached
 
 
 def _find_components(edges: _Edges, back: _Edges) -> list[set[int]]:
@@ -147,19 +143,15 @@ def find_stuck_messages(ranks: Sequence[Progress]) -> tuple[Stuck, ...]:
     present = {rank.rank: rank for rank in ranks}
     messages: dict[tuple[_Ends, int], Stuck] = {}
     for rank in ranks:
-        for calls in _list_open_messages(rank):
+        # The rank's open messages by link and direction, oldest first.
+        links: dict[_Ends, list[Called]] = defaultdict(list)
+        for call in rank.open:
+            if call.is_message:
+                links[_identify_link(call)].append(call)
+        for calls in links.values():
             stuck = _find_first_stuck(calls, present)
             messages.setdefault((_identify_link(calls[0]), stuck.seq), stuck)
     return tuple(messages.values())
-
-
-def _list_open_messages(rank: Progress) -> list[list[Called]]:
-    """The rank's open messages by link and direction, oldest first."""
-    links: dict[_Ends, list[Called]] = defaultdict(list)
-    for call in rank.open:
-        if call.is_message:
-            links[_identify_link(call)].append(call)
-    return list(links.values())
 
 
 def _identify_link(call: Called) -> _Ends:
@@ -175,7 +167,28 @@ def _find_first_stuck(calls: Sequence[Called], present: Mapping[int, Progress]) 
     # A peer that has completed its end is not waiting.
     waits = [one for one in known if one[1] != COMPLETED]
     call, state = (waits or known or [(calls[0], _UNKNOWN)])[0]
-    return _build_stuck_message(call, state, len(calls) - calls.index(call) - 1, present)
+    # The message from the view of one end; state is that of the other end.
+    queued = len(calls) - calls.index(call) - 1
+    peer, here = call.peer, (call.rank,)
+    lost = peer >= 0 and peer not in present
+    both = state in (ENQUEUED, STARTED)
+    waiting = tuple(sorted((call.rank, peer))) if both else here
+    started = call.state == STARTED
+    return Stuck(
+        group=describe_group(call.group),
+        op=call.op,
+        seq=call.seq,
+        dtype=call.dtype or None,
+        message_bytes=call.message_bytes if call.message_bytes >= 0 else None,
+        called_unix_ns=str(call.created_unix_ns),
+        enqueued=() if started else waiting,
+        started=waiting if started else (),
+        completed=(peer,) if state == COMPLETED else (),
+        missing=(_describe_missing_peer(present[peer], call.group),) if state == MISSING else (),
+        no_dump=(peer,) if lost else (),
+        waits_for=(peer,) if lost or state == MISSING else waiting if both else (),
+        queued=queued,
+    )
 
 
 def _infer_peer_states(
@@ -205,32 +218,6 @@ def _infer_by_count(call: Called, peer: Progress, ends: Sequence[Called], enough
 
 def _is_counterpart(end: Called, call: Called) -> bool:
     return end.op != call.op and _identify_link(end) == _identify_link(call)
-
-
-def _build_stuck_message(
-    call: Called, state: str, queued: int, present: Mapping[int, Progress]
-) -> Stuck:
-    """The message from the view of one end; state is that of the other end."""
-    peer, here = call.peer, (call.rank,)
-    lost = peer >= 0 and peer not in present
-    both = state in (ENQUEUED, STARTED)
-    waiting = tuple(sorted((call.rank, peer))) if both else here
-    started = call.state == STARTED
-    return Stuck(
-        group=describe_group(call.group),
-        op=call.op,
-        seq=call.seq,
-        dtype=call.dtype or None,
-        message_bytes=call.message_bytes if call.message_bytes >= 0 else None,
-        called_unix_ns=str(call.created_unix_ns),
-        enqueued=() if started else waiting,
-        started=waiting if started else (),
-        completed=(peer,) if state == COMPLETED else (),
-        missing=(_describe_missing_peer(present[peer], call.group),) if state == MISSING else (),
-        no_dump=(peer,) if lost else (),
-        waits_for=(peer,) if lost or state == MISSING else waiting if both else (),
-        queued=queued,
-    )
 
 
 def _describe_missing_peer(peer: Progress, group: JobGroup) -> Missing:

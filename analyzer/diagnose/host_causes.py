@@ -49,7 +49,20 @@ def find_host_causes(context: ReplayContext) -> HostCauses:
     Data loading, allocation, garbage collection and common synchronization are findings of their
     own if they cost enough, and then left out of the idle time in which ranks are compared.
     """
-    host = _HostTime(context, _collect_host_idle(context), context.graph)
+    ranks = range(len(context.ranks))
+    first = np.cumsum([0, *(len(rank.steps) for rank in context.split.ranks)])
+    parts = [_collect_rank_idle(context, rank, int(first[rank])) for rank in ranks]
+    host = _HostTime(
+        context,
+        _HostIdle(
+            rank=np.concatenate([part.rank for part in parts]),
+            step=np.concatenate([part.step for part in parts]),
+            start_ns=np.concatenate([part.start_ns for part in parts]),
+            end_ns=np.concatenate([part.end_ns for part in parts]),
+            cause=np.concatenate([part.cause for part in parts]),
+        ),
+        context.graph,
+    )
     named = [
         found
         for cause in _NAMED_CAUSES
@@ -95,19 +108,6 @@ class _HostIdle(Struct, frozen=True):
     def get_intervals(self, rank: int) -> Intervals:
         own = self.rank == rank
         return Intervals(self.start_ns[own], self.end_ns[own])
-
-
-def _collect_host_idle(context: ReplayContext) -> _HostIdle:
-    ranks = range(len(context.ranks))
-    first = np.cumsum([0, *(len(rank.steps) for rank in context.split.ranks)])
-    parts = [_collect_rank_idle(context, rank, int(first[rank])) for rank in ranks]
-    return _HostIdle(
-        rank=np.concatenate([part.rank for part in parts]),
-        step=np.concatenate([part.step for part in parts]),
-        start_ns=np.concatenate([part.start_ns for part in parts]),
-        end_ns=np.concatenate([part.end_ns for part in parts]),
-        cause=np.concatenate([part.cause for part in parts]),
-    )
 
 
 def _collect_rank_idle(context: ReplayContext, rank: int, first_step: int) -> _HostIdle:
@@ -336,7 +336,17 @@ _IN_PROCESS_LOADER = "_SingleProcessDataLoaderIter"
 def _describe_cause(context: ReplayContext, cause: str, ranks: Int64) -> str:
     """What is known of the cause besides its time; "" if nothing."""
     if cause == _GC_PAUSE:
-        return _describe_pauses(context, ranks)
+        pauses = [
+            pause
+            for rank in ranks.tolist()
+            for one in _find_records(context, rank)
+            for pause in one.host.gc_pauses
+        ]
+        longest = max(pauses, key=lambda pause: pause.took_ns)
+        return (
+            f" (up to {units.format_milliseconds(longest.took_ns)} at once, generation "
+            f"{longest.generation}); gc.freeze() after the setup shortens it"
+        )
     ops = Counter[str]()
     for rank in ranks.tolist():
         for one in context.split.detail.idle[rank]:
@@ -348,20 +358,6 @@ def _describe_cause(context: ReplayContext, cause: str, ranks: Int64) -> str:
         return in_process if _IN_PROCESS_LOADER in op else ""
     text = f"; mostly in {op}" if op else ""
     return text + (_describe_retries(context, ranks) if cause == "allocation" else "")
-
-
-def _describe_pauses(context: ReplayContext, ranks: Int64) -> str:
-    pauses = [
-        pause
-        for rank in ranks.tolist()
-        for one in _find_records(context, rank)
-        for pause in one.host.gc_pauses
-    ]
-    longest = max(pauses, key=lambda pause: pause.took_ns)
-    return (
-        f" (up to {units.format_milliseconds(longest.took_ns)} at once, generation "
-        f"{longest.generation}); gc.freeze() after the setup shortens it"
-    )
 
 
 def _describe_retries(context: ReplayContext, ranks: Int64) -> str:

@@ -349,7 +349,10 @@ def _compare_transfers(context: ReplayContext, change: HardwareChange) -> _Trans
     graph, matched = context.graph, context.split.matched
     kernels = graph.kernels
     axes = [_name_axes(context, group) for group in range(len(matched.groups))]
-    _check_axes(change, axes)
+    for axis in change.links:
+        if axis != "all" and axis not in axes:
+            known = ", ".join(sorted(filter(None, set(axes)))) or "no axis"
+            raise UsageError(f"the recording has no communication on {axis!r}; it has {known}")
     cache: dict[tuple[int, int, int], Band] = {}
     ratios = []
     for row in kernels.row.tolist():
@@ -373,13 +376,6 @@ def _name_axes(context: ReplayContext, group: int) -> str:
     axes = layout.find_axes(context.split.matched.groups[group])
     order = layout.mesh.axes if layout.mesh else ()
     return next((axis for axis in order if axis in axes), next(iter(sorted(axes)), ""))
-
-
-def _check_axes(change: HardwareChange, axes: Sequence[str]) -> None:
-    for axis in change.links:
-        if axis != "all" and axis not in axes:
-            known = ", ".join(sorted(filter(None, set(axes)))) or "no axis"
-            raise UsageError(f"the recording has no communication on {axis!r}; it has {known}")
 
 
 def _compare_call(
@@ -596,18 +592,18 @@ class _Rates(Struct, frozen=True):
         """The time on target over that on source, for work of this kind."""
         match kind:
             case "gemm":
-                return self._compare_gemm(work)
+                shape, dtype = parse_gemm(work.shapes), find_dtype(work)
+                size = (
+                    (LARGE_GEMM,) * 3 if shape is None else (shape.rows, shape.columns, shape.inner)
+                )
+                before, after = (
+                    _time_gemm(build_device_speed(one, dtype), *size)
+                    for one in (self.source, self.target)
+                )
+                return _Ratio(after / before, shape is not None)
             case "attention":
                 return self._compare_attention(work)
         return _Ratio(self._compare_memory(), kind == "memory")
-
-    def _compare_gemm(self, work: KernelWork) -> _Ratio:
-        shape, dtype = parse_gemm(work.shapes), find_dtype(work)
-        size = (LARGE_GEMM,) * 3 if shape is None else (shape.rows, shape.columns, shape.inner)
-        before, after = (
-            _time_gemm(build_device_speed(one, dtype), *size) for one in (self.source, self.target)
-        )
-        return _Ratio(after / before, shape is not None)
 
     def _compare_attention(self, work: KernelWork) -> _Ratio:
         shape, dtype = parse_attention(work.shapes), find_dtype(work)

@@ -418,7 +418,13 @@ def _merge_buckets(context: ReplayContext, count: int) -> DependencyGraph:
             f"buckets={count}: the recording has at most {most} gradient reductions per step on a "
             "group, and buckets can only be merged"
         )
-    part = _place_in_buckets(series, matched.message_bytes[row], count)
+    # The bucket of each call of a series, of count of equal size; a series is together.
+    size = matched.message_bytes[row]
+    reached = np.cumsum(size)
+    first = first_rows(series)
+    before = (reached - size)[first][series]
+    middle = reached - before - size / 2
+    part = np.asarray(middle * count // np.bincount(series, size)[series], dtype=np.int64)
     bucket = group_ids(series, np.where(calls[series] > count, part, np.arange(len(series))))
     ends = graph.kernels.end[kernels]
     saved = (np.bincount(bucket) - 1) * _compute_latency_ns(context, kernels)[first_rows(bucket)]
@@ -428,15 +434,6 @@ def _merge_buckets(context: ReplayContext, count: int) -> DependencyGraph:
     rest[ends] = 0
     rest[ends[last]] = np.maximum(np.rint(merged), 0)
     return replace(graph, rest_ns=rest)
-
-
-def _place_in_buckets(series: Int64, size: Int64, count: int) -> Int64:
-    """The bucket of each call of a series, of count of equal size; a series is together."""
-    reached = np.cumsum(size)
-    first = first_rows(series)
-    before = (reached - size)[first][series]
-    middle = reached - before - size / 2
-    return np.asarray(middle * count // np.bincount(series, size)[series], dtype=np.int64)
 
 
 def _compute_latency_ns(context: ReplayContext, kernels: Int64) -> Float:
@@ -594,18 +591,19 @@ def build_ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -
         return None
     if max(place for one in at for place in one) != positions - 1:
         return None
-    return _build_boxes(measured, _list_ranks_by_coordinate(measured, at), ordered, at, timeline)
+    return _build_boxes(
+        measured,
+        [int(measured.rank[measured.stage == one[0]][0]) for one in at],
+        ordered,
+        at,
+        timeline,
+    )
 
 
 def _compute_mean_costs(measured: Boxes) -> tuple[float, float, float]:
     """The mean forward, backward and weight gradient of a microbatch on a stage, in ns."""
     forward, backward, weight = (measured.dur_ns[measured.phase == i] for i in range(len(PHASES)))
     return tuple(float(one.mean()) if len(one) else 0.0 for one in (forward, backward, weight))  # type: ignore[return-value]
-
-
-def _list_ranks_by_coordinate(measured: Boxes, at: ChunkPositions) -> list[int]:
-    """The measured rank of each pp coordinate: the rank of its first stage."""
-    return [int(measured.rank[measured.stage == one[0]][0]) for one in at]
 
 
 def _build_boxes(

@@ -34,7 +34,6 @@ from stepsplit.analyzer.model.config import (
     AttentionRate,
     Efficiency,
     HardwareConfig,
-    JobConfig,
     Link,
     MemoryCorrection,
 )
@@ -427,7 +426,10 @@ def fit_efficiency(runs: Sequence[CalibrationSample], known: Efficiency) -> Effi
     """
     rows = [_Row(parts, seen) for run in runs for parts, seen in _pair_parts(run)]
     if any(row.sample.products_ns <= 0 or row.sample.other_ns <= 0 for row in rows):
-        attention = _compute_attention_share(runs[0].job)
+        # The fraction of the peak at the device's clock, to which the constants are relative,
+        # that attention reaches in this job's forward: stated, constant, or that of its kernel.
+        job = runs[0].job
+        attention = compute_attention_share(job) / job.hardware.clock
         fitted = _scale_all(rows, replace(known, attention=attention))
     else:
         fitted = _fit_attention(rows, _fit_products(rows, _fit_memory(rows, known)))
@@ -439,12 +441,6 @@ def fit_efficiency(runs: Sequence[CalibrationSample], known: Efficiency) -> Effi
         jitter=jitter or known.jitter,
         jitter_per_layer=None if jitter else known.jitter_per_layer,
     )
-
-
-def _compute_attention_share(job: JobConfig) -> float:
-    """The fraction of the peak at the device's clock, to which the constants are relative, that
-    attention reaches in this job's forward: stated, constant, or that of its kernel."""
-    return compute_attention_share(job) / job.hardware.clock
 
 
 def _pair_parts(run: CalibrationSample) -> list[tuple[StageParts, StageSample]]:
@@ -856,7 +852,14 @@ def raise_peaks(hardware: HardwareConfig) -> HardwareConfig:
         unfused_attention=known.unfused_attention / faster,
         memory=known.memory / wider,
     )
-    raised = _list_raised_dtypes(hardware)
+    # The recorded dtypes, and those of the same peak, which run on the same units. On a CPU all:
+    # its peaks are guesses that are right in proportion at best.
+    recorded, peaks = set(hardware.efficiency.dtypes), dict(hardware.peaks_flops_per_s)
+    if "fp8" in recorded:
+        recorded.add("bf16")  # the dtype of its attention and head
+    own = {peak for dtype, peak in peaks.items() if dtype in recorded}
+    is_guess = load_device(hardware.family).processor
+    raised = tuple(d for d, peak in peaks.items() if is_guess or peak in own)
     return replace(
         hardware,
         peaks_flops_per_s=tuple(
@@ -866,14 +869,3 @@ def raise_peaks(hardware: HardwareConfig) -> HardwareConfig:
         memory_bytes_per_s=hardware.memory_bytes_per_s * wider,
         efficiency=efficiency,
     )
-
-
-def _list_raised_dtypes(hardware: HardwareConfig) -> tuple[str, ...]:
-    """The recorded dtypes, and those of the same peak, which run on the same units. On a CPU all:
-    its peaks are guesses that are right in proportion at best."""
-    recorded, peaks = set(hardware.efficiency.dtypes), dict(hardware.peaks_flops_per_s)
-    if "fp8" in recorded:
-        recorded.add("bf16")  # the dtype of its attention and head
-    own = {peak for dtype, peak in peaks.items() if dtype in recorded}
-    is_guess = load_device(hardware.family).processor
-    return tuple(d for d, peak in peaks.items() if is_guess or peak in own)

@@ -163,7 +163,9 @@ def collect_stages(recording: Recording, split: RunSplit) -> tuple[StageSample, 
 
 def _build_stage_sample(stage: int, ranks: list[RankSplit], recording: Recording) -> StageSample:
     steps = [step.split for rank in ranks for step in rank.steps if step.kind == "full"]
-    split, shares = compute_median_split(steps), _compute_shares(ranks)
+    # The median of each bucket, which need not add up to the median step.
+    columns = np.median([[*one.buckets_ns, one.overlapped_ns] for one in steps], axis=0)
+    split, shares = Split(*(int(ns) for ns in columns)), _compute_shares(ranks)
     present = {rank.trace.rank for rank in ranks}
     peaks = [
         record.memory.peak_allocated_bytes
@@ -179,12 +181,6 @@ def _build_stage_sample(stage: int, ranks: list[RankSplit], recording: Recording
         other_ns=split.compute_ns * (1 - shares[0] - shares[1]),
         peak_bytes=max(peaks, default=None),
     )
-
-
-def compute_median_split(steps: list[Split]) -> Split:
-    """The median of each bucket, which need not add up to the median step."""
-    columns = np.median([[*one.buckets_ns, one.overlapped_ns] for one in steps], axis=0)
-    return Split(*(int(ns) for ns in columns))
 
 
 def _compute_shares(ranks: list[RankSplit]) -> tuple[float, float]:

@@ -292,7 +292,7 @@ def _count_measured_amounts(
             one.stage,
             axis_names[one.axis, one.op],
             one.op,
-            one.op == "barrier" or _is_scalar(one),
+            one.op == "barrier" or (0 <= one.message_bytes <= SCALAR_BYTES),
         )
         size = one.message_bytes if one.op != "barrier" else 0
         parts[kind, one.rank, one.step].append(_build_amount(one.count, size))
@@ -302,10 +302,6 @@ def _count_measured_amounts(
         for _, rank, step in (at for at in everywhere if at[0] == kind[0]):
             counts[kind][_sum(parts.get((kind, rank, step), []))] += 1
     return counts
-
-
-def _is_scalar(one: MeasuredMessages) -> bool:
-    return 0 <= one.message_bytes <= SCALAR_BYTES
 
 
 def _build_amount(count: int, message_bytes: int) -> Amount:

@@ -80,7 +80,11 @@ def infer_tables(spec: RunSpec | None, split: RunSplit) -> tuple[TomlTable, ...]
     vocab = parallel.values.get("split_vocab")
     split_vocab = vocab if isinstance(vocab, bool) else None
     shape = infer_model_shape(split, find_mesh(spec, split), split_vocab)
-    model = infer_model(spec, shape, _infer_activation(split) if shape.heads else None)
+    # The model in run.json, completed by the shapes of the ops and the activation function.
+    activation = _infer_activation(split) if shape.heads else None
+    recorded = select_known(spec.model if spec else None, MODEL_KEYS)
+    inferred = {**select_known(shape, MODEL_KEYS), "activation": activation}
+    model = build_table("model", inferred | _drop_unknown(recorded))
     by_sums = {"root_unit": _infer_root_unit(split, model.values)}
     return (
         model,
@@ -261,15 +265,6 @@ def _count_ranks_per_node(split: RunSplit) -> int | None:
 
 
 # The [model] table of a recording.
-
-
-def infer_model(
-    spec: RunSpec | None, shape: ModelShape = NO_SHAPE, activation: str | None = None
-) -> TomlTable:
-    """The model in run.json, completed by the shapes of the ops and the activation function."""
-    recorded = select_known(spec.model if spec else None, MODEL_KEYS)
-    inferred = {**select_known(shape, MODEL_KEYS), "activation": activation}
-    return build_table("model", inferred | _drop_unknown(recorded))
 
 
 def _infer_activation(split: RunSplit) -> str | None:

@@ -607,7 +607,16 @@ def collect_forward_ops(trace: RankTrace) -> ForwardOps:
     rows, ids = rows[ids >= 0], ids[ids >= 0]
     names = events.name_id[rows]
     chosen = np.isin(names, [i for i, name in enumerate(events.names) if name in _OUTERMOST])
-    forward = chosen & ~_is_inside(events, rows, events.match_prefix(_BACKWARD))
+    # Whether the events in these rows begin within one of the spans of their thread.
+    spans = events.match_prefix(_BACKWARD)
+    inside = np.zeros(len(rows), dtype=np.bool_)
+    for lane in np.unique(events.lane[rows]).tolist():
+        here, of_lane = events.lane[rows] == lane, spans & (events.lane == lane)
+        covered = union(events.start_ns[of_lane], events.ends_of(of_lane))
+        edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
+        at = np.searchsorted(edges, events.start_ns[rows[here]], side="right")
+        inside[here] = at % 2 == 1
+    forward = chosen & ~inside
     gemms = forward & np.isin(names, [i for i, name in enumerate(events.names) if name in _GEMMS])
     dtypes = Counter(_parse_dtype(texts[i]) for i in ids[gemms].tolist())
     forward[forward] = _is_outermost(events, rows[forward])
@@ -618,18 +627,6 @@ def collect_forward_ops(trace: RankTrace) -> ForwardOps:
         counter.count(events.names[name], shapes[text])
     found = (shapes[text] for text in ids[gradients].tolist())
     return counter.build(Counter(shape[0] for shape in found if shape), dtypes)
-
-
-def _is_inside(events: Events, rows: Int64, spans: Bool) -> Bool:
-    """Whether the events in these rows begin within one of the spans of their thread."""
-    inside = np.zeros(len(rows), dtype=np.bool_)
-    for lane in np.unique(events.lane[rows]).tolist():
-        here, of_lane = events.lane[rows] == lane, spans & (events.lane == lane)
-        covered = union(events.start_ns[of_lane], events.ends_of(of_lane))
-        edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
-        at = np.searchsorted(edges, events.start_ns[rows[here]], side="right")
-        inside[here] = at % 2 == 1
-    return inside
 
 
 def _is_outermost(events: Events, rows: Int64) -> Bool:

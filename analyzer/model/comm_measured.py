@@ -90,7 +90,14 @@ class Rates:
         if closed.ns == 0:
             return closed
         name = "send" if op == "recv" else op
-        sweep = self._find_nearest_sweep(name, group)
+        # Finds the op's sweep with the closest number of ranks, also within or across nodes.
+        candidates = [
+            (_measure_distance(sweep, group), i)
+            for i, sweep in enumerate(self.sweeps)
+            if sweep.op == name and (sweep.ranks > sweep.ranks_per_node) == (group.nodes > 1)
+        ]
+        distance, i = min(candidates, default=((math.inf, 0.0), -1))
+        sweep = self.sweeps[i] if distance[0] <= math.log(MAX_RANKS_RATIO) + 1e-9 else None
         if sweep is not None:
             band = _estimate_from_sweep(sweep, op, message_bytes, closed, group, hardware)
             return self._choose_formula(band, SWEEP, closed)
@@ -109,16 +116,6 @@ class Rates:
     def _sources(self) -> tuple[Formula, ...]:
         """The formulas of the available measurements, whether or not one applies to a call."""
         return (SWEEP,) * bool(self.sweeps) + (TUNER,) * bool(self.tables)
-
-    def _find_nearest_sweep(self, op: str, group: GroupPlacement) -> TransferSweep | None:
-        """Finds the op's sweep with the closest number of ranks, also within or across nodes."""
-        candidates = [
-            (_measure_distance(sweep, group), i)
-            for i, sweep in enumerate(self.sweeps)
-            if sweep.op == op and (sweep.ranks > sweep.ranks_per_node) == (group.nodes > 1)
-        ]
-        distance, i = min(candidates, default=((math.inf, 0.0), -1))
-        return self.sweeps[i] if distance[0] <= math.log(MAX_RANKS_RATIO) + 1e-9 else None
 
     def _find_tuned_ns(self, op: str, message_bytes: float, group: GroupPlacement) -> float | None:
         for table in self.tables:
@@ -280,7 +277,11 @@ def build_sweeps(
     """
     sweeps = []
     for table in tables:
-        points = _collect_points(table)
+        points: dict[int, float] = {}
+        for row in table.rows:
+            timing = row.out_of_place or row.in_place
+            if timing and timing.wrong <= 0 and timing.time_ns > 0 and row.message_bytes > 0:
+                points.setdefault(row.message_bytes, float(timing.time_ns))
         if table.op and table.nranks > 1 and points:
             on_node = min(table.nranks, ranks_per_node or table.nranks)
             sizes, times = zip(*sorted(points.items()), strict=True)
@@ -290,15 +291,6 @@ def build_sweeps(
                 )
             )
     return tuple(sweeps)
-
-
-def _collect_points(table: nccl_tests.Sweep) -> dict[int, float]:
-    points: dict[int, float] = {}
-    for row in table.rows:
-        timing = row.out_of_place or row.in_place
-        if timing and timing.wrong <= 0 and timing.time_ns > 0 and row.message_bytes > 0:
-            points.setdefault(row.message_bytes, float(timing.time_ns))
-    return points
 
 
 # Times from NCCL's cost table, as printed in its log.

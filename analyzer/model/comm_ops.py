@@ -218,20 +218,16 @@ def _make_replicated_all_reduce(
     job: JobConfig, stage: StageConfig, params: StageParameters
 ) -> CommOp:
     """With sequence parallelism, gradients of weights replicated over tp are all_reduced."""
-    size = (params.replicated + _count_partial_positions(job, stage)) * job.training.gradient_bytes
+    # Counts learned positions whose gradients are partial: a rank adds only those of its tokens.
+    # Megatron-LM adds positions before it splits the sequence, so its gradients are complete.
+    whole = not stage.embedding or job.profile.messages.whole_positions
+    size = (
+        params.replicated + (0 if whole else job.model.positions * job.model.hidden)
+    ) * job.training.gradient_bytes
     if job.is_fsdp:
         size //= job.parallel.shard_size
     site = CommSite("sp", "tp", stage.index, "grad_sync", (TENSOR, SEQUENCE))
     return make_all_reduce(site, 1, size, job.parallel.tp)
-
-
-def _count_partial_positions(job: JobConfig, stage: StageConfig) -> int:
-    """Counts learned positions whose gradients are partial: a rank adds only those of its tokens.
-
-    Megatron-LM adds positions before it splits the sequence, so its gradients are complete.
-    """
-    whole = not stage.embedding or job.profile.messages.whole_positions
-    return 0 if whole else job.model.positions * job.model.hidden
 
 
 # Context parallelism: communication around the attention of each layer.
@@ -423,7 +419,13 @@ def _list_expert_phase_ops(
     job: JobConfig, stage: int, phase: str, count: int
 ) -> tuple[CommOp, ...]:
     """Experts sharded by expert_tp gather their group's tokens and reduce-scatter the outputs."""
-    layout, size, ops = job.parallel, _count_routed_bytes(job), []
+    # Bytes of a rank's tokens of one microbatch, counted once per copy that is sent.
+    token_bytes = job.model.hidden * job.training.activation_bytes
+    layout, size, ops = (
+        job.parallel,
+        round(divide_ceil(job.tokens, job.parallel.tp) * _count_copies(job) * token_bytes),
+        [],
+    )
     if layout.ep > 1:
         once = () if layout.dispatcher == "all-to-all" else (ONCE_PER_RANK,)
         site = CommSite("ep", "ep", stage, phase, (EXPERT_ROUTING, *once))
@@ -433,12 +435,6 @@ def _list_expert_phase_ops(
         ops.append(make_all_gather(site, count, size, layout.expert_tp))
         ops.append(make_reduce_scatter(site, count, size * layout.expert_tp, layout.expert_tp))
     return tuple(ops)
-
-
-def _count_routed_bytes(job: JobConfig) -> int:
-    """Bytes of a rank's tokens of one microbatch, counted once per copy that is sent."""
-    token_bytes = job.model.hidden * job.training.activation_bytes
-    return round(divide_ceil(job.tokens, job.parallel.tp) * _count_copies(job) * token_bytes)
 
 
 def _count_copies(job: JobConfig) -> float:

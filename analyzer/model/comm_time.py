@@ -33,7 +33,15 @@ def time_of(op: str, message_bytes: float, group: GroupPlacement, hardware: Hard
 
     0 for a single rank or an empty message. A larger message never takes less. Raises UsageError.
     """
-    _check_arguments(op, message_bytes, group)
+    if op not in TIMED_OPS:
+        raise UsageError(f"op {op!r} has no time model; use one of {', '.join(TIMED_OPS)}")
+    if message_bytes < 0:
+        raise UsageError(f"message_bytes ({message_bytes}) must be >= 0")
+    if not 1 <= group.ranks_per_node <= group.ranks:
+        raise UsageError(
+            f"ranks_per_node ({group.ranks_per_node}) must be between 1 and"
+            f" ranks ({max(1, group.ranks)})"
+        )
     if group.ranks == 1 or message_bytes == 0:
         return Band(0.0, 0.0, 0.0)
     ns, formulas = _compute_by_closed_form(op, message_bytes, group, hardware)
@@ -50,18 +58,6 @@ def time_of(op: str, message_bytes: float, group: GroupPlacement, hardware: Hard
     return Band(ns, min(ns * low, *either), max(ns * high, *either), formulas)
 
 
-def _check_arguments(op: str, message_bytes: float, group: GroupPlacement) -> None:
-    if op not in TIMED_OPS:
-        raise UsageError(f"op {op!r} has no time model; use one of {', '.join(TIMED_OPS)}")
-    if message_bytes < 0:
-        raise UsageError(f"message_bytes ({message_bytes}) must be >= 0")
-    if not 1 <= group.ranks_per_node <= group.ranks:
-        raise UsageError(
-            f"ranks_per_node ({group.ranks_per_node}) must be between 1 and"
-            f" ranks ({max(1, group.ranks)})"
-        )
-
-
 _ClosedForm = tuple[float, tuple[Formula, ...]]
 """A time in ns and the formulas of its Band."""
 
@@ -70,29 +66,36 @@ def _compute_by_closed_form(
     op: str, message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
 ) -> _ClosedForm:
     if op in ("send", "recv"):
-        return compute_send_ns(message_bytes, group, hardware), (SEND,)
+        # Computes the time of a message in ns (SEND); between nodes if the group has several.
+        if group.nodes > 1:
+            rate, latency_ns = (
+                compute_nics_bytes_per_s(GroupPlacement(2, 1), hardware),
+                hardware.inter.latency_ns,
+            )
+        else:
+            rate, latency_ns = (
+                compute_intra_bytes_per_s(GroupPlacement(2, 2), hardware),
+                hardware.intra.latency_ns,
+            )
+        moved_ns = message_bytes / rate * 1e9
+        ll = LL_BASE_NS.value + latency_ns * LL_STEP.value + moved_ns / LL_RATE.value
+        return min(ll, SIMPLE_BASE_NS.value + latency_ns + moved_ns), (SEND,)
     if op == "all_to_all":
         return compute_all_to_all_ns(message_bytes, group, hardware), (ALL_TO_ALL,)
     if op == "all_reduce":
-        return _compute_all_reduce(message_bytes, group, hardware)
+        # Above the tree's size limit the time is at least that of the tree at the limit.
+        ring = compute_ring_ns("all_reduce", message_bytes, group, hardware)
+        tree = compute_tree_ns(message_bytes, group, hardware)
+        if group.nodes <= 2:
+            return _pick_fastest(ring, tree, compute_nvls_ns(message_bytes, group, hardware))
+        tree_limit = compute_tree_limit_bytes(group, hardware)
+        if message_bytes <= tree_limit:
+            return tree, (TREE, RING_ALGORITHM, CHOICE)
+        last_ns = compute_tree_ns(tree_limit, group, hardware)
+        if last_ns > ring:
+            return last_ns, (CHOICE, TREE, RING_ALGORITHM)
+        return _pick_fastest(ring, tree, math.inf)
     return compute_ring_ns(op, message_bytes, group, hardware), (RING_ALGORITHM, CHOICE)
-
-
-def _compute_all_reduce(
-    message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
-) -> _ClosedForm:
-    """Above the tree's size limit the time is at least that of the tree at the limit."""
-    ring = compute_ring_ns("all_reduce", message_bytes, group, hardware)
-    tree = compute_tree_ns(message_bytes, group, hardware)
-    if group.nodes <= 2:
-        return _pick_fastest(ring, tree, compute_nvls_ns(message_bytes, group, hardware))
-    tree_limit = compute_tree_limit_bytes(group, hardware)
-    if message_bytes <= tree_limit:
-        return tree, (TREE, RING_ALGORITHM, CHOICE)
-    last_ns = compute_tree_ns(tree_limit, group, hardware)
-    if last_ns > ring:
-        return last_ns, (CHOICE, TREE, RING_ALGORITHM)
-    return _pick_fastest(ring, tree, math.inf)
 
 
 def _pick_fastest(ring: float, tree: float, nvls: float) -> _ClosedForm:
@@ -123,23 +126,6 @@ ALL_TO_ALL = Formula(
     "NVIDIA/nccl-tests doc/PERFORMANCE.md: every rank sends S/n to each other one; 0.89, s0: fitted"
     " on H100 over EFA and GB200",
 )
-
-
-def compute_send_ns(message_bytes: float, group: GroupPlacement, hardware: HardwareConfig) -> float:
-    """Computes the time of a message in ns (SEND); between nodes if the group has several."""
-    if group.nodes > 1:
-        rate, latency_ns = (
-            compute_nics_bytes_per_s(GroupPlacement(2, 1), hardware),
-            hardware.inter.latency_ns,
-        )
-    else:
-        rate, latency_ns = (
-            compute_intra_bytes_per_s(GroupPlacement(2, 2), hardware),
-            hardware.intra.latency_ns,
-        )
-    moved_ns = message_bytes / rate * 1e9
-    ll = LL_BASE_NS.value + latency_ns * LL_STEP.value + moved_ns / LL_RATE.value
-    return min(ll, SIMPLE_BASE_NS.value + latency_ns + moved_ns)
 
 
 def compute_all_to_all_ns(

@@ -30,7 +30,7 @@ from stepsplit.analyzer.model.parameters import (
     count_stage_parameters,
     select_trained,
 )
-from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
+from stepsplit.analyzer.model.rank_layout import Chunk, list_stages
 
 # All communication of one step, for one rank of each pipeline stage.
 
@@ -53,26 +53,22 @@ def list_shared_ops(job: JobConfig) -> tuple[tuple[CommOp, ...], ...]:
     for stage, params in zip(list_stages(job), count_stage_parameters(job), strict=True):
         shape = (stage.chunks, count_neighbors(job, stage.index))
         if shape not in ops_by_shape:
-            ops_by_shape[shape] = _list_stage_ops(job, stage, params)
+            ops = (
+                *list_tp_ops(job, stage, params),
+                *list_cp_ops(job, stage),
+                *list_ep_ops(job, stage),
+                *list_pp_ops(job, stage),
+                *list_fsdp_ops(job, params),
+                *list_dp_ops(job, params),
+                *list_tied_embedding_ops(job, stage),
+                *list_dualpipe_ops(job, stage, params),
+                *list_grad_norm_ops(job, stage.index),
+            )
+            ops_by_shape[shape] = tuple(
+                message for message in ops if message.count and message.input_bytes
+            )
         stages.append(ops_by_shape[shape])
     return tuple(stages)
-
-
-def _list_stage_ops(
-    job: JobConfig, stage: StageConfig, params: StageParameters
-) -> tuple[CommOp, ...]:
-    ops = (
-        *list_tp_ops(job, stage, params),
-        *list_cp_ops(job, stage),
-        *list_ep_ops(job, stage),
-        *list_pp_ops(job, stage),
-        *list_fsdp_ops(job, params),
-        *list_dp_ops(job, params),
-        *list_tied_embedding_ops(job, stage),
-        *list_dualpipe_ops(job, stage, params),
-        *list_grad_norm_ops(job, stage.index),
-    )
-    return tuple(message for message in ops if message.count and message.input_bytes)
 
 
 # ZeRO-3 and FSDP: all_gather of weights before each use, reduce_scatter of gradients after.
@@ -126,7 +122,18 @@ def list_fsdp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]
     trained = select_trained(job, params)
     dense, experts = list_fsdp_units(params, trained, experts_in_layer, layout.root_unit)
     if job.profile.messages.gathers_modules:
-        dense = _split_end_units(job, dense)
+        # Splits off positions and the final norm, which DeepSpeed gathers as separate modules. A
+        # layer is one unit if it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
+        positions, norm = job.model.positions * job.model.hidden, count_norm_parameters(job.model)
+        split_units: list[FsdpUnit] = []
+        for unit in dense:
+            own = norm if unit.last else positions if unit.first else 0
+            own_trained = own if unit.trained else 0
+            rest = replace(
+                unit, parameters=unit.parameters - own, trained=unit.trained - own_trained
+            )
+            split_units += [rest, FsdpUnit(1, own, own_trained)]
+        dense = tuple(_drop_empty_units(split_units))
     return (
         *_list_shard_ops(job, params.stage, dense, layout.shard_axis, layout.shard_size),
         *_list_shard_ops(job, params.stage, experts, "expert_dp", layout.expert_shards),
@@ -172,21 +179,6 @@ def has_root_unit(params: StageParameters, root: bool) -> bool:
     """Whether all parameters outside of the layers are one FSDP unit: as the job states by root, or
     because the head is the embedding."""
     return root or bool(params.embedding and params.final_norm and not params.head)
-
-
-def _split_end_units(job: JobConfig, fsdp_units: tuple[FsdpUnit, ...]) -> tuple[FsdpUnit, ...]:
-    """Splits off positions and the final norm, which DeepSpeed gathers as separate modules.
-
-    A layer is one unit if it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
-    """
-    positions, norm = job.model.positions * job.model.hidden, count_norm_parameters(job.model)
-    split_units: list[FsdpUnit] = []
-    for unit in fsdp_units:
-        own = norm if unit.last else positions if unit.first else 0
-        own_trained = own if unit.trained else 0
-        rest = replace(unit, parameters=unit.parameters - own, trained=unit.trained - own_trained)
-        split_units += [rest, FsdpUnit(1, own, own_trained)]
-    return tuple(_drop_empty_units(split_units))
 
 
 def _drop_empty_units(fsdp_units: list[FsdpUnit]) -> list[FsdpUnit]:

@@ -301,7 +301,9 @@ def _describe(value: object, kind: Any) -> tuple[str, str, str]:
     """Returns the position of the mistake in the value ("" or "[2]"), the problem and the hint."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return _describe(value, _choose_kind(value, arguments))
+        # Chooses the likely type of a key with several: the literals for a string, else the last.
+        words = [kind for kind in arguments if get_origin(kind) is Literal]
+        return _describe(value, words[0] if words and isinstance(value, str) else arguments[-1])
     if origin in (tuple, frozenset):
         return _describe_list(value, arguments[0])
     if origin is Literal:
@@ -311,12 +313,6 @@ def _describe(value: object, kind: Any) -> tuple[str, str, str]:
         return "", *_describe_limits(value, *arguments)
     problem, hint = _PROBLEMS[kind]
     return "", f"{value!r} {problem}", hint
-
-
-def _choose_kind(value: object, kinds: tuple[Any, ...]) -> Any:
-    """Chooses the likely type of a key with several: the literals for a string, else the last."""
-    words = [kind for kind in kinds if get_origin(kind) is Literal]
-    return words[0] if words and isinstance(value, str) else kinds[-1]
 
 
 def _describe_limits(value: object, kind: type, limits: NumberLimits) -> tuple[str, str]:

@@ -108,7 +108,17 @@ def _explain_states(job: JobConfig, memory: StageMemory) -> Explanation:
     )
     formula, rules = bytes_per_parameter.formula, [_build_sixteen_byte_rule(job, params)]
     if job.training.optimizer == "adam":
-        rules.append(_build_doubling_rule(job, memory))
+        mixed = compute_parameter_bytes(job.training).weights < 4
+        rules.append(
+            RuleOfThumb(
+                "the optimizer doubles the memory of the weights",
+                2 * memory.weights_bytes,
+                "Adam has two fp32 moments, 8 bytes per parameter"
+                + ", and an fp32 copy of the 16-bit weights" * mixed
+                + "; gradients are additional",
+                ("adam-doubles",),
+            )
+        )
     note = _describe_sharding(job, params)
     if job.training.lora_rank:
         formula, rules, note = ADAPTED, rules[:1], ""
@@ -174,18 +184,6 @@ def _list_expert_symbols(job: JobConfig, params: StageParameters) -> tuple[Symbo
     return (
         Symbol("P_e", "parameters of its experts", params.experts, "parameters"),
         Symbol("N_e", "ranks over which their states are sharded", shards),
-    )
-
-
-def _build_doubling_rule(job: JobConfig, memory: StageMemory) -> RuleOfThumb:
-    mixed = compute_parameter_bytes(job.training).weights < 4
-    return RuleOfThumb(
-        "the optimizer doubles the memory of the weights",
-        2 * memory.weights_bytes,
-        "Adam has two fp32 moments, 8 bytes per parameter"
-        + ", and an fp32 copy of the 16-bit weights" * mixed
-        + "; gradients are additional",
-        ("adam-doubles",),
     )
 
 
@@ -279,25 +277,21 @@ def explain_work(job: JobConfig, prediction: Prediction) -> Iterator[Explanation
     if prediction.hardware_flops != prediction.model_flops:
         yield _explain_recompute(job, prediction)
     if job.hardware.gemms:
-        yield _explain_gemm_table(job)
+        # The time of one GEMM without and with the measured rates near its shape.
+        speed = compute_device_speed(job)
+        gemm = list_mlp_gemms(job, job.model.ffn)[0]
+        plain_ns = gemm.compute_forward_ns(replace(speed, gemm_ratios=()))
+        value_ns = gemm.compute_forward_ns(speed)
+        symbols = (
+            Symbol("M", "rows", gemm.rows),
+            Symbol("N", "columns", gemm.columns),
+            Symbol("K", "inner size", gemm.inner),
+            Symbol("t", "its time by the constants of the family", plain_ns, "ns"),
+            Symbol("r", "measured / modelled time near this shape", value_ns / plain_ns, "ratio"),
+        )
+        yield Explanation(GEMM_TABLE, "first GEMM of a dense MLP, forward", symbols, value_ns, "ns")
     if job.training.flash_attention and not is_attention_stated(job):
         yield _explain_attention(job)
-
-
-def _explain_gemm_table(job: JobConfig) -> Explanation:
-    """The time of one GEMM without and with the measured rates near its shape."""
-    speed = compute_device_speed(job)
-    gemm = list_mlp_gemms(job, job.model.ffn)[0]
-    plain_ns = gemm.compute_forward_ns(replace(speed, gemm_ratios=()))
-    value_ns = gemm.compute_forward_ns(speed)
-    symbols = (
-        Symbol("M", "rows", gemm.rows),
-        Symbol("N", "columns", gemm.columns),
-        Symbol("K", "inner size", gemm.inner),
-        Symbol("t", "its time by the constants of the family", plain_ns, "ns"),
-        Symbol("r", "measured / modelled time near this shape", value_ns / plain_ns, "ratio"),
-    )
-    return Explanation(GEMM_TABLE, "first GEMM of a dense MLP, forward", symbols, value_ns, "ns")
 
 
 def _explain_attention(job: JobConfig) -> Explanation:
@@ -434,7 +428,10 @@ def _explain_mfu(job: JobConfig, prediction: Prediction, value: float) -> Explan
         Symbol("T", "step time", prediction.split.step_ns, "ns"),
         Symbol("n", "ranks", job.parallel.world_size),
         Symbol(
-            "P", f"dense peak, {job.training.dtype}", _find_peak_flops_per_s(job), "flops_per_s"
+            "P",
+            f"dense peak, {job.training.dtype}",
+            job.hardware.peak_flops_per_s(job.training.dtype) or 0.0,
+            "flops_per_s",
         ),
     )
     rules = []
@@ -443,10 +440,6 @@ def _explain_mfu(job: JobConfig, prediction: Prediction, value: float) -> Explan
         rules.append(RuleOfThumb("all FLOPs that the GPUs execute", prediction.hfu, why))
     what = f"MFU by {prediction.convention}"
     return Explanation(MFU, what, symbols, value, "ratio", select_differing(value, rules))
-
-
-def _find_peak_flops_per_s(job: JobConfig) -> float:
-    return job.hardware.peak_flops_per_s(job.training.dtype) or 0.0
 
 
 def _explain_recompute(job: JobConfig, prediction: Prediction) -> Explanation:
@@ -479,32 +472,28 @@ _OVERHEAD_REASON = "that is the overhead: relative to the useful time, not to th
 def explain_pipeline(job: JobConfig, prediction: Prediction) -> Iterator[Explanation]:
     """Explains bubble fraction, bubble overhead and microbatches in flight, if pp > 1."""
     if job.parallel.pp > 1:
-        yield _explain_bubble_fraction(job, prediction.bubble_fraction)
+        p, m = job.parallel.pp, job.microbatches
+        rules = (
+            _build_fraction_rule(job),
+            RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OVERHEAD_REASON),
+            RuleOfThumb(
+                "a pipeline of p stages is idle (p-1)/p of the time", (p - 1) / p,
+                f"it holds for 1 microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
+            ),
+        )  # fmt: skip
+        yield Explanation(
+            FRACTION,
+            "bubble fraction (of the total time)",
+            _list_pipeline_symbols(job),
+            prediction.bubble_fraction,
+            "ratio",
+            select_differing(prediction.bubble_fraction, rules),
+            _describe_simulation(job),
+        )
         yield _explain_bubble_overhead(job, prediction.bubble_overhead)
         yield _explain_in_flight(
             job, max(prediction.memory, key=lambda stage: stage.total_bytes).stage
         )
-
-
-def _explain_bubble_fraction(job: JobConfig, value: float) -> Explanation:
-    p, m = job.parallel.pp, job.microbatches
-    rules = (
-        _build_fraction_rule(job),
-        RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OVERHEAD_REASON),
-        RuleOfThumb(
-            "a pipeline of p stages is idle (p-1)/p of the time", (p - 1) / p,
-            f"it holds for 1 microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
-        ),
-    )  # fmt: skip
-    return Explanation(
-        FRACTION,
-        "bubble fraction (of the total time)",
-        _list_pipeline_symbols(job),
-        value,
-        "ratio",
-        select_differing(value, rules),
-        _describe_simulation(job),
-    )
 
 
 def _explain_bubble_overhead(job: JobConfig, value: float) -> Explanation:
@@ -575,21 +564,20 @@ NIC = Formula(
 def explain_links(job: JobConfig) -> Iterator[Explanation]:
     """Explains the rate of NVLink, and that of the network if the job has several nodes."""
     if job.hardware.intra.name.startswith("nvlink"):
-        yield _explain_nvlink(job.hardware.intra)
+        link = job.hardware.intra
+        rule = RuleOfThumb(
+            "the rate on the data sheet", 2 * link.bytes_per_s,
+            "it is the sum of both directions; a collective sends at half of it",
+            ("nvlink-900", "nvlink-a100", "a100-links"),
+        )  # fmt: skip
+        symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
+        value = link.bytes_per_s
+        what = f"rate of {link.name}"
+        yield Explanation(
+            NVLINK, what, symbols, value, "bytes_per_s", select_differing(value, [rule])
+        )
     if job.parallel.world_size > job.hardware.gpus_per_node:
         yield _explain_nic(job.hardware.inter)
-
-
-def _explain_nvlink(link: Link) -> Explanation:
-    rule = RuleOfThumb(
-        "the rate on the data sheet", 2 * link.bytes_per_s,
-        "it is the sum of both directions; a collective sends at half of it",
-        ("nvlink-900", "nvlink-a100", "a100-links"),
-    )  # fmt: skip
-    symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
-    value = link.bytes_per_s
-    what = f"rate of {link.name}"
-    return Explanation(NVLINK, what, symbols, value, "bytes_per_s", select_differing(value, [rule]))
 
 
 def _explain_nic(link: Link) -> Explanation:

@@ -71,7 +71,7 @@ def _is_large_all_reduce(job: JobConfig, row: Communication) -> bool:
 
 
 def _place_call(job: JobConfig, message: CommOp) -> GroupPlacement:
-    """The placement of a call's group; gradient reduction over dp and cp is span_of's dp."""
+    """The placement of a call's group; gradient reduction over dp and cp is placed as dp."""
     return place_group(job, "dp" if message.axis == "dp_cp" else message.axis)
 
 
@@ -178,7 +178,18 @@ def explain_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explanati
     context = [one for one in messages if one.strategy == "cp"]
     if context:
         yield _explain_sent_bytes(
-            "for context parallelism", context, _list_context_symbols(job, stage)
+            "for context parallelism",
+            context,
+            (
+                (
+                    *_list_token_symbols(job),
+                    Symbol("L", "layers", stage.layers),
+                    Symbol("c", "context-parallel ranks", job.parallel.cp),
+                    Symbol("a", "heads", job.model.heads),
+                    Symbol("k", "key-value heads", job.model.kv_heads),
+                    Symbol("d", "head size", job.model.head_size),
+                )
+            ),
         )
     pipeline = [one for one in messages if one.strategy == "pp"]
     if pipeline:
@@ -211,17 +222,6 @@ def _list_expert_symbols(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ..
         Symbol("top_k", "experts per token", top_k),
         Symbol("h", "hidden size", job.model.hidden),
         Symbol("e", "expert-parallel ranks", job.parallel.ep),
-    )
-
-
-def _list_context_symbols(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
-    return (
-        *_list_token_symbols(job),
-        Symbol("L", "layers", stage.layers),
-        Symbol("c", "context-parallel ranks", job.parallel.cp),
-        Symbol("a", "heads", job.model.heads),
-        Symbol("k", "key-value heads", job.model.kv_heads),
-        Symbol("d", "head size", job.model.head_size),
     )
 
 

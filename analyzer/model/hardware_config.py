@@ -78,7 +78,16 @@ def decode_hardware(
     family = stated.get("family", known.family)
     memory_bytes = stated.get("memory_bytes", None if base is None else base.memory_bytes)
     _check_units(table, stated, family, mistakes)
-    _check_ratios(table, family, mistakes)
+    # Refuses fractions above 1 and those close to 0, and variations of many times a step.
+    efficiency = table.get_subtable("efficiency")
+    most = _MAX_OF_PROCESSOR if load_device(family).processor else 1.0
+    for key in _FRACTIONS:
+        _check_fraction(efficiency, key, "of a peak", _MIN_FRACTION, most, mistakes)
+    for key in _SPREAD_KEYS:
+        _check_fraction(efficiency, key, "of a step", 0.0, MAX_SPREAD, mistakes)
+    for link in LINKS:
+        rates = table.get_subtable(link)
+        _check_fraction(rates, "ring", "of the link's rate", _MIN_FRACTION, 1.0, mistakes)
     _check_learned(table.get_subtable("learned"), family, memory_bytes, mistakes)
     default_efficiency = known.efficiency if family == known.family else load_efficiency(family)
     peaks_flops_per_s = _decode_peaks(table, known, mistakes)
@@ -209,19 +218,6 @@ def _check_units(
         ("gemm_result", _GEMM_RESULT),
     ):  # fmt: skip
         _check_range(efficiency, key, efficiency.values.get(key), plausible, mistakes)
-
-
-def _check_ratios(table: TomlTable, family: str, mistakes: Mistakes) -> None:
-    """Refuses fractions above 1 and those close to 0, and variations of many times a step."""
-    efficiency = table.get_subtable("efficiency")
-    most = _MAX_OF_PROCESSOR if load_device(family).processor else 1.0
-    for key in _FRACTIONS:
-        _check_fraction(efficiency, key, "of a peak", _MIN_FRACTION, most, mistakes)
-    for key in _SPREAD_KEYS:
-        _check_fraction(efficiency, key, "of a step", 0.0, MAX_SPREAD, mistakes)
-    for link in LINKS:
-        rates = table.get_subtable(link)
-        _check_fraction(rates, "ring", "of the link's rate", _MIN_FRACTION, 1.0, mistakes)
 
 
 def _check_fraction(

@@ -73,7 +73,23 @@ def compute_chunk_passes(
         experts = time_expert_layer(job, speed, job.model.experts)
         experts += copies * count_expert_layer_pairs(job)
     if is_selective_by_op(job):
-        dense += _time_selective(job, speed)
+        # Time of torchtitan's selective recomputation of one dense layer (SELECTIVE_OPS); of
+        # latent attention, half of the GEMMs.
+        model, tp = job.model, job.parallel.tp
+        width, attention = divide_ceil(model.ffn, tp), list_attention_gemms(job)
+        gemms = [Gemm(job.tokens, width, model.hidden)] if model.gated else []
+        again_ns = 0.0
+        if model.latent is None:
+            keys = divide_ceil(model.kv_heads, tp) * model.head_size
+            gemms += [Gemm(job.tokens, keys, model.hidden), attention[-1]]
+        else:
+            again_ns += sum(each.compute_forward_ns(speed) for each in attention) / 2
+        again_ns += sum(each.compute_forward_ns(speed) for each in gemms)
+        again_ns += _time_casts(job, speed, tuple(gemms)).forward_ns
+        again_ns += time_elementwise(job, speed, job.tokens * width).forward_ns
+        if _is_sequence_copied(job):
+            again_ns += count_dense_layer_pairs(job) * _time_gather_copy(job, speed)
+        dense += LayerPass(0.0, again_ns, 0.0, formulas=(SELECTIVE_OPS,))
         if experts is not None:
             experts += LayerPass(0.0, (experts.forward_ns - experts.core_ns) / 2, 0.0)
     passes = []
@@ -83,7 +99,11 @@ def compute_chunk_passes(
             layers += experts * chunk.expert_layers
         layers = _add_recompute(job, layers, chunk.layers)
         if stopped := chunk.dense_layers * compute_stopped_share(job):
-            layers += _time_stopped(job, speed) * stopped
+            # Time that the recomputation of one dense layer saves (EARLY_STOP).
+            saved_ns = list_mlp_gemms(job, job.model.ffn)[-1].compute_forward_ns(speed)
+            if _is_sequence_copied(job):
+                saved_ns += _time_scatter_copy(job, speed)
+            layers += LayerPass(0.0, -saved_ns, 0.0, formulas=(EARLY_STOP,)) * stopped
         # The embedding scatters its output, the head gathers its input.
         ends = copies * ((chunk.embedding + chunk.head) / 2)
         passes.append(layers + ends + _time_embedding_and_head(job, speed, chunk))
@@ -150,40 +170,12 @@ EARLY_STOP = Formula(
 )
 
 
-def _time_stopped(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
-    """Time that the recomputation of one dense layer saves (EARLY_STOP)."""
-    saved_ns = list_mlp_gemms(job, job.model.ffn)[-1].compute_forward_ns(speed)
-    if _is_sequence_copied(job):
-        saved_ns += _time_scatter_copy(job, speed)
-    return LayerPass(0.0, -saved_ns, 0.0, formulas=(EARLY_STOP,))
-
-
 SELECTIVE_OPS = Formula(
     "step.selective_ops",
     "a dense layer runs again what is between its GEMMs, and the GEMMs of keys, output and w3: of"
     " q, k, v, o, w1, w3, w2 the 1st, 3rd, 5th and 7th are saved, and nothing needs w2",
     "pytorch/torchtitan, distributed/activation_checkpoint.py, option op",
 )
-
-
-def _time_selective(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
-    """Time of torchtitan's selective recomputation of one dense layer (SELECTIVE_OPS); of latent
-    attention, half of the GEMMs."""
-    model, tp = job.model, job.parallel.tp
-    width, attention = divide_ceil(model.ffn, tp), list_attention_gemms(job)
-    gemms = [Gemm(job.tokens, width, model.hidden)] if model.gated else []
-    again_ns = 0.0
-    if model.latent is None:
-        keys = divide_ceil(model.kv_heads, tp) * model.head_size
-        gemms += [Gemm(job.tokens, keys, model.hidden), attention[-1]]
-    else:
-        again_ns += sum(each.compute_forward_ns(speed) for each in attention) / 2
-    again_ns += sum(each.compute_forward_ns(speed) for each in gemms)
-    again_ns += _time_casts(job, speed, tuple(gemms)).forward_ns
-    again_ns += time_elementwise(job, speed, job.tokens * width).forward_ns
-    if _is_sequence_copied(job):
-        again_ns += count_dense_layer_pairs(job) * _time_gather_copy(job, speed)
-    return LayerPass(0.0, again_ns, 0.0, formulas=(SELECTIVE_OPS,))
 
 
 def _time_embedding_and_head(job: JobConfig, speed: DeviceSpeed, chunk: Chunk) -> LayerPass:
@@ -294,7 +286,11 @@ def compute_launch_time(job: JobConfig, layers: int, expert_layers: int = 0) -> 
     experts_launched = (EXPERT_LAUNCHES - 1) * expert_layers
     launched: float = experts_launched if graph == "layers" else layers + experts_launched
     if graph == "none":
-        launched += ADAPTER_LAUNCHES * _count_adapters(job, layers - expert_layers, expert_layers)
+        # Adapters of so many layers.
+        dense_layers = layers - expert_layers
+        dense = sum(one.count for one in list_adapters(job))
+        mixture = sum(one.count for one in list_adapters(job, expert=True))
+        launched += ADAPTER_LAUNCHES * (dense_layers * dense + expert_layers * mixture)
     layer_ns = (job.hardware.efficiency.host_ns or select_framework_costs(job).host_ns) * launched
     recompute_ns = 0.0 if job.training.recompute in ("none", "selective") else layer_ns
     return LayerPass(layer_ns, layer_ns + recompute_ns, 0.0)
@@ -303,13 +299,6 @@ def compute_launch_time(job: JobConfig, layers: int, expert_layers: int = 0) -> 
 ADAPTER_LAUNCHES = 0.08
 """Operations of an adapter over those of a layer: seven adapters add 28 to the 36 of transformers'
 Llama forward, and 31 to the 69 backward."""
-
-
-def _count_adapters(job: JobConfig, dense_layers: int, expert_layers: int) -> int:
-    """Adapters of so many layers."""
-    dense = sum(one.count for one in list_adapters(job))
-    mixture = sum(one.count for one in list_adapters(job, expert=True))
-    return dense_layers * dense + expert_layers * mixture
 
 
 def compute_host_wait(device: LayerPass, host: LayerPass, is_cpu: bool = False) -> LayerPass:

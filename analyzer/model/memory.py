@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_chunks_in_flight,
 )
 from stepsplit.analyzer.model.offload import apply_offload
-from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
+from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.prediction import StageMemory
 from stepsplit.analyzer.model.rank_layout import StageConfig, find_equal_stages, list_stages
 from stepsplit.analyzer.model.schedule import IN_FLIGHT
@@ -75,14 +75,11 @@ def list_stage_states(job: JobConfig) -> tuple[States, ...]:
     params, cache = count_stage_parameters(job), dict[int, States]()
     firsts = find_equal_stages(job)
     for first in {*firsts}:
-        cache[first] = _compute_device_states(job, params[first])
+        # The states of a rank that are on the device.
+        parameters = params[first]
+        states = compute_states(job, parameters)
+        cache[first] = apply_offload(states, job.training).states if job.offloaded else states
     return tuple(cache[first] for first in firsts)
-
-
-def _compute_device_states(job: JobConfig, parameters: StageParameters) -> States:
-    """The states of a rank that are on the device."""
-    states = compute_states(job, parameters)
-    return apply_offload(states, job.training).states if job.offloaded else states
 
 
 def is_within_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
@@ -245,7 +242,14 @@ def calibrate_memory(
     if not all(peak_bytes > 0 for peak_bytes in measured_bytes):
         raise UsageError(f"a measured peak must be above 0 bytes, not {min(measured_bytes)}")
     if len(measured_bytes) == 1:
-        fitted = _fit_fullest_stage(predicted, measured_bytes[0])
+        # The smallest factor with which any stage reaches the measured peak.
+        measured = measured_bytes[0]
+        factors = [
+            (measured - stage.total_bytes) / stage.activations_bytes + 1
+            for stage in predicted
+            if stage.activations_bytes
+        ]
+        fitted = min(factors, default=0.0), 0.0
     elif len(measured_bytes) == len(predicted):
         fitted = _fit_stages(predicted, measured_bytes)
     else:
@@ -255,16 +259,6 @@ def calibrate_memory(
         return MemoryCalibration(run, fitted[0], round(fitted[1]))
     above = max(measured_bytes) - max(stage.total_bytes for stage in predicted)
     return MemoryCalibration(run, 1.0, above)
-
-
-def _fit_fullest_stage(predicted: tuple[StageMemory, ...], measured: int) -> tuple[float, float]:
-    """The smallest factor with which any stage reaches the measured peak."""
-    factors = [
-        (measured - stage.total_bytes) / stage.activations_bytes + 1
-        for stage in predicted
-        if stage.activations_bytes
-    ]
-    return min(factors, default=0.0), 0.0
 
 
 def _fit_stages(

@@ -134,7 +134,8 @@ def compute_needs(
         formulas.append(OFFLOAD)
     if is_torch_ring(job):
         formulas.append(RING)
-    if is_plain_torch(job):
+    # Whether autograd allocates the gradients of each step anew, without a pipeline.
+    if job.profile.memory.frees_gradients and job.parallel.pp == 1:
         build = FsdpStep if job.is_fsdp else TorchStep
         step = build(job, stage, parameters, layers, chunk, gradients_bytes)
         moments = tuple(step.list_moments())
@@ -156,11 +157,21 @@ def _list_moments(
 ) -> Iterator[Moment]:
     """The moments of a framework that keeps its gradients from step to step."""
     if stage.head:
-        yield _build_loss_moment(job, stage, persistent_bytes)
-    yield _build_backward_moment(job, stage, chunk, persistent_bytes)
+        # The head's backward pass: input and output of the final norm, logits, working memory.
+        saved, working = compute_logits_bytes(job)
+        around = (
+            _compute_vocabulary_bytes(job) + compute_head_input_bytes(job)
+        ) + compute_input_gradient_bytes(job, stage.index)
+        yield Moment(
+            "loss", saved + 2 * compute_input_bytes(job), persistent_bytes + working + around
+        )
+    # The last layer's backward pass, after its recomputation if there is any.
+    needs = compute_layer_backward_bytes(job, stage) + chunk.recompute_bytes
+    needs += compute_input_gradient_bytes(job, stage.index) + _count_ring_bytes(job)
+    yield Moment("backward", 0, persistent_bytes + needs)
     if stage.embedding:
         chunk_bytes = _compute_chunk_bytes(job, stage, chunk)
-        transient_bytes = persistent_bytes + compute_embedding_bytes(job)
+        transient_bytes = persistent_bytes + _compute_vocabulary_bytes(job)
         yield Moment("embedding", -chunk_bytes, transient_bytes)
 
 
@@ -190,22 +201,6 @@ def _compute_chunk_bytes(job: JobConfig, stage: StageConfig, chunk: StageActivat
     if stage.embedding and job.training.dropout:
         extra += MASK_BYTES * count_hidden(job) / len(stage.chunks)
     return chunk.saved_bytes + round(extra)
-
-
-def _build_loss_moment(job: JobConfig, stage: StageConfig, persistent_bytes: int) -> Moment:
-    """The head's backward pass: input and output of the final norm, logits, working memory."""
-    saved, working = compute_logits_bytes(job)
-    around = compute_head_bytes(job) + compute_input_gradient_bytes(job, stage.index)
-    return Moment("loss", saved + 2 * compute_input_bytes(job), persistent_bytes + working + around)
-
-
-def _build_backward_moment(
-    job: JobConfig, stage: StageConfig, chunk: StageActivations, persistent_bytes: int
-) -> Moment:
-    """The last layer's backward pass, after its recomputation if there is any."""
-    needs = compute_layer_backward_bytes(job, stage) + chunk.recompute_bytes
-    needs += compute_input_gradient_bytes(job, stage.index) + _count_ring_bytes(job)
-    return Moment("backward", 0, persistent_bytes + needs)
 
 
 RING = Formula(
@@ -241,11 +236,6 @@ LOGITS_FORWARD = 1.5
 holds, and in fp32."""
 
 
-def is_plain_torch(job: JobConfig) -> bool:
-    """Whether autograd allocates the gradients of each step anew, without a pipeline."""
-    return job.profile.memory.frees_gradients and job.parallel.pp == 1
-
-
 @dataclass(frozen=True, slots=True)
 class TorchStep:
     """The moments of a step of plain PyTorch on one rank (TORCH).
@@ -265,7 +255,11 @@ class TorchStep:
         """From the loss to the embedding's gradient."""
         yield from self._list_loss_moments()
         yield self._build_head_moment()
-        yield self._build_last_layer_moment()
+        # The last layer's backward, after its recomputation if there is any.
+        needs = self._layer_needs + self.chunk.recompute_bytes
+        needs += self._count_weights_bytes(max(self.parameters.largest_layer, self._copied_layers))
+        below_head = self.parameters.total - (self.parameters.head or self.parameters.embedding)
+        yield Moment("backward", 0, needs, self._count_missing(below_head))
         yield self._build_first_layer_moment()
         yield self._build_embedding_moment()
 
@@ -295,13 +289,6 @@ class TorchStep:
         needs += self._count_weights_bytes(self._copied_layers)
         missing = self._count_missing(self.parameters.total)
         return Moment("head", compute_final_norm_bytes(self.job), needs, missing)
-
-    def _build_last_layer_moment(self) -> Moment:
-        """The last layer's backward, after its recomputation if there is any."""
-        needs = self._layer_needs + self.chunk.recompute_bytes
-        needs += self._count_weights_bytes(max(self.parameters.largest_layer, self._copied_layers))
-        below_head = self.parameters.total - (self.parameters.head or self.parameters.embedding)
-        return Moment("backward", 0, needs, self._count_missing(below_head))
 
     def _build_first_layer_moment(self) -> Moment:
         """The first layer's backward: autograd is through with its MLP."""
@@ -502,7 +489,9 @@ class FsdpStep(TorchStep):
         self, name: MomentName, activations_bytes: int, needs: int, remaining: int
     ) -> Moment:
         """A moment at which the gradients of so many parameters are still to be reduced."""
-        transient_bytes = needs + self._count_sums_bytes(remaining)
+        # The whole gradients of earlier microbatches that are not reduced yet (UNREDUCED).
+        trained = self._count_trained(remaining) if self._sums_once else 0
+        transient_bytes = needs + (trained * self.job.training.gradient_bytes)
         transient_bytes += self._count_replica_sums_bytes(self.parameters.total - remaining)
         return Moment(name, activations_bytes, transient_bytes, self._count_missing(remaining))
 
@@ -574,11 +563,6 @@ class FsdpStep(TorchStep):
         until their backward."""
         is_kept = find_reshard_policy(self.job) == "never"
         return (remaining if is_kept else in_use) * self.job.training.weight_bytes
-
-    def _count_sums_bytes(self, remaining: int) -> int:
-        """The whole gradients of earlier microbatches that are not reduced yet (UNREDUCED)."""
-        trained = self._count_trained(remaining) if self._sums_once else 0
-        return trained * self.job.training.gradient_bytes
 
     def _count_input_bytes(self, unit: int) -> int:
         """The input of a unit's reduce_scatter."""
@@ -680,7 +664,13 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
     layer_copies = job.profile.memory.layer_gradient
     if not layer_copies or not _has_fp32_gradients(job) or job.training.lora_rank:
         return PersistentBytes(0)
-    return PersistentBytes(round(layer_copies * _count_distinct_weights(job, parameters)), (DUMMY,))
+    # Weights of one layer with one of its experts, because all experts have the same shapes.
+    layer = parameters.expert_layer or parameters.dense_layer
+    count = layer.attention + layer.mlp
+    if parameters.expert_layer is not None and job.model.experts is not None:
+        count += layer.experts * job.parallel.ep // job.model.experts.count
+        count += parameters.dense_layer.mlp if parameters.dense_layers else 0
+    return PersistentBytes(round(layer_copies * count), (DUMMY,))
 
 
 def _count_bucket_bytes(job: JobConfig) -> int:
@@ -732,16 +722,6 @@ def _has_fp32_gradients(job: JobConfig) -> bool:
     return job.training.gradient_bytes == 4 and job.training.weight_bytes == 2
 
 
-def _count_distinct_weights(job: JobConfig, parameters: StageParameters) -> int:
-    """Weights of one layer with one of its experts, because all experts have the same shapes."""
-    layer = parameters.expert_layer or parameters.dense_layer
-    count = layer.attention + layer.mlp
-    if parameters.expert_layer is not None and job.model.experts is not None:
-        count += layer.experts * job.parallel.ep // job.model.experts.count
-        count += parameters.dense_layer.mlp if parameters.dense_layers else 0
-    return count
-
-
 def count_logits(job: JobConfig) -> int:
     """Count the logits of one microbatch on a rank of the last stage."""
     return job.tokens * (count_vocabulary_parameters(job) // job.model.hidden)
@@ -760,11 +740,6 @@ def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
         return round(logits * saved), round(logits * working) + head
     working = known.logits_working_split if job.parallel.tp > 1 else known.logits_working
     return round(logits * known.logits_saved), round(logits * working)
-
-
-def compute_head_bytes(job: JobConfig) -> int:
-    """Memory around the head's GEMM: gradients of its weight and its input."""
-    return _compute_vocabulary_bytes(job) + compute_head_input_bytes(job)
 
 
 def compute_head_input_bytes(job: JobConfig) -> int:
@@ -815,11 +790,6 @@ def compute_norm_backward_bytes(job: JobConfig) -> int:
     if is_fused:
         return (1 + FUSED_NORM_COPIES) * compute_input_bytes(job)
     return compute_input_bytes(job) + NORM_COPIES * 4 * count_hidden(job)
-
-
-def compute_embedding_bytes(job: JobConfig) -> int:
-    """Gradient of the embedding table."""
-    return _compute_vocabulary_bytes(job)
 
 
 def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:

@@ -14,14 +14,7 @@ from stepsplit.analyzer.model.comm_ops import (
     is_gathered_again,
     is_gathered_in_fp8,
 )
-from stepsplit.analyzer.model.config import (
-    Experts,
-    GemmDtype,
-    JobConfig,
-    LatentAttention,
-    TrainingConfig,
-    UnfusedPart,
-)
+from stepsplit.analyzer.model.config import GemmDtype, JobConfig, TrainingConfig, UnfusedPart
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
@@ -284,7 +277,8 @@ def compute_stage_activations(
     """
     layers = layers or compute_layers_by_kind(job)
     count, chunks = max(1, stage.layers), len(stage.chunks)
-    all_layers_bytes = _sum_layer_bytes(stage, layers)
+    experts = layers.expert.total_bytes * stage.expert_layers if layers.expert else 0
+    all_layers_bytes = layers.dense.total_bytes * stage.dense_layers + experts
     if job.training.recompute in ("none", "selective"):
         rerun_bytes = max((0, *(one.rerun for one in _list_kinds(stage, layers))))
         return StageActivations(all_layers_bytes // chunks, rerun_bytes, layers.dense.formula)
@@ -319,11 +313,6 @@ def count_saved_inputs(job: JobConfig, layers: float, layer_bytes: float) -> flo
             best = math.sqrt(layers * layer_bytes / compute_input_bytes(job))
             return min(layers, max(1, round(best)))
     return layers
-
-
-def _sum_layer_bytes(stage: StageConfig, layers: LayersByKind) -> int:
-    experts = layers.expert.total_bytes * stage.expert_layers if layers.expert else 0
-    return layers.dense.total_bytes * stage.dense_layers + experts
 
 
 def _list_kinds(stage: StageConfig, layers: LayersByKind) -> list[LayerActivations]:
@@ -421,7 +410,21 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
     if not expert or job.model.experts is None:
         mlp = 0 if "mlp" in parts else _compute_mlp(job, saved, job.model.ffn)
     elif "experts" not in parts:
-        routed = _compute_routed(job, saved, job.model.experts)
+        # top_k copies of every token through an expert, and fp32 logits of the router (4E).
+        # Balanced routing: each rank receives as many copies as it sends.
+        copies = job.tokens * job.model.experts.top_k / job.parallel.sequence_split
+        hidden = HALF_BYTES * _compute_input_ratio(job, job.profile.saved) * job.model.hidden
+        unit_bytes = _compute_first_bytes(job, saved)
+        if job.training.lora_rank:
+            # Frozen experts need no inputs of their GEMMs.
+            hidden *= saved.routed_output
+        else:
+            hidden *= 2 if saved.routed_output else 1
+            unit_bytes = _compute_mlp_unit_bytes(job, saved)
+        inside = job.model.experts.ffn / job.parallel.expert_tp * unit_bytes
+        router = 4.0 * job.model.experts.count * job.tokens / job.parallel.sequence_split
+        width = FP32_EXPERTS if has_fp32_experts(job) else 1
+        routed = round(copies * width * (hidden * _compute_scale(job) + inside) + router)
         mlp = _compute_mlp(job, saved, job.model.experts.shared_ffn)
     pairs = count_expert_layer_pairs(job) if expert else count_dense_layer_pairs(job)
     if expert and has_fp32_experts(job):
@@ -630,28 +633,23 @@ def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int, expert: bool
 def _compute_heads(job: JobConfig, saved: SavedBytes) -> int:
     model = job.model
     if model.latent is not None:
-        return _compute_latent_heads(job, saved, model.latent)
+        # MLA: the compressed forms before and after their norms, then the heads. DeepSeek-V2,
+        # arXiv:2405.04434, section 2.1: keys are as wide as queries for every head.
+        latent = model.latent
+        width = (latent.nope + latent.rope) * (saved.query + saved.key) + latent.value * saved.value
+        compressed = latent.query_rank + latent.kv_rank
+        kept = 1 if "norms" in job.training.recompute_parts else 2
+        narrow = 2.0 * (kept * compressed + latent.rope)
+        shared = narrow / job.parallel.sequence_split
+        return round(
+            job.tokens * (job.model.heads * width / job.parallel.tp + shared) * _compute_scale(job)
+        )
     queries = model.heads * model.head_size
     keys_values = (saved.key + saved.value) * (queries if saved.expand_kv else model.kv_size)
     numbers = saved.query * queries + keys_values
     if model.qk_norm:
         numbers += saved.head_norm * (queries + model.kv_size)
     return round(job.tokens * numbers / job.parallel.tp * _compute_scale(job))
-
-
-def _compute_latent_heads(job: JobConfig, saved: SavedBytes, latent: LatentAttention) -> int:
-    """MLA: the compressed forms before and after their norms, then the heads.
-
-    DeepSeek-V2, arXiv:2405.04434, section 2.1: keys are as wide as queries for every head.
-    """
-    width = (latent.nope + latent.rope) * (saved.query + saved.key) + latent.value * saved.value
-    compressed = latent.query_rank + latent.kv_rank
-    kept = 1 if "norms" in job.training.recompute_parts else 2
-    narrow = 2.0 * (kept * compressed + latent.rope)
-    shared = narrow / job.parallel.sequence_split
-    return round(
-        job.tokens * (job.model.heads * width / job.parallel.tp + shared) * _compute_scale(job)
-    )
 
 
 def _compute_attention(job: JobConfig, saved: SavedBytes) -> int:
@@ -691,26 +689,6 @@ def _compute_first_bytes(job: JobConfig, saved: SavedBytes) -> float:
     if job.training.fp8_activations and job.training.dtype == "fp8":
         first /= 2
     return first * _compute_scale(job)
-
-
-def _compute_routed(job: JobConfig, saved: SavedBytes, experts: Experts) -> int:
-    """top_k copies of every token through an expert, and fp32 logits of the router (4E).
-
-    Balanced routing: each rank receives as many copies as it sends.
-    """
-    copies = job.tokens * experts.top_k / job.parallel.sequence_split
-    hidden = HALF_BYTES * _compute_input_ratio(job, job.profile.saved) * job.model.hidden
-    unit_bytes = _compute_first_bytes(job, saved)
-    if job.training.lora_rank:
-        # Frozen experts need no inputs of their GEMMs.
-        hidden *= saved.routed_output
-    else:
-        hidden *= 2 if saved.routed_output else 1
-        unit_bytes = _compute_mlp_unit_bytes(job, saved)
-    inside = experts.ffn / job.parallel.expert_tp * unit_bytes
-    router = 4.0 * experts.count * job.tokens / job.parallel.sequence_split
-    width = FP32_EXPERTS if has_fp32_experts(job) else 1
-    return round(copies * width * (hidden * _compute_scale(job) + inside) + router)
 
 
 FP32_EXPERTS = 2

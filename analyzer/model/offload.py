@@ -125,15 +125,14 @@ def compute_host_updates_ns(
         each_bytes *= FOREACH_ON_HOST
     rate = job.hardware.host_update_bytes_per_s or HOST_BYTES_PER_S
     held = [count_updated_parameters(job, params) for params in stage_params]
-    ranks, of_stage = _count_host_ranks(job), job.parallel.world_size // len(held)
+    ranks, of_stage = (
+        min(job.parallel.world_size, find_gpus_per_host(job.hardware)),
+        job.parallel.world_size // len(held),
+    )
     alike = max(1, ranks // of_stage)
     firsts = [stage - stage % alike for stage in range(len(held))]
     counts = [sum(held[first : first + alike]) * min(ranks, of_stage) for first in firsts]
     return tuple(count * each_bytes / rate * 1e9 for count in counts)
-
-
-def _count_host_ranks(job: JobConfig) -> int:
-    return min(job.parallel.world_size, find_gpus_per_host(job.hardware))
 
 
 def find_gpus_per_host(hardware: HardwareConfig) -> int:

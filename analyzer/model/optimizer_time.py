@@ -101,8 +101,17 @@ def compute_orthogonalization_ns(
     """
     dense, with_experts = parameters.dense_layers, parameters.expert_layers
     if job.training.lora_rank:
+        # The matrices of adapters, and how many of each a rank has.
+        adapters = [(one, parameters.dense_layers) for one in list_adapters(job)]
+        adapters += [(one, parameters.expert_layers) for one in list_adapters(job, expert=True)]
         return _divide_matrices(
-            speed, _list_adapter_matrices(job, parameters), job.parallel.shard_size
+            speed,
+            [
+                (Gemm(job.tokens, *shape), count)
+                for one, count in adapters
+                for shape in one.list_matrices(job.training.lora_rank)
+            ],
+            job.parallel.shard_size,
         )
     own = [(one, dense + with_experts) for one in list_attention_gemms(job)]
     own += [(one, dense) for one in list_mlp_gemms(job, job.model.ffn)]
@@ -114,17 +123,6 @@ def compute_orthogonalization_ns(
     return _divide_matrices(speed, own, job.parallel.shard_size) + _divide_matrices(
         speed, routed, job.parallel.expert_shards
     )
-
-
-def _list_adapter_matrices(job: JobConfig, parameters: StageParameters) -> list[tuple[Gemm, int]]:
-    """The matrices of adapters, and how many of each a rank has."""
-    adapters = [(one, parameters.dense_layers) for one in list_adapters(job)]
-    adapters += [(one, parameters.expert_layers) for one in list_adapters(job, expert=True)]
-    return [
-        (Gemm(job.tokens, *shape), count)
-        for one, count in adapters
-        for shape in one.list_matrices(job.training.lora_rank)
-    ]
 
 
 def _divide_matrices(

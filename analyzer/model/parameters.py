@@ -141,7 +141,9 @@ def _count_stage(
 ) -> StageParameters:
     embedding, head = _count_embedding(job, stage), _count_head(job, stage)
     norm = count_norm_parameters(job.model) * sum(chunk.head for chunk in stage.chunks)
-    mtp = stage.mtp_layers * count_mtp_parameters(job.model)
+    # Counts a module of multi-token prediction without its layer: a projection of two hidden
+    # states and three norms; embedding and head are the model's (DeepSeek-V3, section 2.2).
+    mtp = stage.mtp_layers * (2 * job.model.hidden**2 + 3 * count_norm_parameters(job.model))
     in_layers = stage.dense_layers * dense.dense
     if experts is not None:
         in_layers += stage.expert_layers * experts.dense
@@ -163,12 +165,6 @@ def _count_stage(
 def count_vocabulary_parameters(job: JobConfig) -> int:
     """Counts the embedding (or head) parameters of one tensor-parallel rank: V'h/t."""
     return divide_ceil(job.padded_vocab, job.parallel.vocab_split) * job.model.hidden
-
-
-def count_mtp_parameters(model: ModelConfig) -> int:
-    """Counts a module of multi-token prediction without its layer: a projection of two hidden
-    states and three norms; embedding and head are the model's (DeepSeek-V3, section 2.2)."""
-    return 2 * model.hidden**2 + 3 * count_norm_parameters(model)
 
 
 def _count_embedding(job: JobConfig, stage: StageConfig) -> int:
@@ -591,7 +587,12 @@ def count_hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
     if job.training.recompute_parts:
         core += "core-attention" in job.training.recompute_parts
         layers += _count_parts_share(job)
-    layers -= _count_stopped_weights(job) / count_layer_weights(job.model)
+    # Weights of the GEMMs before which the recomputation of a layer stops (early_stop).
+    model = job.model
+    dense_layers = model.layers - model.expert_layers
+    layers -= (
+        compute_stopped_share(job) * dense_layers * model.ffn * model.hidden
+    ) / count_layer_weights(job.model)
     match convention:
         case "C2" | "C3":
             return count_model_flops(job, convention)
@@ -663,13 +664,6 @@ def compute_stopped_share(job: JobConfig) -> float:
             layers = job.model.layers / job.parallel.model_stages
             return count_rerun_layers(job, layers) / layers
     return 0.0
-
-
-def _count_stopped_weights(job: JobConfig) -> float:
-    """Weights of the GEMMs before which the recomputation of a layer stops (early_stop)."""
-    model = job.model
-    dense_layers = model.layers - model.expert_layers
-    return compute_stopped_share(job) * dense_layers * model.ffn * model.hidden
 
 
 def _count_parts_share(job: JobConfig) -> float:

@@ -247,7 +247,25 @@ def from_json(text: str, source: object = "plan.json") -> Plan:
     try:
         body = json.loads(text)
         if body["schema"] == SCHEMA:
-            return _parse_plan(body)
+            searched = body["searched"]
+            return Plan(
+                gpus=int(body["gpus"]),
+                best=_parse_candidate(body["best"]),
+                runners_up=tuple(_parse_runner_up(row) for row in body["runners_up"]),
+                tree=tuple(Trial(**row) for row in body["tree"]),
+                places=tuple(AxisPlacement(**row) for row in body["places"]),
+                searched=SearchCounts(
+                    **{**searched, "refused": tuple(searched["refused"].items())}
+                ),
+                tokens=int(body.get("tokens", 0)),
+                price_per_gpu_hour=body.get("price_per_gpu_hour"),
+                pareto=tuple(
+                    ParetoPoint(
+                        row["gpus"], _parse_candidate(row["candidate"]), row["headroom_bytes"]
+                    )
+                    for row in body.get("pareto", ())
+                ),
+            )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(source, f"not a stepsplit plan ({error})", _HINT) from None
     raise DataError(source, f"schema is {body['schema']}, expected {SCHEMA}", _HINT)
@@ -278,24 +296,6 @@ def _build_runner_row(runner: RunnerUp) -> dict[str, Any]:
         "more_bytes": runner.more_bytes,
         "reasons": [asdict(reason) for reason in runner.reasons],
     }
-
-
-def _parse_plan(body: Mapping[str, Any]) -> Plan:
-    searched = body["searched"]
-    return Plan(
-        gpus=int(body["gpus"]),
-        best=_parse_candidate(body["best"]),
-        runners_up=tuple(_parse_runner_up(row) for row in body["runners_up"]),
-        tree=tuple(Trial(**row) for row in body["tree"]),
-        places=tuple(AxisPlacement(**row) for row in body["places"]),
-        searched=SearchCounts(**{**searched, "refused": tuple(searched["refused"].items())}),
-        tokens=int(body.get("tokens", 0)),
-        price_per_gpu_hour=body.get("price_per_gpu_hour"),
-        pareto=tuple(
-            ParetoPoint(row["gpus"], _parse_candidate(row["candidate"]), row["headroom_bytes"])
-            for row in body.get("pareto", ())
-        ),
-    )
 
 
 def _parse_candidate(row: Mapping[str, Any]) -> Candidate:

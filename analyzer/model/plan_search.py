@@ -315,7 +315,12 @@ class LayoutMemory:
 
     def compute_peak_bytes(self, job: JobConfig) -> int:
         """The peak, or the states where these are too big."""
-        states = self._find_states(job)
+        layout = job.parallel
+        if layout.sequence_parallel:
+            layout = replace(layout, sequence_parallel=False)
+        if layout not in self.states:
+            self.states[layout] = list_stage_states(job)
+        states = self.states[layout]
         state_bytes = max(each.total_bytes for each in states)
         if not self.whole and not is_peak_within_memory(job, state_bytes):
             return state_bytes
@@ -323,14 +328,6 @@ class LayoutMemory:
         if key not in self.layers:
             self.layers[key] = compute_layers_by_kind(job)
         return compute_peak_bytes(job, states, self.layers[key])
-
-    def _find_states(self, job: JobConfig) -> tuple[States, ...]:
-        layout = job.parallel
-        if layout.sequence_parallel:
-            layout = replace(layout, sequence_parallel=False)
-        if layout not in self.states:
-            self.states[layout] = list_stage_states(job)
-        return self.states[layout]
 
 
 def _filter_family(layouts: FilteredLayouts, family: JobFamily, memory: LayoutMemory) -> None:
@@ -354,25 +351,17 @@ def _filter_job(layouts: FilteredLayouts, job: JobConfig, memory: LayoutMemory) 
     """Count one job. Returns False if it is too big, so that larger ones can be skipped."""
     fault = find_violation(job)
     if fault is not None:
-        layouts.refused[_strip_numbers(fault.problem)] += 1
+        # Remove the numbers from a problem: "heads 96 / tp 7 = 13.7" -> "heads / tp".
+        layouts.refused[_NUMBERS.sub("", fault.problem)] += 1
         return True
     peak_bytes = memory.compute_peak_bytes(job)
     if is_peak_within_memory(job, peak_bytes):
         layouts.fitting.append(job)
         return True
     layouts.too_big += 1
-    _update_nearest(layouts, job, peak_bytes)
-    return False
-
-
-def _update_nearest(layouts: FilteredLayouts, job: JobConfig, peak_bytes: int) -> None:
     if layouts.nearest is None or peak_bytes < layouts.nearest_bytes:
         layouts.nearest, layouts.nearest_bytes = job, peak_bytes
-
-
-def _strip_numbers(problem: str) -> str:
-    """Remove the numbers from a problem: "heads 96 / tp 7 = 13.7" -> "heads / tp"."""
-    return _NUMBERS.sub("", problem)
+    return False
 
 
 # A lower bound of the step time, to skip layouts that can't be among the fastest.

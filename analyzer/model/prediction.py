@@ -23,7 +23,7 @@ GRADIENT_AXIS = "dp_cp"
 
 
 def group_axis(axis: str) -> str:
-    """Name of a predicted message's axis in config.span_of."""
+    """Name of a predicted message's axis in rank_layout.place_group."""
     return "dp" if axis == GRADIENT_AXIS else axis
 
 
@@ -226,7 +226,27 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
         body = json.loads(text)
         schema = body["schema"]
         if schema == SCHEMA:
-            return _parse_prediction(body)
+            # Parse a body. Raises KeyError, TypeError or ValueError.
+            return Prediction(
+                **{name: _read_int(body, name) for name in _INT_KEYS},
+                parameters_per_stage=tuple(map(_check_int, body["parameters_per_stage"])),
+                memory=tuple(_parse_memory(row) for row in body["memory"]),
+                communication=tuple(_parse_communication(row) for row in body["communication"]),
+                bubble_fraction=_read_number(body["pipeline"], "bubble_fraction"),
+                bubble_overhead=_read_number(body["pipeline"], "bubble_overhead"),
+                splits=tuple(_parse_split(row) for row in body["splits"]),
+                split=_parse_split(body["split"]),
+                convention=str(body["convention"]),
+                mfu=None if body["mfu"] is None else _read_number(body, "mfu"),
+                hfu=None if body["hfu"] is None else _read_number(body, "hfu"),
+                tokens_per_s_per_gpu=_read_number(body, "tokens_per_s_per_gpu"),
+                fits=bool(body["fits"]),
+                confidence=_parse_confidence(body["confidence"]),
+                notes=tuple(map(str, body["notes"])),
+                formulas=tuple(
+                    Formula(row["id"], row["text"], row["citation"]) for row in body["formulas"]
+                ),
+            )
     except (KeyError, TypeError, ValueError) as error:
         problem = f"not a stepsplit prediction ({_format_problem(error)})"
         raise DataError(source, problem, _HINT) from None
@@ -284,30 +304,6 @@ def _build_communication_row(row: Communication) -> dict[str, Any]:
         "time_ns": round(row.time.ns), "time_ns_low": round(row.time.low_ns),
         "time_ns_high": round(row.time.high_ns), "exposed_ns": row.exposed_ns,
     }  # fmt: skip
-
-
-def _parse_prediction(body: Mapping[str, Any]) -> Prediction:
-    """Parse a body. Raises KeyError, TypeError or ValueError."""
-    return Prediction(
-        **{name: _read_int(body, name) for name in _INT_KEYS},
-        parameters_per_stage=tuple(map(_check_int, body["parameters_per_stage"])),
-        memory=tuple(_parse_memory(row) for row in body["memory"]),
-        communication=tuple(_parse_communication(row) for row in body["communication"]),
-        bubble_fraction=_read_number(body["pipeline"], "bubble_fraction"),
-        bubble_overhead=_read_number(body["pipeline"], "bubble_overhead"),
-        splits=tuple(_parse_split(row) for row in body["splits"]),
-        split=_parse_split(body["split"]),
-        convention=str(body["convention"]),
-        mfu=None if body["mfu"] is None else _read_number(body, "mfu"),
-        hfu=None if body["hfu"] is None else _read_number(body, "hfu"),
-        tokens_per_s_per_gpu=_read_number(body, "tokens_per_s_per_gpu"),
-        fits=bool(body["fits"]),
-        confidence=_parse_confidence(body["confidence"]),
-        notes=tuple(map(str, body["notes"])),
-        formulas=tuple(
-            Formula(row["id"], row["text"], row["citation"]) for row in body["formulas"]
-        ),
-    )
 
 
 def _parse_split(row: Mapping[str, Any]) -> Split:

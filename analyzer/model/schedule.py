@@ -67,26 +67,54 @@ def list_chunk_positions(schedule: Schedule, stages: int, chunks: int = 1) -> Ch
 
 def _build_order(schedule: Schedule, rank: int, p: int, m: int, chunks: int) -> Order:
     if p == 1:
-        return build_single_rank(m, chunks)
+        # A pipeline of one rank: forward and backward through all chunks, by microbatch.
+        forward, backward = range(chunks), range(chunks - 1, -1, -1)
+        pattern = " ".join([*(f"F{c}" for c in forward), *(f"B{c}" for c in backward)])
+        return expand_phases([(pattern, m)], [range(m)] * chunks)
     match schedule:
         case "naive":
-            return build_naive(m)
+            return expand_phases([("F0 B0", m)], [range(m)])
         case "gpipe":
-            return build_gpipe(m)
+            # All forwards, then all backwards (Huang et al., GPipe, arXiv:1811.06965, section
+            # 2.3).
+            return expand_phases([("F0", m), ("B0", m)], [range(m)])
         case "interleaved" if chunks > 1:
             return build_interleaved(rank, p, m, chunks)
         case "1f1b" | "interleaved":
             return build_1f1b(rank, p, m)
         case "zb-h1":
-            return build_zb_h1(rank, p, m)
+            # 1F1B with weight gradients delayed by one microbatch for each rank before this one.
+            # Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1, figure 3
+            # (top).
+            return _build_zb_h(p - rank - 1, rank, m)
         case "zb-h2":
-            return build_zb_h2(rank, p, m)
+            # Twice the warm-up and twice the delay of ZB-H1 (same paper, section 2.2, figure 3).
+            return _build_zb_h(2 * (p - rank - 1), 2 * rank, m)
         case "zb-v":
-            return build_zb_v(rank, p, m)
+            # The model folded into a V, with both ends on the first rank. Qi et al.,
+            # arXiv:2401.10241, section 6, figure 8; as torch.distributed.pipelining's
+            # ScheduleZBVZeroBubble.
+            full = max(m, 2 * p - 1)
+            warm = [("F0", 2 * (p - rank) - 1), ("F1 F0", rank), ("F1 I1 W", p - rank)]
+            cool = [("I0 I1", rank), ("I0 W0", p - rank), ("W1", rank), ("W0", rank)]
+            return expand_phases([*warm, ("F0 I0 W F1 I1 W", full - p), *cool], [range(m)] * 2)
         case "dualpipe":
-            return build_dualpipe(rank, p, m)
+            # Two copies of the model, fed from both ends (deepseek-ai/DualPipe, dualpipe.py,
+            # step). Chunk 0 is stage rank of the copy fed at rank 0, which takes the first half
+            # of the microbatches; chunk 1 is stage p - 1 - rank of the other.
+            half = m // 2
+            lanes = (range(half), range(half, m))
+            near = rank < p // 2
+            phases = _list_dualpipe_phases(min(rank, p - 1 - rank), p // 2, half)
+            return expand_phases(
+                phases
+                if near
+                else [(words.translate(str.maketrans("01", "10")), n) for words, n in phases],
+                lanes,
+            )
         case "dualpipe-v":
-            return build_dualpipe_v(rank, p, m)
+            # One copy, folded into a V (deepseek-ai/DualPipe, dualpipev.py, step).
+            return expand_phases(_list_dualpipe_phases(rank, p, m), (range(m), range(m)))
 
 
 def _check(schedule: str, p: int, m: int, chunks: int) -> None:
@@ -103,26 +131,6 @@ def _check(schedule: str, p: int, m: int, chunks: int) -> None:
 
 
 # Schedules that overlap a forward and a backward: DualPipe and DualPipeV.
-
-
-def build_dualpipe(rank: int, p: int, m: int) -> Order:
-    """Two copies of the model, fed from both ends (deepseek-ai/DualPipe, dualpipe.py, step).
-
-    Chunk 0 is stage rank of the copy fed at rank 0, which takes the first half of the
-    microbatches; chunk 1 is stage p - 1 - rank of the other.
-    """
-    half = m // 2
-    lanes = (range(half), range(half, m))
-    near = rank < p // 2
-    phases = _list_dualpipe_phases(min(rank, p - 1 - rank), p // 2, half)
-    return expand_phases(
-        phases if near else [(_swap_directions(words), n) for words, n in phases], lanes
-    )
-
-
-def build_dualpipe_v(rank: int, p: int, m: int) -> Order:
-    """One copy, folded into a V (deepseek-ai/DualPipe, dualpipev.py, step)."""
-    return expand_phases(_list_dualpipe_phases(rank, p, m), (range(m), range(m)))
 
 
 def _list_dualpipe_phases(rank: int, p: int, m: int) -> list[Phase]:
@@ -149,24 +157,7 @@ def _list_dualpipe_phases(rank: int, p: int, m: int) -> list[Phase]:
     ]
 
 
-def _swap_directions(words: str) -> str:
-    return words.translate(str.maketrans("01", "10"))
-
-
 # Schedules that split the backward to fill bubbles: ZB-H1, ZB-H2 and ZB-V.
-
-
-def build_zb_h1(rank: int, p: int, m: int) -> Order:
-    """1F1B with weight gradients delayed by one microbatch for each rank before this one.
-
-    Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1, figure 3 (top).
-    """
-    return _build_zb_h(p - rank - 1, rank, m)
-
-
-def build_zb_h2(rank: int, p: int, m: int) -> Order:
-    """Twice the warm-up and twice the delay of ZB-H1 (same paper, section 2.2, figure 3)."""
-    return _build_zb_h(2 * (p - rank - 1), 2 * rank, m)
 
 
 def _build_zb_h(warm: int, lag: int, m: int) -> Order:
@@ -174,18 +165,6 @@ def _build_zb_h(warm: int, lag: int, m: int) -> Order:
     full = max(m, warm + lag + 1)
     phases = [("F0", warm), ("F0 I0", lag), ("F0 I0 W0", full - warm - lag)]
     return expand_phases([*phases, ("I0 W0", warm), ("W0", lag)], [range(m)])
-
-
-def build_zb_v(rank: int, p: int, m: int) -> Order:
-    """The model folded into a V, with both ends on the first rank.
-
-    Qi et al., arXiv:2401.10241, section 6, figure 8; as torch.distributed.pipelining's
-    ScheduleZBVZeroBubble.
-    """
-    full = max(m, 2 * p - 1)
-    warm = [("F0", 2 * (p - rank) - 1), ("F1 F0", rank), ("F1 I1 W", p - rank)]
-    cool = [("I0 I1", rank), ("I0 W0", p - rank), ("W1", rank), ("W0", rank)]
-    return expand_phases([*warm, ("F0 I0 W F1 I1 W", full - p), *cool], [range(m)] * 2)
 
 
 # Activations in flight on a pipeline rank.
@@ -242,23 +221,6 @@ def count_peak_in_flight(order: Iterable[Pass]) -> int:
 
 
 # Schedules with whole backwards: naive, GPipe, 1F1B and interleaved.
-
-
-def build_single_rank(microbatches: int, chunks: int) -> Order:
-    """A pipeline of one rank: forward and backward through all chunks, by microbatch."""
-    forward, backward = range(chunks), range(chunks - 1, -1, -1)
-    pattern = " ".join([*(f"F{c}" for c in forward), *(f"B{c}" for c in backward)])
-    return expand_phases([(pattern, microbatches)], [range(microbatches)] * chunks)
-
-
-def build_naive(microbatches: int) -> Order:
-    """One microbatch at a time in the whole pipeline."""
-    return expand_phases([("F0 B0", microbatches)], [range(microbatches)])
-
-
-def build_gpipe(microbatches: int) -> Order:
-    """All forwards, then all backwards (Huang et al., GPipe, arXiv:1811.06965, section 2.3)."""
-    return expand_phases([("F0", microbatches), ("B0", microbatches)], [range(microbatches)])
 
 
 def build_1f1b(rank: int, p: int, m: int) -> Order:

@@ -35,7 +35,7 @@ OVERHEAD = Formula(
 
 @dataclass(frozen=True, slots=True)
 class PipelineTime:
-    """makespan_ns is the time from the first forward to the last backward of all ranks, holes_ns
+    """makespan_ns is the time from the first forward to the last backward of all ranks, bubbles_ns
     the bubble of each rank within it."""
 
     makespan_ns: float

@@ -252,8 +252,25 @@ def compute_stage_time(
     )
     is_cpu = load_device(job.hardware.family).processor
     messages = tuple(each for each in timed if each.message.strategy != "pp")
-    communication = compute_exposed_time(job, messages, _sum_overlap_compute(job, passes))
-    comm = _split_by_chunk(job, stage, communication, _compute_weight_share(passes))
+    m = count_rank_microbatches(job)
+    communication = compute_exposed_time(
+        job,
+        messages,
+        OverlapCompute(
+            forward_ns=m * sum(each.forward_ns for each in passes),
+            backward_ns=m * sum(each.input_ns + each.weight_ns for each in passes),
+            core_ns=m * sum(each.core_ns for each in passes),
+            core_backward_ns=m * sum(each.core_backward_ns for each in passes),
+            microbatches=m,
+            last_microbatches=_count_last_microbatches(job),
+        ),
+    )
+    # The share of the weight gradients in the compute of the backward.
+    weight_ns = sum(each.weight_ns for each in passes)
+    backward_ns = weight_ns + sum(each.input_ns for each in passes)
+    comm = _split_by_chunk(
+        job, stage, communication, weight_ns / backward_ns if backward_ns else 0.0
+    )
     waits = (compute_expert_wait(job, chunk.expert_layers) for chunk in stage.chunks)
     idle = tuple(
         compute_host_wait(a + b, c, is_cpu) + wait
@@ -327,13 +344,6 @@ def _overlap_idle_ns(
     return min(movable_ns["forward"], forward_ns) + min(movable_ns["backward"], backward_ns)
 
 
-def _compute_weight_share(passes: tuple[LayerPass, ...]) -> float:
-    """The share of the weight gradients in the compute of the backward."""
-    weight_ns = sum(each.weight_ns for each in passes)
-    backward_ns = weight_ns + sum(each.input_ns for each in passes)
-    return weight_ns / backward_ns if backward_ns else 0.0
-
-
 def _split_by_chunk(
     job: JobConfig,
     stage: StageConfig,
@@ -364,18 +374,6 @@ def _split_by_chunk(
     if not stage.layers:
         return tuple(total * (1 / len(chunks)) for _ in chunks)
     return tuple(total * (chunk.layers / stage.layers) for chunk in chunks)
-
-
-def _sum_overlap_compute(job: JobConfig, passes: tuple[LayerPass, ...]) -> OverlapCompute:
-    m = count_rank_microbatches(job)
-    return OverlapCompute(
-        forward_ns=m * sum(each.forward_ns for each in passes),
-        backward_ns=m * sum(each.input_ns + each.weight_ns for each in passes),
-        core_ns=m * sum(each.core_ns for each in passes),
-        core_backward_ns=m * sum(each.core_backward_ns for each in passes),
-        microbatches=m,
-        last_microbatches=_count_last_microbatches(job),
-    )
 
 
 def _count_last_microbatches(job: JobConfig) -> float:
@@ -493,7 +491,32 @@ def compute_exposed_time(
     another.
     """
     messages = tuple(timed)
-    shares = _compute_exposed_shares(job, _group_by_overlap(job, messages), compute)
+    # Compute the exposed share of each group's time.
+    groups = _group_by_overlap(job, messages)
+    used_ns: defaultdict[str, float] = defaultdict(float)
+    shares = {}
+    for key in sorted(groups, key=lambda each: OVERLAP_ORDER.index(each[0])):
+        group = groups[key]
+        total_ns = sum(each.time.ns for each in group)
+        shares[key] = 1.0
+        if total_ns and _can_overlap(job, key[0]):
+            pool, pass_ns = compute.find_pool(key[1])
+            # Compute available for overlap: for context parallelism only attention's core, in a
+            # ring without its last step, after which no message follows; in torch's forward only
+            # the first.
+            free_ns = pass_ns - used_ns[pool]
+            axis, phase = key
+            if axis in ("cp", "ulysses"):
+                core_ns = compute.core_backward_ns if phase == "backward" else compute.core_ns
+                free_ns = min(
+                    free_ns, core_ns * (_compute_ring_share(job, phase) if axis == "cp" else 1.0)
+                )
+            room_ns = max(0.0, free_ns)
+            shares[key] = min(
+                1.0,
+                max(_compute_min_exposed_share(job, key, group, total_ns), 1 - room_ns / total_ns),
+            )
+            used_ns[pool] += total_ns * (1 - shares[key])
     return tuple(
         Communication(
             each.message,
@@ -528,27 +551,6 @@ def _is_reduced_every_microbatch(job: JobConfig, message: CommOp) -> bool:
     return sharded or (message.strategy == "zero-2" and is_reduced_every_microbatch(job))
 
 
-def _compute_exposed_shares(
-    job: JobConfig, groups: dict[OverlapGroup, list[TimedMessage]], compute: OverlapCompute
-) -> dict[OverlapGroup, float]:
-    """Compute the exposed share of each group's time."""
-    used_ns: defaultdict[str, float] = defaultdict(float)
-    shares = {}
-    for key in sorted(groups, key=lambda each: OVERLAP_ORDER.index(each[0])):
-        group = groups[key]
-        total_ns = sum(each.time.ns for each in group)
-        shares[key] = 1.0
-        if total_ns and _can_overlap(job, key[0]):
-            pool, pass_ns = compute.find_pool(key[1])
-            room_ns = _compute_room_ns(job, key, compute, pass_ns - used_ns[pool])
-            shares[key] = min(
-                1.0,
-                max(_compute_min_exposed_share(job, key, group, total_ns), 1 - room_ns / total_ns),
-            )
-            used_ns[pool] += total_ns * (1 - shares[key])
-    return shares
-
-
 def _can_overlap(job: JobConfig, axis: str) -> bool:
     """Whether the axis can overlap compute; on CPU, FSDP has one stream and waits for each call.
 
@@ -561,18 +563,6 @@ def _can_overlap(job: JobConfig, axis: str) -> bool:
         waits = is_torch_ring(job) and job.training.compile
         return (_is_ring(job) and not waits) or "cp" in job.parallel.overlap
     return ("cp" if axis == "ulysses" else axis) in job.parallel.overlap
-
-
-def _compute_room_ns(
-    job: JobConfig, key: OverlapGroup, compute: OverlapCompute, free_ns: float
-) -> float:
-    """Compute available for overlap: for context parallelism only attention's core, in a ring
-    without its last step, after which no message follows; in torch's forward only the first."""
-    axis, phase = key
-    if axis in ("cp", "ulysses"):
-        core_ns = compute.core_backward_ns if phase == "backward" else compute.core_ns
-        free_ns = min(free_ns, core_ns * (_compute_ring_share(job, phase) if axis == "cp" else 1.0))
-    return max(0.0, free_ns)
 
 
 def _compute_ring_share(job: JobConfig, phase: str) -> float:
@@ -605,9 +595,10 @@ def _compute_min_exposed_share(
     if axis != "dp":
         return 0.0
     largest_ns = max(each.call.ns for each in group if each.message.count)
-    return min(1.0, _count_starts(job, phase) * largest_ns / total_ns)
-
-
-def _count_starts(job: JobConfig, phase: str) -> int:
-    """How often per step such calls start without concurrent compute."""
-    return 1 if phase in ONCE_A_STEP or is_kept_gathered(job) else job.microbatches
+    # How often per step such calls start without concurrent compute.
+    return min(
+        1.0,
+        (1 if phase in ONCE_A_STEP or is_kept_gathered(job) else job.microbatches)
+        * largest_ns
+        / total_ns,
+    )

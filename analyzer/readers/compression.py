@@ -448,16 +448,13 @@ class _Gzip:
         except DAMAGE_ERRORS:
             if not self._fast:
                 raise
-            self._switch_to_zlib()
+            self._fast = False
+            self._raw.seek(0)
+            self._members = _MemberStream(self._raw, _GZIP, _Zlib)
+            skip(self._members, self._given)
             block = self._members.read(size)
         self._given += len(block)
         return block
-
-    def _switch_to_zlib(self) -> None:
-        self._fast = False
-        self._raw.seek(0)
-        self._members = _MemberStream(self._raw, _GZIP, _Zlib)
-        skip(self._members, self._given)
 
 
 def _make_isal() -> _Decompressor:

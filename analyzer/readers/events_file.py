@@ -55,24 +55,21 @@ class EventsFile:
     ) -> tuple[Events, Shapes]:
         """Reads the events and their shapes, with the given names, lanes and texts of shapes."""
         try:
-            start, dur, category, name_id, lane, correlation, shape = self._read_columns()
+            # Reads the columns by row group, so that no column is in memory twice.
+            kinds = [np.dtype(str(kind)) for kind in _SCHEMA.types]
+            columns = [np.empty(len(self), dtype=kind) for kind in kinds]
+            offset = 0
+            for group in range(self._file.num_row_groups):
+                part = self._file.read_row_group(group, columns=_SCHEMA.names, use_threads=False)
+                for column, values in zip(columns, part.columns, strict=True):
+                    _fill(column[offset : offset + len(part)], values)
+                offset += len(part)
+            start, dur, category, name_id, lane, correlation, shape = columns
         except pa.ArrowException as error:
             raise ValueError(str(error)) from None
         shaped = np.flatnonzero(shape >= 0)
         events = Events(start, dur, category, name_id, lane, correlation, names, lanes)
         return events, Shapes(shaped, shape[shaped], texts)
-
-    def _read_columns(self) -> list[npt.NDArray[Any]]:
-        """Reads the columns by row group, so that no column is in memory twice."""
-        kinds = [np.dtype(str(kind)) for kind in _SCHEMA.types]
-        columns = [np.empty(len(self), dtype=kind) for kind in kinds]
-        offset = 0
-        for group in range(self._file.num_row_groups):
-            part = self._file.read_row_group(group, columns=_SCHEMA.names, use_threads=False)
-            for column, values in zip(columns, part.columns, strict=True):
-                _fill(column[offset : offset + len(part)], values)
-            offset += len(part)
-        return columns
 
 
 def _fill(column: npt.NDArray[Any], values: pa.ChunkedArray) -> None:

@@ -323,16 +323,13 @@ class GroupTable:
         except JSON_ERRORS:  # torch truncates a long list
             configs, complete = _decode_whole_configs(text), False
         for config in configs:
-            self._add_config(config)
+            ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MAX_RANKS)))
+            self.world_size = max(self.world_size, config.group_size, len(ranks))
+            own_name, *aliases = config.names or [""]
+            number = self._register(own_name, ranks, config.pg_desc or "")
+            for name in aliases:
+                self._numbers.setdefault(name, number)
         return complete
-
-    def _add_config(self, config: _Config) -> None:
-        ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MAX_RANKS)))
-        self.world_size = max(self.world_size, config.group_size, len(ranks))
-        own_name, *aliases = config.names or [""]
-        number = self._register(own_name, ranks, config.pg_desc or "")
-        for name in aliases:
-            self._numbers.setdefault(name, number)
 
     @property
     def ranks_in_all(self) -> frozenset[int]:
@@ -394,7 +391,13 @@ def parse_comm(node: Node) -> Comm:
     """
     inputs = _decode_values(node.inputs, node.input_types)
     outputs = _decode_values(node.outputs, node.output_types)
-    at = _find_name(inputs.values)
+    # The position of the name: a text followed by the split sizes; -1 for none.
+    places = (
+        i
+        for i, (a, b) in enumerate(pairwise(inputs.values))
+        if isinstance(a, str) and isinstance(b, list)
+    )
+    at = next(places, -1)
     values = inputs.values if at >= 0 else []
     seq, group, rank = [None, None, None, *values[: max(at, 0)]][-3:]
     after = values[at + 3 :]
@@ -426,14 +429,6 @@ def _decode_values(text: msgspec.Raw, types: msgspec.Raw) -> _Values:
         return _Values(values, msgspec.json.decode(types, type=list[Any]))
     except JSON_ERRORS:
         return _Values()
-
-
-def _find_name(values: list[Any]) -> int:
-    """The position of the name: a text followed by the split sizes; -1 for none."""
-    places = (
-        i for i, (a, b) in enumerate(pairwise(values)) if isinstance(a, str) and isinstance(b, list)
-    )
-    return next(places, -1)
 
 
 def _parse_group(group: Any) -> tuple[str, str]:
@@ -578,7 +573,12 @@ class NodeStream:
         self.envelope = Envelope()
 
     def __iter__(self) -> Iterator[Node]:
-        text = self._read_to_nodes()
+        # The text up to the beginning of the list of nodes, or the first MOST_NODE_BYTES.
+        text = b""
+        while len(text) < MAX_NODE_BYTES and (block := self._content.read(BLOCK_BYTES)):
+            text += block
+            if NODES.search(text):
+                break
         list_begin = NODES.search(text)
         if list_begin is None:
             return
@@ -598,15 +598,6 @@ class NodeStream:
         self.whole = at >= 0
         after = text[at:] + self._content.read(BLOCK_BYTES) if self.whole else b"]}"
         self.envelope = _decode_envelope(before + b"[" + after)
-
-    def _read_to_nodes(self) -> bytes:
-        """The text up to the beginning of the list of nodes, or the first MOST_NODE_BYTES."""
-        text = b""
-        while len(text) < MAX_NODE_BYTES and (block := self._content.read(BLOCK_BYTES)):
-            text += block
-            if NODES.search(text):
-                break
-        return text
 
     def _read_more(self, size: int) -> bytes:
         return self._content.read(BLOCK_BYTES) if size < MAX_NODE_BYTES else b""

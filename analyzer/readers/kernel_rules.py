@@ -203,11 +203,6 @@ def _convert_to_lower_case(match: str) -> str:
     return f"(?:{match})" if is_plain else f"(?i:{match})"
 
 
-def _compile_any(matches: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for lower-case names that matches if any of the patterns does."""
-    return re.compile("|".join(map(_convert_to_lower_case, matches)) or r"(?!)")
-
-
 @lru_cache(None)
 def compile_pattern(match: str) -> re.Pattern[str]:
     """The compiled pattern of a rule. Raises re.error."""
@@ -243,7 +238,10 @@ class Rules:
 
     def __post_init__(self) -> None:
         more = [rule.match for rule in self.kernels if rule.kind != "compute"]
-        object.__setattr__(self, "suspect", _compile_any(more))
+        # A pattern for lower-case names that matches if any of the patterns does.
+        object.__setattr__(
+            self, "suspect", re.compile("|".join(map(_convert_to_lower_case, more)) or r"(?!)")
+        )
 
     @property
     def reading_key(self) -> str:

@@ -82,7 +82,7 @@ def is_memory_snapshot(head: bytes) -> bool:
     """Whether the bytes are the beginning of an allocator snapshot or a memory timeline."""
     if is_pickle(head):
         return b"device_traces" in head or (b"segment_type" in head and b"total_size" in head)
-    return is_memory_timeline(head)
+    return _RAW.match(head) is not None or _SUMMED.match(head) is not None
 
 
 def read_memory(source: Source) -> MemoryRecord:
@@ -97,18 +97,6 @@ def read_memory(source: Source) -> MemoryRecord:
             return read_timeline(first, content, source.where)
         text = first + read_whole(content, source.where)
     snapshot = _convert_snapshot(load_plain_value(text, source.where, _UNUSED_KEYS), source.where)
-    return _build_snapshot_record(source.where, snapshot)
-
-
-def _convert_snapshot(value: object, where: str) -> _Snapshot:
-    """Converts plain values; torch.cuda.memory_snapshot returns only the list of segments."""
-    try:
-        return msgspec.convert({"segments": value} if isinstance(value, list) else value, _Snapshot)
-    except msgspec.ValidationError as error:
-        raise DataError(where, f"not a memory snapshot ({error})", RECORD_AGAIN) from None
-
-
-def _build_snapshot_record(where: str, snapshot: _Snapshot) -> MemoryRecord:
     segments = _convert_values(snapshot.segments, _Segment)
     traces = [_convert_values(trace, _Event) for trace in snapshot.device_traces]
     n_entries = len(snapshot.segments) + sum(len(trace) for trace in snapshot.device_traces)
@@ -122,7 +110,15 @@ def _build_snapshot_record(where: str, snapshot: _Snapshot) -> MemoryRecord:
         for number in numbers
     )
     lost = [d.device for d in devices if d.device in events and not len(d.curve)]
-    return MemoryRecord(where, "snapshot", devices, (), _list_snapshot_notes(n_odd, lost))
+    return MemoryRecord(source.where, "snapshot", devices, (), _list_snapshot_notes(n_odd, lost))
+
+
+def _convert_snapshot(value: object, where: str) -> _Snapshot:
+    """Converts plain values; torch.cuda.memory_snapshot returns only the list of segments."""
+    try:
+        return msgspec.convert({"segments": value} if isinstance(value, list) else value, _Snapshot)
+    except msgspec.ValidationError as error:
+        raise DataError(where, f"not a memory snapshot ({error})", RECORD_AGAIN) from None
 
 
 def _list_snapshot_notes(n_odd: int, lost: Sequence[int]) -> tuple[Note, ...]:
@@ -232,7 +228,9 @@ def _build_curve(
     """The curve; empty if there are no events or the values are implausible."""
     sizes = (*allocated, *reserved)
     if not events or min(sizes) < 0 or max(sizes) > _MAX_BYTES:
-        return make_empty_curve()
+        # The curve of a recording without events.
+        empty = np.empty(0, dtype=np.int64)
+        return MemoryCurve(empty, empty, empty)
     times_us = [event.time_us for event in events]
     times_ns = [time_us * 1000 if time_us >= 0 else -1 for time_us in (times_us[0], *times_us)]
     return MemoryCurve(*(np.array(c, dtype=np.int64) for c in (times_ns, allocated, reserved)))
@@ -262,11 +260,6 @@ _RAW = re.compile(rb"\A\s*\[\s*" + _ROW.pattern)
 _SUMMED = re.compile(rb"\A\s*\[\s*\[\s*1\d{15}\s*[,\]]")
 
 _MAX_ROW_BYTES = 256
-
-
-def is_memory_timeline(head: bytes) -> bool:
-    """Whether the bytes are the beginning of a memory timeline, raw or summed."""
-    return _RAW.match(head) is not None or _SUMMED.match(head) is not None
 
 
 def read_timeline(first: bytes, content: UnpackedStream, where: str) -> MemoryRecord:
@@ -393,12 +386,6 @@ class MemoryCurve:
 
     def __len__(self) -> int:
         return len(self.time_ns)
-
-
-def make_empty_curve() -> MemoryCurve:
-    """The curve of a recording without events."""
-    empty = np.empty(0, dtype=np.int64)
-    return MemoryCurve(empty, empty, empty)
 
 
 @dataclass(frozen=True, slots=True)

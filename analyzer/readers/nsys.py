@@ -81,7 +81,26 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
             raise DataError(source.where, "no GPU kernels or copies found", _RECORD_HINT)
         session = _read_session(db)
         ranks = _assign_ranks(db, session, source, processes)
-        payloads = read_payloads(db)
+        # The NCCL payloads by row of NVTX_EVENTS. binaryData is four numbers of 8 bytes (domain,
+        # schema, size, and offset of the rest), then the fields at the offsets in
+        # NVTX_PAYLOAD_SCHEMA_ENTRIES.
+        table = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
+        schema_rows = db.read_ints(table, ("domainId", "schemaId", "offset")).tolist()
+        fields = defaultdict(list)
+        for (domain, schema, offset), name in zip(
+            schema_rows, db.read_texts(table, "name"), strict=False
+        ):
+            if name in _FIELDS:
+                fields[domain, schema].append((_FIELDS[name], max(offset, 0)))
+        payloads = {}
+        for row, data in db.read_blobs("NVTX_EVENTS", "binaryData", build_range_condition(db)):
+            known_fields = fields.get((_read_number(data, 0, 8), _read_number(data, 8, 8)), ())
+            values = {
+                name: _read_number(data, _HEADER_BYTES + offset, 8 if name in _EIGHT_BYTES else 4)
+                for name, offset in known_fields
+            }
+            if values:
+                payloads[row] = Payload(**values)
     groups = build_communicators(processes, ranks.of_process, payloads)
     world_size = max(session.world_size, 1 + max(ranks.of_process))
     traces, classifier = [], EventClassifier(rules)
@@ -221,32 +240,6 @@ class Payload:
     rank: int = -1
     sent_bytes: int = -1
     peer: int = -1
-
-
-def read_payloads(db: NsysDatabase) -> Mapping[int, Payload]:
-    """The NCCL payloads by row of NVTX_EVENTS.
-
-    binaryData is four numbers of 8 bytes (domain, schema, size, and offset of the rest), then the
-    fields at the offsets in NVTX_PAYLOAD_SCHEMA_ENTRIES.
-    """
-    table = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
-    schema_rows = db.read_ints(table, ("domainId", "schemaId", "offset")).tolist()
-    fields = defaultdict(list)
-    for (domain, schema, offset), name in zip(
-        schema_rows, db.read_texts(table, "name"), strict=False
-    ):
-        if name in _FIELDS:
-            fields[domain, schema].append((_FIELDS[name], max(offset, 0)))
-    payloads = {}
-    for row, data in db.read_blobs("NVTX_EVENTS", "binaryData", build_range_condition(db)):
-        known_fields = fields.get((_read_number(data, 0, 8), _read_number(data, 8, 8)), ())
-        values = {
-            name: _read_number(data, _HEADER_BYTES + offset, 8 if name in _EIGHT_BYTES else 4)
-            for name, offset in known_fields
-        }
-        if values:
-            payloads[row] = Payload(**values)
-    return payloads
 
 
 def _read_number(data: bytes, offset: int, width: int) -> int:
@@ -428,7 +421,11 @@ def _split_launch_windows(
     for row in rows:
         start_ns, name = int(events.start_ns[row]), events.names[events.name_id[row]]
         end_ns = start_ns + int(events.dur_ns[row])
-        api_call = _ApiCall(_parse_api_op(name), payloads.get(int(process.row[row]), Payload()))
+        # The op of a function of NCCL's API, "unknown" if it transfers no data.
+        api_call = _ApiCall(
+            "broadcast" if name == "ncclBcast" else parse_op(name.removeprefix("nccl")),
+            payloads.get(int(process.row[row]), Payload()),
+        )
         if name == "ncclGroupStart":
             depth += 1
         elif name == "ncclGroupEnd":
@@ -440,11 +437,6 @@ def _split_launch_windows(
             waiting.append(api_call)
         elif api_call.op != "unknown":
             yield _LaunchWindow(start_ns, end_ns, (api_call,))
-
-
-def _parse_api_op(name: str) -> str:
-    """The op of a function of NCCL's API, "unknown" if it transfers no data."""
-    return "broadcast" if name == "ncclBcast" else parse_op(name.removeprefix("nccl"))
 
 
 def _distribute_api_calls(
@@ -523,7 +515,13 @@ class _Activity(Struct, frozen=True):
 
 def read_processes(db: NsysDatabase) -> tuple[Process, ...]:
     """The processes that used a device, sorted by key: the id of nsys without the thread."""
-    parts = [_read_kernels(db), _read_graphs(db), _read_copies(db), _read_memsets(db)]
+    name = next((name for name in _KERNEL_NAMES if db.has_column(_KERNEL, name)), _KERNEL_NAMES[0])
+    parts = [
+        _build_named_part(db, Category.KERNEL, db.read_ints(_KERNEL, (*_PLACE, name))),
+        _read_graphs(db),
+        _read_copies(db),
+        _read_memsets(db),
+    ]
     parts += [_read_launches(db, table) for table in ("RUNTIME", "DRIVER")]
     has_pid = all(db.has_column(table, "globalPid") for table in _ON_DEVICE if table in db.columns)
     activity = _concatenate_parts([*parts, _read_ranges(db)], has_pid)
@@ -582,11 +580,6 @@ def _build_lane(pid: int, place: int) -> Lane:
     if place < 1 << 62:
         return Lane(str(pid), str(place), -1, -1)
     return Lane(str(pid), "", place >> 40 & 0xFFFF, place & _STREAM)
-
-
-def _read_kernels(db: NsysDatabase) -> _Part:
-    name = next((name for name in _KERNEL_NAMES if db.has_column(_KERNEL, name)), _KERNEL_NAMES[0])
-    return _build_named_part(db, Category.KERNEL, db.read_ints(_KERNEL, (*_PLACE, name)))
 
 
 def _read_graphs(db: NsysDatabase) -> _Part:

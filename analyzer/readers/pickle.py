@@ -301,7 +301,9 @@ def require_walkable(root: object, where: object) -> None:
             pending.extend(waiting)
             continue
         entered.discard(id(node))
-        weights[id(node)] = _compute_weight(node, weights)
+        weights[id(node)] = 1 + sum(
+            weights[id(c)] if type(c) in _CONTAINERS else 1 for c in _list_members(node)
+        )
         depths[id(node)] = 1 + max((depths[place] for place in inner), default=0)
         if weights[id(node)] > MOST_VALUES:
             raise make_size_error(where)
@@ -313,7 +315,3 @@ def _list_members(node: object) -> Iterable[object]:
     if type(node) is dict:
         return node.values()
     return node if isinstance(node, (list, tuple)) else ()
-
-
-def _compute_weight(node: object, weights: dict[int, int]) -> int:
-    return 1 + sum(weights[id(c)] if type(c) in _CONTAINERS else 1 for c in _list_members(node))

@@ -256,7 +256,10 @@ class _LogParser:
 
     def add_line(self, text: str) -> None:
         if line := formats.parse_step(text):
-            self._add_step(line, text)
+            self.printed.append(
+                formats.Printed(line, parse_printer(text), parse_clock_ns(text), self.launch)
+            )
+            self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
         elif self.printed and (line := formats.parse_continuation(text, self.printed[-1].line)):
             self.printed[-1] = replace(self.printed[-1], line=line)
         elif any(sign in text for sign in formats.STEP_SIGNS):
@@ -276,12 +279,6 @@ class _LogParser:
         if len(self.trainer.rows) > rows:
             self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
 
-    def _add_step(self, line: formats.StepLine, text: str) -> None:
-        self.printed.append(
-            formats.Printed(line, parse_printer(text), parse_clock_ns(text), self.launch)
-        )
-        self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
-
     def _add_start(self, text: str) -> None:
         if any(sign in text for sign in _STARTING_UP):
             self.launch = self.printed[-1].launch + 1 if self.printed else 0
@@ -289,13 +286,16 @@ class _LogParser:
         if framework := detect_framework(text):
             self.frameworks.add(framework)
         self.mesh = parse_mesh(text) or self.mesh
-        self.world_size = max(parse_world_size(text), self.world_size)
+        # The world size in a line of a launcher or Megatron, -1 for none.
+        match = "world" in text and _WORLD_SIZE.search(text)
+        self.world_size = max(int(match[1]) if match else -1, self.world_size)
 
     def _add_end(self, text: str) -> None:
         self.cause = parse_error(text) or self.cause
-        if is_failure(text) and not self.canceled:
+        if any(failure in text for failure in _FAILURES) and not self.canceled:
             self.failure, self.crashed = text.strip(), True
-        if is_cancellation(text):
+        # Whether a line reports that the scheduler ended the job: by request or time limit.
+        if "slurmstepd: error:" in text and "CANCELLED" in text:
             self.failure, self.canceled = text.strip(), True
 
     def build_log(self, where: str, torn: str) -> TrainLog:
@@ -478,27 +478,11 @@ def infer_mesh(arguments: tuple[tuple[str, str], ...]) -> tuple[tuple[str, int],
 _WORLD_SIZE = re.compile(r"(?:using world size: |dist_world_size=)(\d{1,9})")
 
 
-def parse_world_size(text: str) -> int:
-    """The world size in a line of a launcher or Megatron, -1 for none."""
-    match = "world" in text and _WORLD_SIZE.search(text)
-    return int(match[1]) if match else -1
-
-
 _FAILURES = (
     "Traceback (most recent call last)", "out of memory", "OutOfMemoryError",
     "collective operation timeout", "ChildFailedError", "Segmentation fault", "Bus error",
     "Fatal Python error", "oom-kill", "oom_kill", "NCCL error", "srun: error:",
 )  # fmt: skip
-
-
-def is_failure(text: str) -> bool:
-    """Whether a line reports a failure of the run."""
-    return any(failure in text for failure in _FAILURES)
-
-
-def is_cancellation(text: str) -> bool:
-    """Whether a line reports that the scheduler ended the job: by request or time limit."""
-    return "slurmstepd: error:" in text and "CANCELLED" in text
 
 
 _RAISED = re.compile(r"(?:^|[\s:\]])((?:\w+\.)*\w*(?<!ChildFailed)(?:Error|Exception): .+)")

@@ -152,7 +152,11 @@ def build_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int =
     in_row = np.where(is_first, at_first, np.diff(step, prepend=0))
     step_ns = np.array([line.step_ns for line in lines], dtype=np.int64)
     if not (step_ns >= 0).any():
-        step_ns = _compute_clock_step_ns(rows, is_first, in_row)
+        # Mean step times from time stamps; -1 for the first row of a start, or if one is missing.
+        clock_ns = np.array([row.printed.clock_ns for row in rows], dtype=np.int64)
+        since_ns = np.diff(clock_ns, prepend=-1)
+        known = ~is_first & (clock_ns >= 0) & (clock_ns - since_ns >= 0) & (since_ns >= 0)
+        step_ns = np.where(known, since_ns // in_row, -1)
     return TrainSteps(
         start=start,
         step=step,
@@ -236,14 +240,6 @@ def _is_restart(entry: Printed, rows: Sequence[_Row]) -> bool:
         entry.line.step_ns,
     )
     return entry.line.step < last.line.step and entry.printer == last.printer and not is_late
-
-
-def _compute_clock_step_ns(rows: Sequence[_Row], is_first: Bool, in_row: Int64) -> Int64:
-    """Mean step times from time stamps; -1 for the first row of a start, or if one is missing."""
-    clock_ns = np.array([row.printed.clock_ns for row in rows], dtype=np.int64)
-    since_ns = np.diff(clock_ns, prepend=-1)
-    known = ~is_first & (clock_ns >= 0) & (clock_ns - since_ns >= 0) & (since_ns >= 0)
-    return np.where(known, since_ns // in_row, -1)
 
 
 def _mark_warmup(is_first: Bool, step_ns: Int64) -> Bool:
@@ -432,8 +428,11 @@ def parse_step(text: str) -> StepLine | None:
     """The step in a line; None if the line is not about a step."""
     for number, family in enumerate(FAMILIES):
         if family.needle in text and (match := family.pattern.search(text)):
+            # The step number; Composer may count batches within an epoch.
+            groups = match.groupdict()
+            before = (int(groups.get("epoch") or 1) - 1) * int(groups.get("of") or 0)
             values = {
-                "step": _compute_step(match.groupdict()),
+                "step": (before + int(groups["step"] or 0)),
                 **_parse_columns(family, text[match.start() :]),
             }
             return StepLine(number, **values)
@@ -448,12 +447,6 @@ def parse_continuation(text: str, previous: StepLine) -> StepLine | None:
     return previous.fill_from(
         StepLine(previous.family, previous.step, **_parse_columns(family, text))
     )
-
-
-def _compute_step(groups: dict[str, str | None]) -> int:
-    """The step number; Composer may count batches within an epoch."""
-    before = (int(groups.get("epoch") or 1) - 1) * int(groups.get("of") or 0)
-    return before + int(groups["step"] or 0)
 
 
 def _parse_columns(family: _Family, text: str) -> dict[str, Any]:

@@ -165,25 +165,25 @@ class _MessageWriter:
             case records.RingNeighbors():
                 return f"Ring {first.channel:02d} : {first.before} -> {first.rank} -> {first.after}"
             case records.TopologyLink():
-                return self._write_link(first)
+                link = first
+                to = f" -> {link.dst_rank}" if link.dst_rank >= 0 else ""
+                side = f"[{link.side}] " if link.side else ""
+                detail = self._copy_name(link.detail, "link")
+                if link.net:
+                    net = f"{self._copy_name(link.net, 'network')}/{link.net_device}"
+                    detail = f"{net}/{detail}" if detail else net
+                via = self._copy_name(link.transport, "transport") + (
+                    f"/{detail}" if detail else ""
+                )
+                if link.detail == "direct shared memory":
+                    via = link.detail
+                return f"Channel {link.channel:02d}/0 : {link.src_rank}{to} {side}via {via}"
         return "Trees " + " ".join(
             f"[{node.channel}] {'/'.join(map(str, (*node.children, -1, -1)))}"
             f"->{node.rank}->{node.parent}"
             for node in graphs
             if isinstance(node, records.TreeNode)
         )
-
-    def _write_link(self, link: records.TopologyLink) -> str:
-        to = f" -> {link.dst_rank}" if link.dst_rank >= 0 else ""
-        side = f"[{link.side}] " if link.side else ""
-        detail = self._copy_name(link.detail, "link")
-        if link.net:
-            net = f"{self._copy_name(link.net, 'network')}/{link.net_device}"
-            detail = f"{net}/{detail}" if detail else net
-        via = self._copy_name(link.transport, "transport") + (f"/{detail}" if detail else "")
-        if link.detail == "direct shared memory":
-            via = link.detail
-        return f"Channel {link.channel:02d}/0 : {link.src_rank}{to} {side}via {via}"
 
     def _write_choice(self, choice: records.AlgorithmChoice) -> str:
         size = f"{choice.bytes} Bytes ->"

@@ -52,7 +52,13 @@ def describe_largest_part(report: Report, bucket: str) -> str:
     its parts are unknown."""
     match bucket:
         case "compute":
-            return _describe_compute(report)
+            families: Counter[str] = Counter()
+            for row in report.kernels:
+                families[row.family] += row.total_ns
+            if not families.total():
+                return ""
+            (family, spent), *_ = families.most_common(1)
+            return f"{units.format_percent(spent / families.total())} of kernel time is {family}"
         case "idle":
             return _describe_idle(report)
         case "bubble":
@@ -67,16 +73,6 @@ def describe_largest_part(report: Report, bucket: str) -> str:
 
 def _join(*parts: str) -> str:
     return "; ".join(part for part in parts if part)
-
-
-def _describe_compute(report: Report) -> str:
-    families: Counter[str] = Counter()
-    for row in report.kernels:
-        families[row.family] += row.total_ns
-    if not families.total():
-        return ""
-    (family, spent), *_ = families.most_common(1)
-    return f"{units.format_percent(spent / families.total())} of kernel time is {family}"
 
 
 def _describe_axis(report: Report, bucket: str) -> str:

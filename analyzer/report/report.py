@@ -659,7 +659,24 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
 
-        return str(build_mean_frame(self).to_html())
+        # The mean step of the run as text with units, one row per bucket; they add up to the
+        # step.
+        import pandas as pd
+
+        summary = summarize(self.steps, self.exposed)
+        unit_ns = units.choose_part_unit_ns(summary.step_ns if summary else 0)
+        buckets = summary.buckets if summary else ()
+        times = round_parts([one.mean_ns for one in buckets], unit_ns)
+        shares = round_shares([one.mean_ns for one in buckets])
+        rows = []
+        for one, time, share in zip(buckets, times, shares, strict=True):
+            (worst,) = round_parts([one.worst_ns], unit_ns)
+            shown = units.format_parts(time, unit_ns), units.format_percent(share)
+            rows.append(
+                (one.bucket, *shown, f"{one.worst_rank} ({units.format_parts(worst, unit_ns)})")
+            )
+        columns = ["bucket", "mean of full steps", "share", "worst rank"]
+        return str(pd.DataFrame(rows, columns=columns).set_index("bucket").to_html())
 
 
 # The rows of the report as pandas data frames, for notebooks.
@@ -677,26 +694,6 @@ def build_exposed_frame(report: Report) -> pd.DataFrame:
     import pandas as pd
 
     return pd.DataFrame([msgspec.structs.asdict(row) for row in report.exposed])
-
-
-def build_mean_frame(report: Report) -> pd.DataFrame:
-    """The mean step of the run as text with units, one row per bucket; they add up to the step."""
-    import pandas as pd
-
-    summary = summarize(report.steps, report.exposed)
-    unit_ns = units.choose_part_unit_ns(summary.step_ns if summary else 0)
-    buckets = summary.buckets if summary else ()
-    times = round_parts([one.mean_ns for one in buckets], unit_ns)
-    shares = round_shares([one.mean_ns for one in buckets])
-    rows = []
-    for one, time, share in zip(buckets, times, shares, strict=True):
-        (worst,) = round_parts([one.worst_ns], unit_ns)
-        shown = units.format_parts(time, unit_ns), units.format_percent(share)
-        rows.append(
-            (one.bucket, *shown, f"{one.worst_rank} ({units.format_parts(worst, unit_ns)})")
-        )
-    columns = ["bucket", "mean of full steps", "share", "worst rank"]
-    return pd.DataFrame(rows, columns=columns).set_index("bucket")
 
 
 # Speed and calls of a run.

@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 def build_tables(split: RunSplit) -> Tables:
     """Build the tables of a split recording in the report's times; slices are built on access."""
     origin = find_origin_ns(split)
-    return Tables(
-        _build_segments(split, origin),
-        _build_boxes(split, origin),
-        _collect_waits(split, origin),
-        BuiltSlices(split, origin),
-    )
-
-
-def _build_segments(split: RunSplit, origin: int) -> Segments:
     bands = [rank.attribution.band for rank in split.ranks]
     steps = [np.array([s.step for s in rank.steps], dtype=np.int32) for rank in split.ranks]
     starts, ends = (
@@ -43,12 +34,17 @@ def _build_segments(split: RunSplit, origin: int) -> Segments:
         for edge in ([b.start_ns for b in bands], [b.end_ns for b in bands])
     )
     ranks = np.array([rank.trace.rank for rank in split.ranks], dtype=np.int32)
-    return Segments(
-        rank=np.repeat(ranks, [len(band.bucket) for band in bands]),
-        step=np.concatenate([step[b.window] for step, b in zip(steps, bands, strict=True)]),
-        bucket=np.concatenate([band.bucket for band in bands]),
-        start_ns=np.concatenate(starts),
-        dur_ns=np.concatenate(ends) - np.concatenate(starts),
+    return Tables(
+        Segments(
+            rank=np.repeat(ranks, [len(band.bucket) for band in bands]),
+            step=np.concatenate([step[b.window] for step, b in zip(steps, bands, strict=True)]),
+            bucket=np.concatenate([band.bucket for band in bands]),
+            start_ns=np.concatenate(starts),
+            dur_ns=np.concatenate(ends) - np.concatenate(starts),
+        ),
+        _build_boxes(split, origin),
+        _collect_waits(split, origin),
+        BuiltSlices(split, origin),
     )
 
 
@@ -419,7 +415,16 @@ def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
         pq.ParquetWriter(file, _build_slice_schema(), compression="zstd") as writer,
     ):
         for rank in slices:
-            table = _build_slice_table(rank, slices[rank])
+            own = slices[rank]
+            import pyarrow as pa
+
+            columns = {
+                "rank": np.full(len(own.lane), rank, dtype=np.int32),
+                "lane": pa.DictionaryArray.from_arrays(own.lane, pa.array(own.lanes, pa.string())),
+                "name": pa.DictionaryArray.from_arrays(own.name, pa.array(own.names, pa.string())),
+                **{name: getattr(own, name) for name in _NUMBER_COLUMNS},
+            }
+            table = pa.table(columns, schema=_build_slice_schema())
             if len(table):
                 writer.write_table(table, row_group_size=len(table))
 
@@ -447,7 +452,19 @@ class StoredSlices(Mapping[int, Slices]):
         # Parsing the metadata of a file of hundreds of ranks takes longer than reading one rank.
         named = ["lane", "name"]
         with pq.ParquetFile(self._path, metadata=self._metadata, read_dictionary=named) as file:
-            return _decode_slices(file.read_row_group(self._group[rank]))
+            table = file.read_row_group(self._group[rank])
+            lane, name = (_join_chunks(table.column(c)) for c in ("lane", "name"))
+            numbers = {
+                column: view_numbers(_join_chunks(table.column(column)))
+                for column in _NUMBER_COLUMNS
+            }
+            return Slices(
+                lane=view_numbers(lane.indices),
+                name=view_numbers(name.indices),
+                lanes=tuple(lane.dictionary.to_pylist()),
+                names=tuple(name.dictionary.to_pylist()),
+                **numbers,
+            )
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._group)
@@ -462,29 +479,3 @@ def _build_slice_schema() -> pa.Schema:
     named = pa.dictionary(pa.int32(), pa.string())
     numbers = [(name, pa.type_for_alias(kind)) for name, kind in _NUMBER_COLUMNS.items()]
     return pa.schema([("rank", pa.int32()), ("lane", named), ("name", named), *numbers])
-
-
-def _build_slice_table(rank: int, own: Slices) -> pa.Table:
-    import pyarrow as pa
-
-    columns = {
-        "rank": np.full(len(own.lane), rank, dtype=np.int32),
-        "lane": pa.DictionaryArray.from_arrays(own.lane, pa.array(own.lanes, pa.string())),
-        "name": pa.DictionaryArray.from_arrays(own.name, pa.array(own.names, pa.string())),
-        **{name: getattr(own, name) for name in _NUMBER_COLUMNS},
-    }
-    return pa.table(columns, schema=_build_slice_schema())
-
-
-def _decode_slices(table: pa.Table) -> Slices:
-    lane, name = (_join_chunks(table.column(c)) for c in ("lane", "name"))
-    numbers = {
-        column: view_numbers(_join_chunks(table.column(column))) for column in _NUMBER_COLUMNS
-    }
-    return Slices(
-        lane=view_numbers(lane.indices),
-        name=view_numbers(name.indices),
-        lanes=tuple(lane.dictionary.to_pylist()),
-        names=tuple(name.dictionary.to_pylist()),
-        **numbers,
-    )

@@ -81,10 +81,29 @@ def identify_calls(rows: CallRows, collective: Int64, message: Int64) -> Identit
     known = collective[numbered]
     way[known], place[known], channel[known] = _NUMBERED, rows.seq[known], rows.group[known]
     plain = collective[~numbered]
-    ambiguous = _place_in_order(rows, plain, place)
+    # Writes the position of each call in its group's order; returns whether any was ambiguous.
+    ambiguous = False
+    order, first = group_rows(rows.group[plain].astype(np.int64))
+    for of_group in np.split(plain[order], first[1:]) if len(plain) else []:
+        by_trace = _sort_by_time(rows, of_group, rows.trace[of_group].astype(np.int64))
+        longest = max(by_trace, key=len)
+        place[longest] = np.arange(len(longest))
+        whole = _build_sequence(rows, longest)
+        for trace_rows in by_trace:
+            if trace_rows is not longest:
+                same_clock = rows.share_a_clock(trace_rows, longest)
+                pairing = pair_sequences(
+                    _build_sequence(rows, trace_rows), whole, one_clock=same_clock
+                )
+                place[trace_rows] = pairing.place
+                ambiguous |= pairing.ambiguous and not same_clock
     way[plain], channel[plain] = _ORDERED, rows.group[plain]
     if len(message):
-        channel[message] = _number_channels(rows, message)
+        # A number for each (group, source, destination) of the messages.
+        sends = rows.op[message] == OP_CODE["send"]
+        own_rank, peer_rank = rows.rank[message], rows.peer[message]
+        source, target = np.where(sends, own_rank, peer_rank), np.where(sends, peer_rank, own_rank)
+        channel[message] = group_ids(rows.group[message], source, target)
         ambiguous |= _place_messages(rows, message, channel, place)
         way[message] = _MESSAGE
     label = np.where(place != -1, group_ids(way, channel, place), -1)
@@ -113,26 +132,6 @@ def _is_numbered(rows: CallRows, collective: Int64) -> Bool:
     return (seq >= 0) & ~np.isin(rows.group[collective], by_order)
 
 
-def _place_in_order(rows: CallRows, plain: Int64, place: Int64) -> bool:
-    """Writes the position of each call in its group's order; returns whether any was ambiguous."""
-    ambiguous = False
-    order, first = group_rows(rows.group[plain].astype(np.int64))
-    for of_group in np.split(plain[order], first[1:]) if len(plain) else []:
-        by_trace = _sort_by_time(rows, of_group, rows.trace[of_group].astype(np.int64))
-        longest = max(by_trace, key=len)
-        place[longest] = np.arange(len(longest))
-        whole = _build_sequence(rows, longest)
-        for trace_rows in by_trace:
-            if trace_rows is not longest:
-                same_clock = rows.share_a_clock(trace_rows, longest)
-                pairing = pair_sequences(
-                    _build_sequence(rows, trace_rows), whole, one_clock=same_clock
-                )
-                place[trace_rows] = pairing.place
-                ambiguous |= pairing.ambiguous and not same_clock
-    return ambiguous
-
-
 def _sort_by_time(rows: CallRows, chosen: Int64, label: Int64) -> list[Int64]:
     """The chosen rows of each label, in order of time."""
     if not len(chosen):
@@ -148,14 +147,6 @@ def _build_sequence(rows: CallRows, chosen: Int64) -> CallSequence:
     size = np.where(alike, rows.size_bytes[chosen], -1)
     kind = (rows.op[chosen].astype(np.int64), size, rows.seq[chosen])
     return CallSequence(np.stack(kind, axis=1), rows.end_ns[chosen])
-
-
-def _number_channels(rows: CallRows, message: Int64) -> Int64:
-    """A number for each (group, source, destination) of the messages."""
-    sends = rows.op[message] == OP_CODE["send"]
-    own_rank, peer_rank = rows.rank[message], rows.peer[message]
-    source, target = np.where(sends, own_rank, peer_rank), np.where(sends, peer_rank, own_rank)
-    return group_ids(rows.group[message], source, target)
 
 
 def _place_messages(rows: CallRows, message: Int64, channel: Int64, place: Int64) -> bool:

@@ -67,7 +67,12 @@ class _ClockJoin:
             )
             self.clocks[trace] = clock
             self._of_host.setdefault(domain.host, clock)
-            self._record_clock(trace, clock)
+            # Records when the rank's calls started and ended on the common clock.
+            rows = self._ends.find_rows(trace)
+            ended = clock.map_to_common_ns(self._ends.end_ns[rows] - clock.wall_ns)
+            self._shared.add(self._known.learn(rows, ended, float(clock.sigma_ns or 0)))
+            edges = self._convert_to_common(trace, clock)
+            self._touching.add(self._causality.record(self._find_rows(trace), *edges))
 
     def build_notes(self) -> tuple[Note, ...]:
         """Notes on ranks that kept their wall clocks without a link to the others."""
@@ -163,14 +168,6 @@ class _ClockJoin:
             self._find_rows(trace), *self._convert_to_common(trace, clock)
         )
 
-    def _record_clock(self, trace: int, clock: Clock) -> None:
-        """Records when the rank's calls started and ended on the common clock."""
-        rows = self._ends.find_rows(trace)
-        ended = clock.map_to_common_ns(self._ends.end_ns[rows] - clock.wall_ns)
-        self._shared.add(self._known.learn(rows, ended, float(clock.sigma_ns or 0)))
-        edges = self._convert_to_common(trace, clock)
-        self._touching.add(self._causality.record(self._find_rows(trace), *edges))
-
 
 class _LinkCounts:
     """The number of rows of each clock domain whose call is known.
@@ -260,22 +257,18 @@ class _DomainBuilder:
             shared = self._known.select_known(self._left[candidate])
             if not len(shared):
                 break
+            # The clock, shifted if an end of its calls would precede a start that it depends on.
+            fit = self._known.fit_clock(shared, self._ends.end_ns[shared])
+            rows = self._matched.slice_trace(candidate)
             self._add_trace(
                 candidate,
-                self._apply_bounds(
-                    candidate, self._known.fit_clock(shared, self._ends.end_ns[shared])
+                fit.shift(
+                    self._causality.compute_bounds(
+                        rows, *self._compute_edges(candidate, fit)
+                    ).compute_least_shift()
                 ),
             )
         return ClockDomain(host, tuple(self._clocks), tuple(self._clocks.values()))
-
-    def _apply_bounds(self, trace: int, fit: ClockFit) -> ClockFit:
-        """The clock, shifted if an end of its calls would precede a start that it depends on."""
-        rows = self._matched.slice_trace(trace)
-        return fit.shift(
-            self._causality.compute_bounds(
-                rows, *self._compute_edges(trace, fit)
-            ).compute_least_shift()
-        )
 
     def _add_trace(self, trace: int, clock: ClockFit) -> None:
         self._clocks[trace] = clock

@@ -46,7 +46,11 @@ def measure_contention(trace: RankTrace, steps: Steps, pieces: Pieces) -> Conten
     rows = np.flatnonzero(trace.kinds.computes)
     start, took = trace.events.start_ns[rows], trace.events.dur_ns[rows]
     place = _number_places(trace.events.name_id[rows].astype(np.int64), start, steps.windows)
-    covered_ns = _measure_covered_ns(start, took, _merge_moving(pieces))
+    # The intervals in which data moves; a waiting call uses neither memory nor links.
+    moving = np.isin(pieces.bucket, TRANSFERS)
+    covered_ns = _measure_covered_ns(
+        start, took, union(pieces.start_ns[moving], pieces.end_ns[moving])
+    )
     under, alone = (
         (place >= 0) & (2 * covered_ns >= took) & (took > 0),
         (place >= 0) & (covered_ns == 0),
@@ -62,12 +66,6 @@ def measure_contention(trace: RankTrace, steps: Steps, pieces: Pieces) -> Conten
     return Contention(
         took_ns / max(alone_ns, 1.0), len(both), int(under.sum()), int(alone.sum()), lost_ns
     )
-
-
-def _merge_moving(pieces: Pieces) -> Intervals:
-    """The intervals in which data moves; a waiting call uses neither memory nor links."""
-    moving = np.isin(pieces.bucket, TRANSFERS)
-    return union(pieces.start_ns[moving], pieces.end_ns[moving])
 
 
 def _number_places(name: Int64, start: Int64, windows: Sequence[StepWindow]) -> Int64:

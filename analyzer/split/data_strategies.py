@@ -98,7 +98,9 @@ def detect_data_strategies(evidence: RankEvidence, taken: Collection[Group]) -> 
         return DataParallel(
             tuple(s for use in uses for s in _classify_replicated(evidence, use)), groups
         )
-    replica_uses = [use for use in uses if not use.shards and _is_shard_replica(use)]
+    replica_uses = [
+        use for use in uses if not use.shards and (use.marked or "dp_replicate" in use.axes)
+    ]
     replicas = max((len(use.group.ranks) for use in replica_uses), default=1)
     return DataParallel(
         tuple(_classify_sharded(evidence, use, replicas) for use in sharded), groups
@@ -123,11 +125,6 @@ def count_gradient_sums(evidence: RankEvidence, groups: Collection[Group]) -> in
         summing |= evidence.is_on(group)
     summing &= evidence.is_op(*_SUMS) & evidence.is_tensor & np.isin(evidence.part, _LATE)
     return len(np.unique(evidence.passes.find_latest(evidence.when[summing])))
-
-
-def _is_shard_replica(use: _Use) -> bool:
-    """Whether the group reduces shards across replicas of the model."""
-    return use.marked or "dp_replicate" in use.axes
 
 
 def _list_uses(evidence: RankEvidence) -> list[_Use]:

@@ -77,7 +77,22 @@ class HeldGaps:
 def find_held_gaps(trace: RankTrace, times: RankCallTimes, compute: Intervals) -> HeldGaps:
     """The gap of compute that each call of the rank held up."""
     gaps = _Gaps.build(compute)
-    held = _find_by_end(trace, gaps, times)
+    # The first gap that each call held up by its end: every call holds up at most one.
+    pairs = _Candidates.list(gaps, times)
+    awaited = _find_evidence(trace, gaps, pairs)
+    holds = (awaited == Awaited.YES) | ((awaited == Awaited.UNKNOWN) & (pairs.over_ns <= HELD_NS))
+    gap = np.full(len(times), -1, dtype=np.int64)
+    gap[pairs.call[holds][::-1]] = pairs.gap[holds][::-1]
+    unsure = (pairs.over_ns >= AMBIGUOUS_NS[0]) & (pairs.over_ns <= AMBIGUOUS_NS[1])
+    held = HeldGaps(
+        gap=gap,
+        start_ns=gaps.begin_ns[gap],
+        end_ns=times.end_ns,
+        resumed_ns=np.where(gap >= 0, np.minimum(times.end_ns, gaps.resume_ns[gap]), times.end_ns),
+        call_end_ns=times.end_ns,
+        estimated=np.zeros(len(gap), dtype=np.bool_),
+        ambiguous=_merge_gaps(gaps, times, pairs.call[unsure], pairs.gap[unsure]),
+    )
     return held if trace.on_device else _find_by_arrival(trace, gaps, times, held)
 
 
@@ -125,25 +140,6 @@ class _Candidates(Struct, frozen=True):
         began = gaps.begin_ns[gap] < times.end_ns[call]
         call, gap = call[began], gap[began]
         return cls(call, gap, times.end_ns[call] - gaps.resume_ns[gap])
-
-
-def _find_by_end(trace: RankTrace, gaps: _Gaps, times: RankCallTimes) -> HeldGaps:
-    """The first gap that each call held up by its end: every call holds up at most one."""
-    pairs = _Candidates.list(gaps, times)
-    awaited = _find_evidence(trace, gaps, pairs)
-    holds = (awaited == Awaited.YES) | ((awaited == Awaited.UNKNOWN) & (pairs.over_ns <= HELD_NS))
-    gap = np.full(len(times), -1, dtype=np.int64)
-    gap[pairs.call[holds][::-1]] = pairs.gap[holds][::-1]
-    unsure = (pairs.over_ns >= AMBIGUOUS_NS[0]) & (pairs.over_ns <= AMBIGUOUS_NS[1])
-    return HeldGaps(
-        gap=gap,
-        start_ns=gaps.begin_ns[gap],
-        end_ns=times.end_ns,
-        resumed_ns=np.where(gap >= 0, np.minimum(times.end_ns, gaps.resume_ns[gap]), times.end_ns),
-        call_end_ns=times.end_ns,
-        estimated=np.zeros(len(gap), dtype=np.bool_),
-        ambiguous=_merge_gaps(gaps, times, pairs.call[unsure], pairs.gap[unsure]),
-    )
 
 
 def _merge_gaps(gaps: _Gaps, times: RankCallTimes, call: Int64, gap: Int64) -> Intervals:
@@ -254,7 +250,15 @@ def _apply_late(
     """A call whose range ends late was over when the host went on, unless the host had been inside
     of the op that issued it."""
     begin = np.maximum(gaps.begin_ns[late.gap], times.start_ns[late.call])
-    inside = _find_op_ends(trace)[late.call] > (begin + late.until_ns) // 2
+    # For each call, when the op that issued it returned; the smallest time if unknown.
+    events, issued = trace.events, trace.calls.issued_ns
+    ops = union(*_select_spans(events, _mask_comm_ops(events)))
+    at = np.searchsorted(ops.start_ns, issued, side="right") - 1
+    known = (issued >= 0) & (at >= 0)
+    inside = (
+        np.where(known, np.append(ops.end_ns, _BEFORE_ALL)[at], _BEFORE_ALL)[late.call]
+        > (begin + late.until_ns) // 2
+    )
     call_end = np.where(inside, times.end_ns[late.call], late.until_ns)
     estimated = by_end.estimated.copy()
     estimated[late.call] = ~late.certain & ~inside
@@ -273,15 +277,6 @@ def _apply_late(
         call_end_ns=put(by_end.call_end_ns, call_end),
         estimated=estimated,
     )
-
-
-def _find_op_ends(trace: RankTrace) -> Int64:
-    """For each call, when the op that issued it returned; the smallest time if unknown."""
-    events, issued = trace.events, trace.calls.issued_ns
-    ops = union(*_select_spans(events, _mask_comm_ops(events)))
-    at = np.searchsorted(ops.start_ns, issued, side="right") - 1
-    known = (issued >= 0) & (at >= 0)
-    return np.where(known, np.append(ops.end_ns, _BEFORE_ALL)[at], _BEFORE_ALL)
 
 
 def _mask_comm_ops(events: Events, prefixes: tuple[str, ...] = _COMM_OPS) -> Bool:

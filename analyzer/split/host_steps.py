@@ -156,20 +156,16 @@ def find_unmarked_steps(trace: RankTrace) -> MarkedSteps:
     boundaries = find_boundaries(trace)
     if boundaries is None:
         return _take_whole_trace(trace)
-    steps = _build_repeated_steps(trace.events, boundaries.ends_ns)
+    # The steps between these ends, plus the incomplete ones at both edges of the recording.
+    first, last = int(trace.events.start_ns.min()), int(trace.events.end_ns.max())
+    edges = [first, *(end for end in boundaries.ends_ns.tolist() if first < end < last), last]
+    steps = [HostStep(i, start, end) for i, (start, end) in enumerate(pairwise(edges))]
     note = _note_inferred(boundaries.source, trace.rank)
     return MarkedSteps(tuple(steps), (note,), (steps[0].step, steps[-1].step))
 
 
 def _note_inferred(source: str, rank: int) -> Note:
     return Note("steps_inferred", f"{_NO_MARKS}: steps were inferred from {source}", rank)
-
-
-def _build_repeated_steps(events: Events, ends_ns: Int64) -> list[HostStep]:
-    """The steps between these ends, plus the incomplete ones at both edges of the recording."""
-    first, last = int(events.start_ns.min()), int(events.end_ns.max())
-    edges = [first, *(end for end in ends_ns.tolist() if first < end < last), last]
-    return [HostStep(i, start, end) for i, (start, end) in enumerate(pairwise(edges))]
 
 
 def _take_whole_trace(trace: RankTrace) -> MarkedSteps:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.split.host_steps import MERGED
 from stepsplit.analyzer.split.steps import Steps, StepWindow
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
 
 _MARK = "ProfilerStep#"
 
@@ -42,7 +42,20 @@ def build_host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
     """The full steps of the rank (all steps if none is full) in host time."""
     is_merged = any(note.code == MERGED for note in steps.notes)
     numbers = {window.step for window in steps.windows} if is_merged else None
-    marks = _read_marked_steps(trace.events, numbers)
+    # The marked steps by number, each from the end of the previous one, the first from its start;
+    # numbers: those of the last marks of merged steps, None for all.
+    events = trace.events
+    rows = np.flatnonzero(
+        events.match_prefix(_MARK) & events.is_category(Category.ANNOTATION, Category.OP)
+    )
+    marks: dict[int, StepWindow] = {}
+    begin = int(events.start_ns[rows[0]]) if len(rows) else 0
+    for row, end in zip(rows.tolist(), events.ends_of(rows).tolist(), strict=True):
+        number = events.name_of(row).removeprefix(_MARK)
+        is_last = number.isdecimal() and (numbers is None or int(number) in numbers)
+        if is_last and end > begin:
+            marks[int(number)] = StepWindow(int(number), "full", begin, end)
+            begin = end
     counted = [w for w in steps.counted if not marks or w.step in marks]
     spans = [marks[w.step] if marks and trace.on_device else w for w in counted]
     return _make_host_steps(spans, marked=bool(marks), on_device=trace.on_device and not marks)
@@ -77,20 +90,3 @@ def find_issue_step(trace: RankTrace, steps: HostSteps, leads: Bool) -> Int64:
     """The index of the step in which each call was issued; -1 for none, and for all but the first
     row of a call with several kernels."""
     return np.where(leads, steps.find_step(compute_issued_ns(trace, steps)), -1)
-
-
-def _read_marked_steps(events: Events, numbers: Set[int] | None) -> dict[int, StepWindow]:
-    """The marked steps by number, each from the end of the previous one, the first from its
-    start; numbers: those of the last marks of merged steps, None for all."""
-    rows = np.flatnonzero(
-        events.match_prefix(_MARK) & events.is_category(Category.ANNOTATION, Category.OP)
-    )
-    by_number: dict[int, StepWindow] = {}
-    begin = int(events.start_ns[rows[0]]) if len(rows) else 0
-    for row, end in zip(rows.tolist(), events.ends_of(rows).tolist(), strict=True):
-        number = events.name_of(row).removeprefix(_MARK)
-        is_last = number.isdecimal() and (numbers is None or int(number) in numbers)
-        if is_last and end > begin:
-            by_number[int(number)] = StepWindow(int(number), "full", begin, end)
-            begin = end
-    return by_number

@@ -141,7 +141,11 @@ def _assign_keys(
     label, count = identified.label, int(identified.label.max(initial=-1)) + 1
     members = _count_members(rows, label, count)
     one_call = (members >= 2) & _check_agreement(rows, label, count)
-    complete = one_call & (members == _count_expected(rows, label, count))
+    # The number of members of each call when complete.
+    sizes = np.array([len(group.ranks) for group in rows.groups] + [0], dtype=np.int64)
+    complete = one_call & (
+        members == group_max(label, np.where(rows.is_message, 2, sizes[rows.group]), count)
+    )
     known = np.where(label >= 0, label, 0)
     shared = np.where((label >= 0) & _take_by_label(one_call, known), label, -1)
     key = np.where((label >= 0) & _take_by_label(complete, known), label, -1)
@@ -213,12 +217,6 @@ def _has_two_ends(rows: MatchedCalls, label: Int64, count: int) -> Bool:
     trace = rows.trace.astype(np.int64)
     apart: Bool = group_max(label, trace, count) > group_min(label, trace, count)
     return apart
-
-
-def _count_expected(rows: MatchedCalls, label: Int64, count: int) -> Int64:
-    """The number of members of each call when complete."""
-    sizes = np.array([len(group.ranks) for group in rows.groups] + [0], dtype=np.int64)
-    return group_max(label, np.where(rows.is_message, 2, sizes[rows.group]), count)
 
 
 def _build_notes(groups: Sequence[Group], traces: Sequence[RankTrace]) -> tuple[Note, ...]:

@@ -283,22 +283,21 @@ def _infer_from_traffic(
         source = USE if set(used.values()) - {"ep", "cp"} else MESSAGES
         by_use = {group for group, axis in used.items() if axis not in ("ep", "cp")}
         sure = bool(by_use) and by_use <= inferred.marked
-        note = Note("mesh_inferred", _format_inference(source, sure))
+        # sure: the ranges around the calls show the axis of every group that is inferred from
+        # use.
+        evidence = _MARKED if source == USE and sure else _EVIDENCE[source]
+        grade = {USE: f" (confidence: {'high' if sure else 'medium'})"}.get(source, "")
+        note = Note("mesh_inferred", f"{_NO_MESH}: inferred from {evidence}{grade}")
         return RankLayout.build(mesh, source, _list_pipelines(mesh), note, known_axes=known_axes)
     if pipelines:
         source = MESSAGES if pipelines == traffic.pipelines else NAMES
         note = Note("mesh_inferred", f"{_NO_MESH}: stages inferred from {_EVIDENCE[source]}")
         return RankLayout.build(None, source, pipelines, note, known_axes=known_axes)
-    doubt = _format_doubt(traffic) + _format_tensor_layers(traces, world_size)
+    some = units.format_number_list(traffic.doubtful)
+    text = f"; messages between ranks {some} could be a pipeline or a ring"
+    doubt = (text if traffic.doubtful else "") + _format_tensor_layers(traces, world_size)
     note = Note("mesh_unknown", _UNKNOWN + doubt)
     return RankLayout.build(None, USE if used else None, (), note, known_axes=known_axes)
-
-
-def _format_inference(source: str, sure: bool) -> str:
-    """sure: the ranges around the calls show the axis of every group that is inferred from use."""
-    evidence = _MARKED if source == USE and sure else _EVIDENCE[source]
-    grade = {USE: f" (confidence: {'high' if sure else 'medium'})"}.get(source, "")
-    return f"{_NO_MESH}: inferred from {evidence}{grade}"
 
 
 def _is_unambiguous(traces: Sequence[RankTrace], traffic: Exchanges, lines: Lines) -> bool:
@@ -307,12 +306,6 @@ def _is_unambiguous(traces: Sequence[RankTrace], traffic: Exchanges, lines: Line
         ((t.calls.peer < 0) & t.calls.is_message & ~find_earlier_calls(t)).any() for t in traces
     )
     return "pp" in lines or not (traffic.doubtful or unknown)
-
-
-def _format_doubt(traffic: Exchanges) -> str:
-    some = units.format_number_list(traffic.doubtful)
-    text = f"; messages between ranks {some} could be a pipeline or a ring"
-    return text if traffic.doubtful else ""
 
 
 def _format_tensor_layers(traces: Sequence[RankTrace], world_size: int) -> str:

@@ -123,7 +123,17 @@ def _order_pipeline(
     if degrees[-1] > 2:
         return None
     if degrees[0] == 2:
-        return _order_loop(ranks, traffic)
+        # The stages of an interleaved schedule: only one rank starts with a send, to the second
+        # stage.
+        starters = [rank for rank in ranks if traffic.first_is_send.get(rank, True)]
+        if len(starters) != 1 or len(ranks) != len(traffic.first_is_send.keys() & set(ranks)):
+            return None
+        line = [starters[0], traffic.first_peer[starters[0]]]
+        while len(line) < len(ranks):
+            (following,) = traffic.neighbors[line[-1]] - {line[-2]}
+            line.append(following)
+        two_way = all(traffic.sent[b, a] for a, b in pairwise(line))
+        return tuple(line) if two_way else None
     first, last = traffic.first_is_send.get(ranks[0]), traffic.first_is_send.get(ranks[-1])
     if len(ranks) == 2 and _is_two_way(ranks, traffic):
         starter, later = ranks if first else ranks[::-1]
@@ -161,20 +171,6 @@ def _order_by_marks(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> Ranks | N
 
 def _is_two_way(ranks: Ranks, traffic: _Traffic) -> bool:
     return bool(traffic.sent[ranks[0], ranks[1]] and traffic.sent[ranks[1], ranks[0]])
-
-
-def _order_loop(ranks: Ranks, traffic: _Traffic) -> Ranks | None:
-    """The stages of an interleaved schedule: only one rank starts with a send, to the second
-    stage."""
-    starters = [rank for rank in ranks if traffic.first_is_send.get(rank, True)]
-    if len(starters) != 1 or len(ranks) != len(traffic.first_is_send.keys() & set(ranks)):
-        return None
-    line = [starters[0], traffic.first_peer[starters[0]]]
-    while len(line) < len(ranks):
-        (following,) = traffic.neighbors[line[-1]] - {line[-2]}
-        line.append(following)
-    two_way = all(traffic.sent[b, a] for a, b in pairwise(line))
-    return tuple(line) if two_way else None
 
 
 def _is_ring(ranks: Ranks, traffic: _Traffic) -> bool:

@@ -57,7 +57,13 @@ def infer_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, .
     forwards and backwards has no slots, nor has a rank with messages of several chunks.
     """
     line = next((line for line in layout.pipelines if trace.rank in line), ())
-    messages = _find_message_times(trace, line)
+    # The issue time of each message to another rank of the pipeline, or to an unknown peer.
+    calls = trace.calls
+    of_line = [len(set(group.ranks) & set(line)) > 1 for group in trace.groups]
+    unknown = (calls.peer < 0) & np.array([*of_line, bool(line)])[calls.group_id]
+    rows = np.flatnonzero(calls.is_message & (np.isin(calls.peer, line) | unknown))
+    issued = calls.issued_ns[rows]
+    messages = np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
     if not len(messages) or _has_several_chunks(trace, line):
         return ()
     steps = np.sort(trace.events.start_ns[_mask_host_events(trace.events, "ProfilerStep#")])
@@ -78,16 +84,6 @@ class _Work(Struct, frozen=True):
     end_ns: Int64
     step: Int64
     autograd: Bool
-
-
-def _find_message_times(trace: RankTrace, line: Sequence[int]) -> Int64:
-    """The issue time of each message to another rank of the pipeline, or to an unknown peer."""
-    calls = trace.calls
-    of_line = [len(set(group.ranks) & set(line)) > 1 for group in trace.groups]
-    unknown = (calls.peer < 0) & np.array([*of_line, bool(line)])[calls.group_id]
-    rows = np.flatnonzero(calls.is_message & (np.isin(calls.peer, line) | unknown))
-    issued = calls.issued_ns[rows]
-    return np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
 
 
 def _has_several_chunks(trace: RankTrace, line: Sequence[int]) -> bool:

@@ -79,22 +79,20 @@ def compute_stage_bubbles(
         for step in sorted({step for rank, step in grids if rank in ranks}):
             parts = [grids[rank, step] for rank in ranks if (rank, step) in grids]
             if len(parts) == len(ranks) and all(len(part.busy) for part in parts):
-                bubbles += _measure_bubbles(ranks, step, parts)
+                first = min(int(part.busy.start_ns[0]) for part in parts)
+                last = max(int(part.busy.end_ns[-1]) for part in parts)
+                window = Intervals(np.array([first]), np.array([last]))
+                bubbles += [
+                    StageBubble(
+                        part.rank,
+                        step,
+                        stage,
+                        last - first,
+                        last - first - overlap_ns(part.busy, window),
+                    )
+                    for stage, part in zip(range(len(ranks)), parts, strict=True)
+                ]
     return tuple(bubbles)
-
-
-def _measure_bubbles(
-    ranks: Sequence[int], step: int, parts: Sequence[StepGrid]
-) -> list[StageBubble]:
-    first = min(int(part.busy.start_ns[0]) for part in parts)
-    last = max(int(part.busy.end_ns[-1]) for part in parts)
-    window = Intervals(np.array([first]), np.array([last]))
-    return [
-        StageBubble(
-            part.rank, step, stage, last - first, last - first - overlap_ns(part.busy, window)
-        )
-        for stage, part in zip(range(len(ranks)), parts, strict=True)
-    ]
 
 
 def sum_bubble_covered_ns(busy: Intervals, band: BucketBands) -> int:

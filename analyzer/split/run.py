@@ -25,7 +25,7 @@ from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts,
 from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
 from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
-from stepsplit.analyzer.split.microbatch_slots import MicrobatchSlot, find_slots
+from stepsplit.analyzer.split.microbatch_slots import find_slots
 from stepsplit.analyzer.split.overlap import Overlap, compute_overlaps
 from stepsplit.analyzer.split.phases import infer_phases
 from stepsplit.analyzer.split.pipeline import (
@@ -38,7 +38,7 @@ from stepsplit.analyzer.split.pipeline import (
 from stepsplit.analyzer.split.schedule import detect_schedule, normalize_schedule
 from stepsplit.analyzer.split.step_numbers import unify_step_numbers
 from stepsplit.analyzer.split.step_times import Variation, compute_variation
-from stepsplit.analyzer.split.steps import Steps, StepWindow, UsableRanks, select_usable_ranks
+from stepsplit.analyzer.split.steps import Steps, UsableRanks, select_usable_ranks
 from stepsplit.analyzer.split.strategies import detect_strategies
 from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.analyzer.split.transfers import (
@@ -351,10 +351,27 @@ def split_rank(
     attribution = attribute(windows.windows, work, pieces, held)
     slots = find_slots(trace, layout).slots
     bands = [_select_window(attribution.band, i, clock) for i in range(len(windows.windows))]
-    grids = _build_grids(trace.rank, windows.windows, slots, bands, clock)
+    # The grid of each window, from the slots that start in it; the result is on the common clock.
+    own = np.array([(box.start_ns, box.end_ns) for box in slots], dtype=np.int64).reshape(-1, 2)
+    start, end = (
+        clock.map_to_common_ns(own[:, 0]).tolist(),
+        clock.map_to_common_ns(own[:, 1]).tolist(),
+    )
+    common_slots = [
+        replace(box, start_ns=low, end_ns=high)
+        for box, low, high in zip(slots, start, end, strict=True)
+    ]
+    edges = own[:, 0].searchsorted([(w.start_ns, w.end_ns) for w in windows.windows]).reshape(-1, 2)
+    grids = tuple(
+        build_grid(trace.rank, window.step, common_slots[low:high], band)
+        for window, band, (low, high) in zip(windows.windows, bands, edges.tolist(), strict=True)
+    )
     guesses = context.arrivals.estimated[rows] | held.estimated
     guessed = attribution.exposed.window[guesses[attribution.exposed.call]]
     phases = infer_phases(trace, windows.windows, layout)
+    # The step splits on the common clock; a step blocked by an estimated call is estimated.
+    estimated = set(guessed.tolist())
+    covered = [sum_bubble_covered_ns(g.busy, band) for g, band in zip(grids, bands, strict=True)]
     return RankSplit(
         trace=trace,
         windows=windows,
@@ -362,7 +379,17 @@ def split_rank(
         pieces=pieces,
         held=held,
         attribution=attribution,
-        steps=_build_step_splits(windows, attribution, grids, bands, set(guessed.tolist()), clock),
+        steps=tuple(
+            StepSplit(
+                rank=grids[i].rank,
+                step=window.step,
+                kind=window.kind,
+                start_ns=clock.map_instant_to_common_ns(window.start_ns),
+                split=replace(attribution.splits[i], bubble_covered_ns=covered[i]),
+                estimated=i in estimated,
+            )
+            for i, window in enumerate(windows.windows)
+        ),
         grids=grids,
         axis=_find_axes(trace, attribution, layout),
         phase=tuple(phases[call] for call in attribution.exposed.call.tolist()),
@@ -376,54 +403,6 @@ def _find_axes(
     """The mesh axis of each exposed row."""
     axes = (*(layout.find_axis(group) for group in trace.groups), None)
     return tuple(axes[group] for group in trace.calls.group_id[attribution.exposed.call].tolist())
-
-
-def _build_step_splits(
-    windows: Steps,
-    attribution: Attribution,
-    grids: Sequence[StepGrid],
-    bands: Sequence[BucketBands],
-    estimated: set[int],
-    clock: Clock,
-) -> tuple[StepSplit, ...]:
-    """The step splits on the common clock; a step blocked by an estimated call is estimated."""
-    covered = [sum_bubble_covered_ns(g.busy, band) for g, band in zip(grids, bands, strict=True)]
-    return tuple(
-        StepSplit(
-            rank=grids[i].rank,
-            step=window.step,
-            kind=window.kind,
-            start_ns=clock.map_instant_to_common_ns(window.start_ns),
-            split=replace(attribution.splits[i], bubble_covered_ns=covered[i]),
-            estimated=i in estimated,
-        )
-        for i, window in enumerate(windows.windows)
-    )
-
-
-def _build_grids(
-    rank: int,
-    windows: Sequence[StepWindow],
-    slots: Sequence[MicrobatchSlot],
-    bands: Sequence[BucketBands],
-    clock: Clock,
-) -> tuple[StepGrid, ...]:
-    """The grid of each window, from the slots that start in it; the result is on the common
-    clock."""
-    own = np.array([(box.start_ns, box.end_ns) for box in slots], dtype=np.int64).reshape(-1, 2)
-    start, end = (
-        clock.map_to_common_ns(own[:, 0]).tolist(),
-        clock.map_to_common_ns(own[:, 1]).tolist(),
-    )
-    common_slots = [
-        replace(box, start_ns=low, end_ns=high)
-        for box, low, high in zip(slots, start, end, strict=True)
-    ]
-    edges = own[:, 0].searchsorted([(w.start_ns, w.end_ns) for w in windows]).reshape(-1, 2)
-    return tuple(
-        build_grid(rank, window.step, common_slots[low:high], band)
-        for window, band, (low, high) in zip(windows, bands, edges.tolist(), strict=True)
-    )
 
 
 def _select_window(band: BucketBands, window: int, clock: Clock) -> BucketBands:

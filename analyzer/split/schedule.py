@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from msgspec import Struct
@@ -81,55 +81,43 @@ def classify_schedule(line: Line) -> str | None:
     stages_by_rank = {rank: _list_stages(boxes) for rank, boxes in present.items()}
     split = any(box.phase == "weight" for boxes in present.values() for box in boxes)
     if all(len(stages) == 1 for stages in stages_by_rank.values()):
-        return _classify_by_warmup(present, p, split)
+        # The schedule by the number of forwards before the first backward of each rank; one stage
+        # per rank.
+        m = max(len({box.microbatch for box in boxes}) for boxes in present.values())
+        warmup = {rank: _count_warmup(boxes) for rank, boxes in present.items()}
+        expected: dict[str, Callable[[int], int]] = {
+            "1f1b": lambda rank: min(m, p - rank),
+            "gpipe": lambda rank: m,
+            "naive": lambda rank: 1,
+        }
+        if split:
+            expected = {"zb-h1": expected["1f1b"], "zb-h2": lambda rank: min(m, 2 * (p - rank) - 1)}
+        fits = [
+            name
+            for name, forwards in expected.items()
+            if all(found == forwards(rank) for rank, found in warmup.items())
+        ]
+        if split:
+            return fits[0] if len(fits) == 1 else "zerobubble"
+        return fits[0] if fits else None
     if all(len(stages) == 2 and stages == {r, p - 1 - r} for r, stages in stages_by_rank.items()):
         return "dualpipe"
     if all(stages == {r, 2 * p - 1 - r} for r, stages in stages_by_rank.items()):
-        return _classify_folded(present, split)
+        # The schedule for stages r and 2p-1-r on rank r: a V of one model, or two opposite
+        # directions. ZB-V splits every backward, DualPipeV only some.
+        if all(_is_bidirectional(boxes) for boxes in present.values()):
+            return "dualpipe"
+        if not split:
+            return None
+        slots = [box for rank in present.values() for box in rank]
+        backwards, weights = (
+            _list_microbatches(slots, "backward"),
+            _list_microbatches(slots, "weight"),
+        )
+        return "zb-v" if backwards == weights else "dualpipe-v"
     if all(stage % p == r for r, stages in stages_by_rank.items() for stage in stages):
         return "zb-h1" if split else "interleaved"
     return None
-
-
-def _classify_by_warmup(
-    present: Mapping[int, Sequence[MicrobatchSlot]], p: int, split: bool
-) -> str | None:
-    """The schedule by the number of forwards before the first backward of each rank; one stage per
-    rank."""
-    m = max(len({box.microbatch for box in boxes}) for boxes in present.values())
-    warmup = {rank: _count_warmup(boxes) for rank, boxes in present.items()}
-    expected: dict[str, Callable[[int], int]] = {
-        "1f1b": lambda rank: min(m, p - rank),
-        "gpipe": lambda rank: m,
-        "naive": lambda rank: 1,
-    }
-    if split:
-        expected = {"zb-h1": expected["1f1b"], "zb-h2": lambda rank: min(m, 2 * (p - rank) - 1)}
-    fits = [
-        name
-        for name, forwards in expected.items()
-        if all(found == forwards(rank) for rank, found in warmup.items())
-    ]
-    if split:
-        return fits[0] if len(fits) == 1 else "zerobubble"
-    return fits[0] if fits else None
-
-
-def _classify_folded(present: Mapping[int, Sequence[MicrobatchSlot]], split: bool) -> str | None:
-    """The schedule for stages r and 2p-1-r on rank r: a V of one model, or two opposite directions.
-
-    ZB-V splits every backward, DualPipeV only some.
-    """
-    if all(_is_bidirectional(boxes) for boxes in present.values()):
-        return "dualpipe"
-    if not split:
-        return None
-    slots = [box for rank in present.values() for box in rank]
-    backwards, weights = (
-        _list_microbatches(slots, "backward"),
-        _list_microbatches(slots, "weight"),
-    )
-    return "zb-v" if backwards == weights else "dualpipe-v"
 
 
 def _is_bidirectional(slots: Sequence[MicrobatchSlot]) -> bool:

@@ -69,7 +69,9 @@ def pair_sequences(
         likely = 0
     if likely is not None and _fits_closely(first, second, likely):
         return Pairing(_apply_shift(first, second, likely), False)
-    shifts = _find_consistent(first, second, _list_shifts(MAX_SHIFT))
+    shifts = _find_consistent(
+        first, second, np.array(sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs))
+    )
     if not len(shifts):
         return _pair_with_gaps(first, second)
     fitting = _select_fitting(first, second, shifts).tolist()
@@ -115,10 +117,6 @@ def _select_fitting(first: CallSequence, second: CallSequence, shifts: Int64) ->
         return shifts
     fitting: Int64 = comparable[scatter_ns <= _PLAIN * scatter_ns.min() + _NOISE_NS]
     return fitting
-
-
-def _list_shifts(around: int) -> Int64:
-    return np.array(sorted(range(-around, around + 1), key=abs))
 
 
 def _count_paired(first: CallSequence, second: CallSequence, shifts: Int64) -> Int64:

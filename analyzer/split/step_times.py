@@ -104,17 +104,17 @@ def compute_variation(steps: Sequence[StepSplit]) -> Variation:
     if not common:
         return Variation(tuple(ranks), None, ())
     run = _build_durations(
-        None, {n: max(_map_durations(_select_step(by_rank, n)).values()) for n in common}
+        None,
+        {
+            n: max(_map_durations([of_rank[n] for of_rank in by_rank.values()]).values())
+            for n in common
+        },
     )
     return Variation(tuple(ranks), run, _find_slow_steps(by_rank, common, run))
 
 
 _Splits = Mapping[int, Mapping[int, StepSplit]]
 """Step splits by rank and step number."""
-
-
-def _select_step(by_rank: _Splits, step: int) -> list[StepSplit]:
-    return [of_rank[step] for of_rank in by_rank.values()]
 
 
 def _map_durations(steps: Iterable[StepSplit]) -> Mapping[int, int]:

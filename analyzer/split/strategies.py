@@ -65,8 +65,26 @@ def _detect_rank_strategies(evidence: RankEvidence) -> Iterator[Strategy]:
     yield from data.strategies or detect_wrapped_ddp(evidence, context)
     yield from detect_accumulation(evidence, count_gradient_sums(evidence, data.groups))
     yield from detect_recompute(evidence)
-    yield from detect_offload(evidence)
-    yield from detect_precisions(evidence)
+    # Detects offload of activations and of the optimizer. Activations are copied out in the
+    # forward and back in the backward; gradients are copied out in the backward for weights that
+    # return in the forward.
+    away, back = (_classify_copies(evidence, way) for way in (r"DtoH", r"HtoD"))
+    strategies = []
+    if _is_frequent(away, FORWARD, evidence) and _is_frequent(back, BACKWARD, evidence):
+        strategies.append(Strategy("offload", detail="activations"))
+    returned = _is_frequent(back, FORWARD, evidence) or _is_frequent(back, AFTER, evidence)
+    left = _is_frequent(away, BACKWARD, evidence) or _is_frequent(away, AFTER, evidence)
+    if returned and left and _is_host_optimizer(evidence):
+        strategies.append(Strategy("offload", detail="optimizer"))
+    yield from strategies
+    # autocast, fp8 GEMMs, mixed precision of sharded weights, loss scaling.
+    eight = [Strategy("fp8")] if _EIGHT_BITS in evidence.trace.events.names else []
+    yield from [
+        *_detect_autocast(evidence),
+        *eight,
+        *_detect_mixed_precision(evidence),
+        *_detect_loss_scaling(evidence),
+    ]
 
 
 def _detect_pipeline(layout: RankLayout, schedule: str | None) -> list[Strategy]:
@@ -233,17 +251,13 @@ def _classify_context(evidence: RankEvidence, group: Group) -> str | None:
         return "ring"
     swaps = collapse_repeats(evidence.build_sequence(mask & evidence.is_op("all_to_all")))
     if "X" in swaps and not _has_routing(swaps):
-        return _classify_swaps(swaps)
+        if "AXA" in swaps or ("XA" in swaps and "AX" not in swaps):
+            return "ring"
+        return "ulysses" if "XAX" in swaps else None
     gathers = collapse_repeats(evidence.build_sequence(mask & evidence.is_op("all_gather")))
     late = evidence.count_per_step(mask)[BACKWARD]
     back = any(late[OP_CODE[op]] for op in ("reduce_scatter", "all_gather", "all_reduce"))
     return "all-gather" if back and _measure_share(r"X(?=A)", gathers) > _MIN_CALL_SHARE else None
-
-
-def _classify_swaps(story: str) -> str | None:
-    if "AXA" in story or ("XA" in story and "AX" not in story):
-        return "ring"
-    return "ulysses" if "XAX" in story else None
 
 
 def _is_token_routing(evidence: RankEvidence, group: Group) -> bool:
@@ -270,17 +284,6 @@ _CASTS, _CASTS_BACK = "aten::_to_copy", "ToCopyBackward0"
 _EIGHT_BITS = "aten::_scaled_mm"
 
 _UNSCALES, _SCALES = "aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_"
-
-
-def detect_precisions(evidence: RankEvidence) -> list[Strategy]:
-    """autocast, fp8 GEMMs, mixed precision of sharded weights, loss scaling."""
-    eight = [Strategy("fp8")] if _EIGHT_BITS in evidence.trace.events.names else []
-    return [
-        *_detect_autocast(evidence),
-        *eight,
-        *_detect_mixed_precision(evidence),
-        *_detect_loss_scaling(evidence),
-    ]
 
 
 def _detect_autocast(evidence: RankEvidence) -> list[Strategy]:
@@ -419,23 +422,6 @@ def _is_computing(events: Events, rows: Int64, again: Bool) -> Bool:
         if (own & ~again).any():
             computing &= ~own | (high - low >= np.median((high - low)[own & ~again]))
     return computing
-
-
-def detect_offload(evidence: RankEvidence) -> list[Strategy]:
-    """Detects offload of activations and of the optimizer.
-
-    Activations are copied out in the forward and back in the backward; gradients are copied out in
-    the backward for weights that return in the forward.
-    """
-    away, back = (_classify_copies(evidence, way) for way in (r"DtoH", r"HtoD"))
-    strategies = []
-    if _is_frequent(away, FORWARD, evidence) and _is_frequent(back, BACKWARD, evidence):
-        strategies.append(Strategy("offload", detail="activations"))
-    returned = _is_frequent(back, FORWARD, evidence) or _is_frequent(back, AFTER, evidence)
-    left = _is_frequent(away, BACKWARD, evidence) or _is_frequent(away, AFTER, evidence)
-    if returned and left and _is_host_optimizer(evidence):
-        strategies.append(Strategy("offload", detail="optimizer"))
-    return strategies
 
 
 def _is_host_optimizer(evidence: RankEvidence) -> bool:

@@ -81,7 +81,13 @@ def split_calls(
     last_rank is the rank that arrived last at each call.
     """
     start, moves, moved, end = times.start_ns, times.moves_ns, times.moved_ns, times.end_ns
-    last = _find_last_of_kernel(trace, moves, _find_awaited_rank(trace, last_rank))
+    # The rank each call waits for; the last rank itself can only wait for the peer of a message.
+    peer = np.where(trace.calls.is_message, trace.calls.peer, -1)
+    last = _find_last_of_kernel(
+        trace,
+        moves,
+        np.where((last_rank == trace.rank) | (last_rank < 0), peer, last_rank).astype(np.int32),
+    )
     waits = _classify_waits(trace, last, layout)
     moving = np.where(trace.calls.is_message, Bucket.P2P, Bucket.COLLECTIVE)
     call = np.arange(len(start), dtype=np.int32)
@@ -111,13 +117,6 @@ def _find_last_of_kernel(trace: RankTrace, moves: Int64, last: Int32) -> Int32:
         if len(part) > 1:
             owner[part] = last[part[int(moves[part].argmax())]]
     return owner
-
-
-def _find_awaited_rank(trace: RankTrace, last: Int32) -> Int32:
-    """The rank each call waits for; the last rank itself can only wait for the peer of a
-    message."""
-    peer = np.where(trace.calls.is_message, trace.calls.peer, -1)
-    return np.where((last == trace.rank) | (last < 0), peer, last).astype(np.int32)
 
 
 def _classify_waits(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
@@ -182,7 +181,15 @@ def compute_arrivals(
     guess = estimate_missing_transfers(traces, matched, last_arrival.at_ns, end, model)
     waited = guess >= 0
     moves = np.where(waited, end - guess, last_arrival.at_ns)
-    last = np.where(waited, _find_missing_rank(matched, ranks), last_arrival.rank).astype(np.int32)
+    # The missing rank of each incomplete call, -1 if none or several are missing.
+    present = ranks
+    here = set(present.tolist())
+    lacking = [set(group.ranks) - here for group in matched.groups]
+    only = [next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in lacking]
+    of_group = np.array([*only, -1], dtype=np.int32)[matched.group]
+    last = np.where(
+        waited, np.where(matched.key < 0, of_group, -1).astype(np.int32), last_arrival.rank
+    ).astype(np.int32)
     return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
 
 
@@ -257,15 +264,6 @@ def _find_awaited_before_exit(
     return last
 
 
-def _find_missing_rank(matched: MatchedCalls, present: Int32) -> Int32:
-    """The missing rank of each incomplete call, -1 if none or several are missing."""
-    here = set(present.tolist())
-    lacking = [set(group.ranks) - here for group in matched.groups]
-    only = [next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in lacking]
-    of_group = np.array([*only, -1], dtype=np.int32)[matched.group]
-    return np.where(matched.key < 0, of_group, -1).astype(np.int32)
-
-
 # Estimated transfer times: messages within longer kernels, and calls with a missing member.
 
 LOW_PERCENTILE = 10
@@ -304,25 +302,18 @@ def estimate_message_transfers(
     count = int(matched.key.max(initial=-1)) + 1
     key = matched.key[rows]
     earlier = group_min(np.where(matched.is_message, matched.key, -1), end_ns, count)[key]
-    closed = _is_last_of_kernel(traces, matched, rows, moves_ns)
+    # Whether each message is the last of its kernel to start its transfer.
+    event = np.concatenate([trace.calls.event for trace in traces])[rows]
+    on_device = np.array([trace.on_device for trace in traces])[matched.trace[rows]]
+    kernel = group_ids(matched.trace[rows], event)
+    last = group_max(kernel, moves_ns[rows], int(kernel.max(initial=-1)) + 1)
+    closed: Bool = on_device & (moves_ns[rows] >= last[kernel])
     exact = group_min(np.where(closed, key, -1), end_ns[rows], count)[key]
     exact_known = exact < _NONE
     took = np.maximum(np.where(exact_known, exact, earlier) - moves_ns[rows], 0)
     low = _compute_percentile(_number_links(matched, rows), took)
     moved[rows] = moves_ns[rows] + np.where(exact_known, took, np.minimum(took, low))
     return moved
-
-
-def _is_last_of_kernel(
-    traces: Sequence[RankTrace], matched: MatchedCalls, rows: Int64, moves_ns: Int64
-) -> Bool:
-    """Whether each message is the last of its kernel to start its transfer."""
-    event = np.concatenate([trace.calls.event for trace in traces])[rows]
-    on_device = np.array([trace.on_device for trace in traces])[matched.trace[rows]]
-    kernel = group_ids(matched.trace[rows], event)
-    last = group_max(kernel, moves_ns[rows], int(kernel.max(initial=-1)) + 1)
-    ends: Bool = on_device & (moves_ns[rows] >= last[kernel])
-    return ends
 
 
 def _number_links(matched: MatchedCalls, rows: Int64) -> Int64:
@@ -367,7 +358,19 @@ def estimate_missing_transfers(
     )
     fastest = group_min(label, took[rows], int(label.max(initial=-1)) + 1)[label]
     if model is not None:
-        fastest = _replace_too_long(matched, rows, label, fastest, model)
+        # The fastest times of these calls, by label, or the model's where they are longer than it
+        # can be.
+        usual, longest = (np.full(int(label.max(initial=-1)) + 1, _NONE) for _ in range(2))
+        for at in np.unique(label, return_index=True)[1].tolist():
+            row = int(rows[at])
+            group = int(matched.group[row])
+            if group < 0 or matched.is_message[row]:
+                continue
+            ranks = tuple(matched.groups[group].ranks)
+            found = model(OPS[matched.op[row]], int(matched.message_bytes[row]), ranks)
+            if found is not None:
+                usual[label[at]], longest[label[at]] = found.usual_ns, found.longest_ns
+        fastest = np.where(fastest > longest[label], usual[label], fastest)
     known = np.where(typical[rows] < _NONE, typical[rows], fastest)
     alone = matched.shared[rows] < 0
     long = took[rows] > known * (1 + _MORE) + _NOISE_NS
@@ -392,21 +395,3 @@ def _find_typical_ns(matched: MatchedCalls, took: Int64) -> Int64:
     typical = np.full(int(label.max(initial=-1)) + 1, _NONE)
     typical[label[complete]] = _compute_percentile(label[complete], took[complete], 50)
     return typical[label]
-
-
-def _replace_too_long(
-    matched: MatchedCalls, rows: Int64, label: Int64, fastest: Int64, model: TransferModel
-) -> Int64:
-    """The fastest times of these calls, by label, or the model's where they are longer than it can
-    be."""
-    usual, longest = (np.full(int(label.max(initial=-1)) + 1, _NONE) for _ in range(2))
-    for at in np.unique(label, return_index=True)[1].tolist():
-        row = int(rows[at])
-        group = int(matched.group[row])
-        if group < 0 or matched.is_message[row]:
-            continue
-        ranks = tuple(matched.groups[group].ranks)
-        found = model(OPS[matched.op[row]], int(matched.message_bytes[row]), ranks)
-        if found is not None:
-            usual[label[at]], longest[label[at]] = found.usual_ns, found.longest_ns
-    return np.where(fastest > longest[label], usual[label], fastest)

@@ -50,7 +50,11 @@ def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
         return None
     if len({_list_names(trace, one) for trace, one in zip(traces, rows, strict=True)}) > 1:
         return None
-    if not _check_overlap(traces, rows):
+    # Whether the n-th kernels of all ranks overlap, after aligning the median ends.
+    start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
+    end = np.stack([t.events.ends_of(r) for t, r in zip(traces, rows, strict=True)])
+    apart = np.median(end - end[0], axis=1).astype(np.int64)[:, np.newaxis]
+    if not bool(((end - apart).min(axis=0) >= (start - apart).max(axis=0) - EARLY_NS).all()):
         return None
     return Group(
         UNNAMED, tuple(trace.rank for trace in traces), "all ranks, inferred from call order"
@@ -72,11 +76,3 @@ def _has_grouped_calls(trace: RankTrace) -> bool:
 
 def _list_names(trace: RankTrace, events: Int64) -> tuple[str, ...]:
     return tuple(trace.events.names[name] for name in trace.events.name_id[events].tolist())
-
-
-def _check_overlap(traces: Sequence[RankTrace], rows: Sequence[Int64]) -> bool:
-    """Whether the n-th kernels of all ranks overlap, after aligning the median ends."""
-    start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
-    end = np.stack([t.events.ends_of(r) for t, r in zip(traces, rows, strict=True)])
-    apart = np.median(end - end[0], axis=1).astype(np.int64)[:, np.newaxis]
-    return bool(((end - apart).min(axis=0) >= (start - apart).max(axis=0) - EARLY_NS).all())

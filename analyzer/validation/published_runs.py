@@ -332,9 +332,20 @@ def build_ccl_bench(row: PublishedRow) -> JobConfig:
         activation_dtype="bf16" if megatron or row.read_count("dp_shard") > 1 else "fp32",
     )
     model = load_model(row.read_choice("model", MODELS))
+    sharded = 3 if row.read_count("dp_shard") > 1 else 0
+    frees = is_short(row) or not is_dense(row)
     return JobConfig(
         model,
-        _build_ccl_bench_layout(row, megatron),
+        ParallelConfig(
+            tp=row.read_count("tp"),
+            pp=row.read_count("pp"),
+            dp_shard=row.read_count("dp_shard"),
+            dp_replicate=row.read_count("dp_replicate"),
+            ep=row.read_count("ep") if row.has_value("ep") else 1,
+            zero=1 if megatron else sharded,
+            sequence_parallel=not megatron,
+            reshard_after_forward="always" if frees else "default",
+        ),
         training,
         load_hardware("a100-sxm-40gb", "slingshot-11", 4),
     )
@@ -346,21 +357,6 @@ def is_dense(row: PublishedRow) -> bool:
 
 def is_short(row: PublishedRow) -> bool:
     return "4gpu" in row.read_text("trace")
-
-
-def _build_ccl_bench_layout(row: PublishedRow, megatron: bool) -> ParallelConfig:
-    sharded = 3 if row.read_count("dp_shard") > 1 else 0
-    frees = is_short(row) or not is_dense(row)
-    return ParallelConfig(
-        tp=row.read_count("tp"),
-        pp=row.read_count("pp"),
-        dp_shard=row.read_count("dp_shard"),
-        dp_replicate=row.read_count("dp_replicate"),
-        ep=row.read_count("ep") if row.has_value("ep") else 1,
-        zero=1 if megatron else sharded,
-        sequence_parallel=not megatron,
-        reshard_after_forward="always" if frees else "default",
-    )
 
 
 # Training benchmarks of llm-foundry (FSDP) -> jobs.
@@ -472,18 +468,19 @@ def _build_megatron_job(
         vocab_size,
         training.seq_len,
     )
-    return JobConfig(model, layout, training, _find_megatron_hardware(row))
+    # Raises DataError for another GPU than those of the published rows or V100.
+    words = re.split(r"[^A-Za-z0-9]", row.read_text("gpu") or "A100")
+    name = row.read_word("gpu", words[0], MEGATRON_GPUS)
+    return JobConfig(
+        model,
+        layout,
+        training,
+        load_hardware(name, "ib-hdr-200" if name.startswith("a100") else "ib-edr-100", 8),
+    )
 
 
 MEGATRON_GPUS = {"A100": "a100-sxm-80gb", "Ampere": "a100-sxm-80gb", "V100": "v100-sxm-32gb"}
 """First word of a GPU's name -> its preset."""
-
-
-def _find_megatron_hardware(row: PublishedRow) -> HardwareConfig:
-    """Raises DataError for another GPU than those of the published rows or V100."""
-    words = re.split(r"[^A-Za-z0-9]", row.read_text("gpu") or "A100")
-    name = row.read_word("gpu", words[0], MEGATRON_GPUS)
-    return load_hardware(name, "ib-hdr-200" if name.startswith("a100") else "ib-edr-100", 8)
 
 
 def _compute_sc21_step_ns(row: PublishedRow) -> float:
@@ -540,7 +537,7 @@ def build_simumax(row: PublishedRow) -> Case:
     """
     family: Family = "B200 experts" if row.has_value("experts") else "B200 dense"
     job = JobConfig(
-        _build_simumax_model(row),
+        _build_mixture(row) if row.has_value("experts") else build_llama(row),
         _build_simumax_layout(row),
         _build_simumax_training(row),
         load_hardware("b200-sxm"),
@@ -568,10 +565,6 @@ def _build_simumax_training(row: PublishedRow) -> TrainingConfig:
     return TrainingConfig(row.read_count("seq"), row.read_count("micro_batch"), sequences)
 
 
-def _build_simumax_model(row: PublishedRow) -> ModelConfig:
-    return _build_mixture(row) if row.has_value("experts") else build_llama(row)
-
-
 def _build_mixture(row: PublishedRow) -> ModelConfig:
     model = load_model(row.read_choice("model_family", MIXTURES))
     assert model.experts is not None, f"{model.name} has experts"
@@ -595,9 +588,19 @@ def build_torchtitan(row: PublishedRow) -> Case:
 
 
 def build_torchtitan_job(row: PublishedRow) -> JobConfig:
-    layout = _build_torchtitan_layout(row)
+    tp, pp, cp = (_parse_axis_size(row, axis) for axis in ("TP", "PP", "CP"))
+    layout = ParallelConfig(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp_shard=row.read_count("gpus") // (tp * pp * cp),
+        zero=3,
+        sequence_parallel=tp > 1,
+        overlap=frozenset({"dp", "tp"} if "asyncTP" in row.read_text("config") else {"dp"}),
+    )
+    # llama3.1-8B -> llama-3.1-8b.
     return JobConfig(
-        load_model(_find_preset(row)),
+        load_model(re.sub("^llama(?=[23])", "llama-", row.read_text("model").lower())),
         layout,
         _build_torchtitan_training(row, layout),
         _find_torchtitan_hardware(row),
@@ -620,24 +623,6 @@ def _find_torchtitan_hardware(row: PublishedRow) -> HardwareConfig:
         return load_hardware(name)
     clock = math.sqrt(500 / 700)
     return replace(load_hardware("h100-sxm"), clock=clock, memory_bytes_per_s=2.4e12)
-
-
-def _find_preset(row: PublishedRow) -> str:
-    """llama3.1-8B -> llama-3.1-8b."""
-    return re.sub("^llama(?=[23])", "llama-", row.read_text("model").lower())
-
-
-def _build_torchtitan_layout(row: PublishedRow) -> ParallelConfig:
-    tp, pp, cp = (_parse_axis_size(row, axis) for axis in ("TP", "PP", "CP"))
-    return ParallelConfig(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp_shard=row.read_count("gpus") // (tp * pp * cp),
-        zero=3,
-        sequence_parallel=tp > 1,
-        overlap=frozenset({"dp", "tp"} if "asyncTP" in row.read_text("config") else {"dp"}),
-    )
 
 
 def _parse_axis_size(row: PublishedRow, axis: str) -> int:

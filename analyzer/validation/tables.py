@@ -265,7 +265,9 @@ def check(
     """Build the check, with its result over the rows that were not used in a fit."""
     all_rows = tuple(rows)
     reported = [row for row in all_rows if not row.fitted]
-    _assert_disjoint(all_rows, reported)
+    fitted = {row.case for row in all_rows if row.fitted}
+    both = fitted & {row.case for row in reported}
+    assert not both, f"fitted on and reported: {sorted(both)}"
     result = compute_measure(measure, reported) if reported else ()
     return Check(
         name, all_rows, measure, bar, result, baseline, _explain_no_rows(all_rows, result) or note
@@ -297,12 +299,6 @@ def mark_fitted(
 ) -> tuple[ValidationRow, ...]:
     """Mark the rows whose case is one of the fitted ones."""
     return tuple(replace(row, fitted=row.case in fitted) for row in rows)
-
-
-def _assert_disjoint(rows: Iterable[ValidationRow], reported: Iterable[ValidationRow]) -> None:
-    fitted = {row.case for row in rows if row.fitted}
-    both = fitted & {row.case for row in reported}
-    assert not both, f"fitted on and reported: {sorted(both)}"
 
 
 def _explain_no_rows(rows: tuple[ValidationRow, ...], result: tuple[float, ...]) -> str:
@@ -537,8 +533,15 @@ def build_recipe(row: PublishedRow) -> Case:
     DataError if the row does not say what ran, or ran something that has no model.
     """
     software = find_software(row)
+    name = row.read_text("model")
+    plain = _spell_plainly(name)
+    known = {_spell_plainly(preset): preset for preset in list_model_names()}
+    found = max(filter(plain.startswith, (*known, *OTHER_MODELS)), key=len, default="")
+    if not found:
+        raise _refuse(row, f"no preset of {name}")
+    model = load_model(known[found]) if found in known else OTHER_MODELS[found]()
     job = JobConfig(
-        _find_model(row),
+        replace(model, layers=_read_size(row, "layers", model.layers)),
         _build_layout(row, software),
         _build_training(row, software),
         _find_hardware(row),
@@ -550,17 +553,6 @@ def build_recipe(row: PublishedRow) -> Case:
 
 def _refuse(row: PublishedRow, problem: str) -> DataError:
     return DataError(f"{row.table}.csv", f"{row.id}: {problem}", _HINT)
-
-
-def _find_model(row: PublishedRow) -> ModelConfig:
-    name = row.read_text("model")
-    plain = _spell_plainly(name)
-    known = {_spell_plainly(preset): preset for preset in list_model_names()}
-    found = max(filter(plain.startswith, (*known, *OTHER_MODELS)), key=len, default="")
-    if not found:
-        raise _refuse(row, f"no preset of {name}")
-    model = load_model(known[found]) if found in known else OTHER_MODELS[found]()
-    return replace(model, layers=_read_size(row, "layers", model.layers))
 
 
 def _spell_plainly(name: str) -> str:

@@ -46,15 +46,17 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
     from stepsplit.analyzer.model.config_file import read_job
     from stepsplit.analyzer.model.predict import predict, read_rates
     from stepsplit.analyzer.model.prediction import prediction_to_json
-    from stepsplit.dashboard.reporters.prediction import (
-        build_formula_listing,
-        build_prediction_screen,
-    )
 
     job = read_job(job_file)
     prediction = predict(job, read_rates(job_file, job.hardware))
     if put_json(prediction, prediction_to_json, json_file):
         return
+    # The screen needs rich, which takes longer to import than a prediction.
+    from stepsplit.dashboard.reporters.prediction import (
+        build_formula_listing,
+        build_prediction_screen,
+    )
+
     console = make_console()
     console.print(build_prediction_screen(job, prediction))
     if explain:

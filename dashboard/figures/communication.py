@@ -59,7 +59,16 @@ def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = (
     for (axis, op), own in sorted(grouped.items()):
         figure.add_trace(_draw_points(axis, op, own, axes, ops))
     for curve in curves:
-        figure.add_trace(_draw_curve(curve, axes))
+        figure.add_trace(
+            go.Scatter(
+                name=f"model: {theme.escape_text(curve.op)} on {theme.escape_text(curve.axis)}",
+                mode="lines",
+                x=curve.message_bytes,
+                y=[value / 1e9 for value in curve.busbw_bytes_per_s],
+                line={"color": _choose_axis_color(curve.axis, axes), "width": 1.5, "dash": "dot"},
+                hovertemplate="<b>%{fullData.name}</b><br>%{y:.3g} GB/s<extra></extra>",
+            )
+        )
     rates = [one.busbw_bytes_per_s / 1e9 for one in points]
     rates += [value / 1e9 for one in curves for value in one.busbw_bytes_per_s]
     sizes = [float(one.message_bytes) for one in points]
@@ -115,17 +124,6 @@ def _draw_points(
         customdata=[_format_point(one) for one in own],
         hovertemplate="<b>%{fullData.name}</b><br>%{customdata}<extra></extra>",
     )  # fmt: skip
-
-
-def _draw_curve(curve: Curve, axes: list[str]) -> go.Scatter:
-    return go.Scatter(
-        name=f"model: {theme.escape_text(curve.op)} on {theme.escape_text(curve.axis)}",
-        mode="lines",
-        x=curve.message_bytes,
-        y=[value / 1e9 for value in curve.busbw_bytes_per_s],
-        line={"color": _choose_axis_color(curve.axis, axes), "width": 1.5, "dash": "dot"},
-        hovertemplate="<b>%{fullData.name}</b><br>%{y:.3g} GB/s<extra></extra>",
-    )
 
 
 def _choose_axis_color(axis: str, axes: list[str]) -> str:

@@ -68,7 +68,18 @@ def build_collectives_page(view: View, chosen: AddressQuery) -> list[Component]:
     if not report.collectives:
         hint = "The recording has no collectives and no messages: was it a single-process job?"
         return [build_empty_card("No communication", hint)]
-    times = _build_wait_against_transfer(report)
+    # The kinds of calls with the largest total time, by the median call of the slowest group.
+    axes = {group.id: group.axis or "other" for group in report.groups}
+    kinds: dict[str, CollectiveRow] = {}
+    # Ascending: of the groups of a kind the slowest is kept.
+    for row in sorted(report.collectives, key=estimate_total_ns):
+        size = "size unknown" if row.message_bytes is None else format_size(row.message_bytes)
+        kinds[f"{row.op} on {axes.get(row.group, 'other')}, {size}"] = row
+    largest = sorted(kinds.items(), key=lambda item: -estimate_total_ns(item[1]))[:KINDS]
+    calls = [MedianCall(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
+    note = "median call of the slowest group"
+    figure = build_graph("wait-transfer", draw_wait_against_transfer(calls))
+    times = [build_section("Wait and transfer time", note, figure)]
     # The figures of the two columns have about the same height then.
     is_tall = len(report.run.ranks) > _FEW_RANKS
     return [
@@ -113,21 +124,6 @@ def _build_bandwidth(report: Report) -> list[html.Section]:
             "Bus bandwidth", note, build_graph("bandwidth", draw_bandwidth(points, curves))
         )
     ]
-
-
-def _build_wait_against_transfer(report: Report) -> list[html.Section]:
-    """The kinds of calls with the largest total time, by the median call of the slowest group."""
-    axes = {group.id: group.axis or "other" for group in report.groups}
-    kinds: dict[str, CollectiveRow] = {}
-    # Ascending: of the groups of a kind the slowest is kept.
-    for row in sorted(report.collectives, key=estimate_total_ns):
-        size = "size unknown" if row.message_bytes is None else format_size(row.message_bytes)
-        kinds[f"{row.op} on {axes.get(row.group, 'other')}, {size}"] = row
-    largest = sorted(kinds.items(), key=lambda item: -estimate_total_ns(item[1]))[:KINDS]
-    calls = [MedianCall(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
-    note = "median call of the slowest group"
-    figure = build_graph("wait-transfer", draw_wait_against_transfer(calls))
-    return [build_section("Wait and transfer time", note, figure)]
 
 
 def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:

@@ -54,17 +54,9 @@ class TimelineTrack:
             return self._draw_exactly(np.arange(low, high), edges)
         long = self.dur_ns[low:high] * slots >= (to_ns - from_ns) * least_slots
         exact = self._draw_exactly(low + np.flatnonzero(long), edges)
-        return _concatenate(self._draw_slots(edges, exact), exact)
-
-    def _draw_exactly(self, rows: Int64, edges: Int64) -> DrawnShapes:
-        whole = np.full(len(rows), _FULL, dtype=np.uint8)
-        columns = (self.start_ns[rows], self.dur_ns[rows], self.bucket[rows])
-        return DrawnShapes(*columns, whole, rows, edges)
-
-    def _draw_slots(self, edges: Int64, drawn: DrawnShapes) -> DrawnShapes:
-        """The dominant bucket of each slot among slices that are not drawn exactly; neighboring
-        slots with equal bucket and cover become one shape."""
-        apart = TimelineTrack(drawn.start_ns, drawn.dur_ns, drawn.bucket)
+        # The dominant bucket of each slot among slices that are not drawn exactly; neighboring
+        # slots with equal bucket and cover become one shape.
+        apart = TimelineTrack(exact.start_ns, exact.dur_ns, exact.bucket)
         busy = self._compute_busy_ns(edges) - apart._compute_busy_ns(edges)
         cover = np.ceil(np.clip(busy.sum(axis=0) / np.diff(edges), 0, 1) * 4 - _NOISE) / 4
         winner = busy.argmax(axis=0).astype(np.uint8)
@@ -73,14 +65,22 @@ class TimelineTrack:
         last = np.append(first[1:], len(key))
         shown = key[first] >= 0
         first, last = first[shown], last[shown]
-        return DrawnShapes(
-            start_ns=edges[first],
-            dur_ns=edges[last] - edges[first],
-            bucket=winner[first],
-            cover=(cover[first] * _FULL).astype(np.uint8),
-            row=np.full(len(first), -1, dtype=np.int64),
-            edges=edges,
+        return _concatenate(
+            DrawnShapes(
+                start_ns=edges[first],
+                dur_ns=edges[last] - edges[first],
+                bucket=winner[first],
+                cover=(cover[first] * _FULL).astype(np.uint8),
+                row=np.full(len(first), -1, dtype=np.int64),
+                edges=edges,
+            ),
+            exact,
         )
+
+    def _draw_exactly(self, rows: Int64, edges: Int64) -> DrawnShapes:
+        whole = np.full(len(rows), _FULL, dtype=np.uint8)
+        columns = (self.start_ns[rows], self.dur_ns[rows], self.bucket[rows])
+        return DrawnShapes(*columns, whole, rows, edges)
 
     def _compute_busy_ns(self, edges: Int64) -> Float64:
         """Time in ns per bucket (rows) and slot between the edges (columns)."""

@@ -193,14 +193,6 @@ def build_live_frame(content: Component, mark: str) -> html.Div:
     )
 
 
-def compute_watch_mark(runs: Sequence[WatchedRun], chosen: AddressQuery, now_unix_ns: int) -> str:
-    """Changes when the page is to be drawn again: each minute, and in the shortest range with each
-    batch."""
-    minute = now_unix_ns // (60 * _SECOND_NS)
-    number = sum(run.batches for run in runs if choose_range(run, chosen) == "1h")
-    return f"{minute}.{number}"
-
-
 # The list of watched runs.
 
 
@@ -704,7 +696,18 @@ def _build_alert(alert: WatchAlert, now_unix_ns: int, *, may_act: bool) -> html.
         html.Div("  ·  ".join(_describe_state(alert, now_unix_ns)), className="note"),
     ]
     if may_act:
-        parts.append(_build_buttons(alert, now_unix_ns))
+        buttons: list[Any] = []
+        if alert.acknowledged_unix_ns is None:
+            buttons.append(_build_button("Acknowledge", alert, {"data-action": "acknowledge"}))
+        if not alert.is_silenced(now_unix_ns):
+            buttons.append(html.Span("Silence:", className="note"))
+            for label, hours in _SILENCES:
+                asked = {
+                    "data-action": "silence",
+                    "data-hours": "" if hours is None else str(hours),
+                }
+                buttons.append(_build_button(label, alert, asked))
+        parts.append(html.Div(buttons, className="alert-buttons"))
     return html.Li(parts)
 
 
@@ -725,18 +728,6 @@ def _describe_state(alert: WatchAlert, now_unix_ns: int) -> list[str]:
         then = "trying again" if alert.due_unix_ns is not None else "given up"
         states.append(f"webhook failed {alert.tries} of {TRIES} times, {then}: {alert.failure}")
     return states
-
-
-def _build_buttons(alert: WatchAlert, now_unix_ns: int) -> html.Div:
-    buttons: list[Any] = []
-    if alert.acknowledged_unix_ns is None:
-        buttons.append(_build_button("Acknowledge", alert, {"data-action": "acknowledge"}))
-    if not alert.is_silenced(now_unix_ns):
-        buttons.append(html.Span("Silence:", className="note"))
-        for label, hours in _SILENCES:
-            asked = {"data-action": "silence", "data-hours": "" if hours is None else str(hours)}
-            buttons.append(_build_button(label, alert, asked))
-    return html.Div(buttons, className="alert-buttons")
 
 
 def _build_button(label: str, alert: WatchAlert, asked: dict[str, str]) -> html.Button:
@@ -762,7 +753,11 @@ def _build_live(request: PageRequest) -> PageContent | None:
         return None
     chosen = request.address.chosen
     runs = store.watches.list_watches() if run is None else (run,)
-    newest = compute_watch_mark(runs, chosen, now_ns)
+    # Changes when the page is to be drawn again: each minute, and in the shortest range with each
+    # batch.
+    minute = now_ns // (60 * _SECOND_NS)
+    number = sum(run.batches for run in runs if choose_range(run, chosen) == "1h")
+    newest = f"{minute}.{number}"
     if newest == request.mark:
         return None
     if run is None:

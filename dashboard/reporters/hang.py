@@ -40,7 +40,13 @@ _STYLE = {"missing": "red"}
 
 def build_hang_screen(hang: Hang) -> RenderableType:
     """The whole screen for one hang, to be printed by a rich console of any width."""
-    parts: list[RenderableType] = [_list_culprits(hang), _build_hang_heading(hang)]
+    from stepsplit.analyzer.diagnose.hang import format_verdict
+
+    lines = (hang.note, *format_verdict([one.message for one in hang.culprits]))
+    parts: list[RenderableType] = [
+        Group(*(Text(line, style="bold") for line in lines if line)),
+        _build_hang_heading(hang),
+    ]
     for one in hang.warnings:
         of_rank = "" if one.rank is None else f" (rank {one.rank})"
         parts.append(Text(f"warning: {one.message}{of_rank}", style="yellow"))
@@ -92,13 +98,6 @@ def _list_frames(one: RankNow) -> tuple[str, ...]:
     shown = tuple(f"{frame.file}:{frame.line} {frame.function}" for frame in one.stack)
     more = len(shown) - MAX_FRAMES
     return (*shown[:MAX_FRAMES], f"and {more} more frames") if more > 0 else shown
-
-
-def _list_culprits(hang: Hang) -> Group:
-    from stepsplit.analyzer.diagnose.hang import format_verdict
-
-    lines = (hang.note, *format_verdict([one.message for one in hang.culprits]))
-    return Group(*(Text(line, style="bold") for line in lines if line))
 
 
 def _build_hang_heading(hang: Hang) -> Text:

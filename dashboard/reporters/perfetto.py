@@ -36,7 +36,10 @@ def perfetto_trace(report: Report, tables: Tables) -> Iterator[bytes]:
         _drop_empty_rows(tables.waits),
     )
     lanes = build_lanes(tables.boxes)
-    band = _build_bucket_slices(tables.segments, lanes)
+    segments = tables.segments
+    end = segments.start_ns + segments.dur_ns
+    track = lanes.compute_tracks(segments.rank, BAND)
+    band = _Part(track, segments.bucket.astype(np.int64), BUCKETS, segments.start_ns, end)
     waits = _build_wait_slices(tables.waits, lanes)
     parts = (
         band,
@@ -68,12 +71,6 @@ def _drop_empty_rows(table: _Table) -> _Table:
     """The rows with a positive duration; clock conversion can round a duration to zero."""
     mask = table.dur_ns > 0
     return type(table)(*(getattr(table, column.name)[mask] for column in fields(table)))
-
-
-def _build_bucket_slices(segments: Segments, lanes: Lanes) -> _Part:
-    end = segments.start_ns + segments.dur_ns
-    track = lanes.compute_tracks(segments.rank, BAND)
-    return _Part(track, segments.bucket.astype(np.int64), BUCKETS, segments.start_ns, end)
 
 
 def _build_wait_slices(waits: Waits, lanes: Lanes) -> _Part:
@@ -162,7 +159,7 @@ _NAMES = {STEPS: "steps", BAND: "buckets", WAITS: "waits"}
 class Lanes:
     """The tracks of all ranks: `count` per rank, not all in use.
 
-    of_boxes is the track of each box; stage_of maps such a track to its stage.
+    box_track is the track of each box; stage_of maps such a track to its stage.
     """
 
     count: int

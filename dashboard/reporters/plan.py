@@ -12,7 +12,6 @@ from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.config import HardwareConfig, JobConfig
 from stepsplit.analyzer.model.plan_space import (
     AxisPlacement,
@@ -22,7 +21,6 @@ from stepsplit.analyzer.model.plan_space import (
     Reason,
     RunnerUp,
     SearchCounts,
-    Trial,
     format_job_lines,
 )
 from stepsplit.analyzer.validation.tables import Check, ValidationRow
@@ -42,49 +40,20 @@ MAX_REJECTED_KINDS = 3
 
 def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     """Builds the screen of a plan for a rich console of any width."""
+    training, name = job.training, job.model.name or f"of {job.model.layers} layers"
+    adapters = f", LoRA of rank {training.lora_rank}" if training.lora_rank else ""
     parts: list[RenderableType] = [
-        _build_plan_heading(job, plan),
+        Group(
+            Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold"),
+            Text(
+                f"{training.global_batch:,} sequences of {training.seq_len:,} tokens per step   "
+                f"{training.dtype} {training.optimizer}, {training.framework}{adapters}"
+            ),
+        ),
         _format_search(plan.searched),
         Text(),
     ]
-    parts += [
-        _build_ranking_table(job, plan),
-        Text(),
-        _build_details_table(plan),
-        Text(),
-        *_build_decision_tree(job, plan),
-    ]
-    if plan.pareto:
-        parts += [Text(), _build_pareto_table(plan)]
-    lines = format_job_lines(job, plan.best.choice)
-    heading = "to job.toml: replace [parallel], and these keys of [training]"
-    parts += [Text(), Text(heading, style="bold"), *map(Text, lines)]
-    return Group(*parts)
-
-
-def _build_plan_heading(job: JobConfig, plan: Plan) -> RenderableType:
-    training, name = job.training, job.model.name or f"of {job.model.layers} layers"
-    adapters = f", LoRA of rank {training.lora_rank}" if training.lora_rank else ""
-    return Group(
-        Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold"),
-        Text(
-            f"{training.global_batch:,} sequences of {training.seq_len:,} tokens per step   "
-            f"{training.dtype} {training.optimizer}, {training.framework}{adapters}"
-        ),
-    )
-
-
-def _format_search(searched: SearchCounts) -> Text:
-    refused = searched.considered - searched.too_big - searched.fit
-    text = f"{searched.considered:,} layouts considered: {searched.fit:,} fit, "
-    text += f"{searched.too_big:,} do not fit, {refused:,} are invalid"
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in searched.refused[:MAX_REJECTED_KINDS])
-    text += f" ({kinds})" if kinds else ""
-    return Text(f"{text}; {searched.timed:,} timed, others ruled out by lower bounds", style=_DIM)
-
-
-def _build_ranking_table(job: JobConfig, plan: Plan) -> Table:
-    """One line per layout."""
+    # One line per layout.
     cost = ("1M tokens",) if plan.price_per_gpu_hour is not None else ()
     table = build_table("", "layout", "step", "slower", "MFU", "peak memory", "confidence", *cost)
     table.columns[1].justify = "left"
@@ -100,7 +69,28 @@ def _build_ranking_table(job: JobConfig, plan: Plan) -> Table:
             candidate.confidence,
             *_format_cost(plan, candidate, plan.gpus),
         )
-    return table
+    parts += [
+        table,
+        Text(),
+        _build_details_table(plan),
+        Text(),
+        *_build_decision_tree(job, plan),
+    ]
+    if plan.pareto:
+        parts += [Text(), _build_pareto_table(plan)]
+    lines = format_job_lines(job, plan.best.choice)
+    heading = "to job.toml: replace [parallel], and these keys of [training]"
+    parts += [Text(), Text(heading, style="bold"), *map(Text, lines)]
+    return Group(*parts)
+
+
+def _format_search(searched: SearchCounts) -> Text:
+    refused = searched.considered - searched.too_big - searched.fit
+    text = f"{searched.considered:,} layouts considered: {searched.fit:,} fit, "
+    text += f"{searched.too_big:,} do not fit, {refused:,} are invalid"
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in searched.refused[:MAX_REJECTED_KINDS])
+    text += f" ({kinds})" if kinds else ""
+    return Text(f"{text}; {searched.timed:,} timed, others ruled out by lower bounds", style=_DIM)
 
 
 def _format_cost(plan: Plan, candidate: Candidate, gpus: int) -> tuple[str, ...]:
@@ -141,16 +131,35 @@ def _build_details_table(plan: Plan) -> Table:
 
 
 def _build_settings(candidate: Candidate) -> Text:
-    return Text(format_settings(candidate))
+    # Schedule, microbatches, ZeRO stage and recomputation of a layout.
+    choice = candidate.choice
+    chunks = f", {choice.chunks} stages per rank" if choice.chunks > 1 else ""
+    known = (
+        f"{choice.schedule}{chunks}" if choice.pp > 1 else "",
+        f"{_format_microbatches(candidate.microbatches)} of {choice.micro_batch:,}",
+        f"ZeRO-{choice.zero}" if choice.zero else "",
+        f"in groups of {choice.dp_shard}" if choice.zero == 3 and choice.dp_replicate > 1 else "",
+        f"expert tp {choice.expert_tp}" if choice.expert_tp > 1 else "",
+        "sequence parallel" if choice.sequence_parallel else "",
+        "" if choice.recompute == "none" else f"recompute {choice.recompute}",
+        "uneven stages" if choice.layers_per_stage else "",
+    )
+    return Text(", ".join(part for part in known if part))
 
 
 def _build_decision_tree(job: JobConfig, plan: Plan) -> list[RenderableType]:
     """The decisions of the rule-of-thumb layout, and the links of the best layout."""
     table = build_table("rule of thumb", "memory per GPU", "")
-    for trial in _select_trials(plan.tree):
+    # The last trial of each question, and the last pipeline that does not fit.
+    last = {trial.question: trial for trial in plan.tree}
+    before = [trial for trial in plan.tree[-2:-1] if trial.pp > 1]
+    for trial in [*list(last.values())[:-1], *before, *list(last.values())[-1:]]:
         needs = units.format_gibibytes(trial.peak_bytes)
         answer = Text("fits", style="green") if trial.fits else Text("does not fit", style=_DIM)
-        table.add_row(_format_question(trial), needs, answer)
+        words = [f"tp {trial.tp}"] * (trial.tp > 1) + [f"pp {trial.pp}"] * (trial.pp > 1)
+        words += [f"ep {trial.ep}"] * (trial.ep > 1)
+        words += [f"ZeRO-{trial.zero}"] * (trial.zero > 0)
+        table.add_row(f"{trial.question}{': ' if words else ''}{' '.join(words)}", needs, answer)
     links = ", ".join(_format_placement(place) for place in plan.places) or "none (one GPU)"
     gpu_memory = f"memory of a GPU: {units.format_gibibytes(job.hardware.memory_bytes)}"
     rest = Text(
@@ -170,20 +179,6 @@ def _format_rule_of_thumb(plan: Plan) -> Text:
     alone = "data parallelism only" if plan.gpus > 1 else "one GPU"
     by_hand = f"{' '.join(sizes)} and data parallelism" if sizes else alone
     return Text(f"rule-of-thumb layout: {by_hand}; fastest layout: {best}")
-
-
-def _select_trials(tree: tuple[Trial, ...]) -> list[Trial]:
-    """The last trial of each question, and the last pipeline that does not fit."""
-    last = {trial.question: trial for trial in tree}
-    before = [trial for trial in tree[-2:-1] if trial.pp > 1]
-    return [*list(last.values())[:-1], *before, *list(last.values())[-1:]]
-
-
-def _format_question(trial: Trial) -> str:
-    words = [f"tp {trial.tp}"] * (trial.tp > 1) + [f"pp {trial.pp}"] * (trial.pp > 1)
-    words += [f"ep {trial.ep}"] * (trial.ep > 1)
-    words += [f"ZeRO-{trial.zero}"] * (trial.zero > 0)
-    return f"{trial.question}{': ' if words else ''}{' '.join(words)}"
 
 
 def _format_placement(place: AxisPlacement) -> str:
@@ -208,23 +203,6 @@ def format_axes(choice: Choice) -> str:
     """The axes with more than one rank: "tp 8 pp 16 dp 64"."""
     sizes = zip(("tp", "pp", "cp", "dp", "ep"), choice.axes, strict=True)
     return " ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one GPU"
-
-
-def format_settings(candidate: Candidate) -> str:
-    """Schedule, microbatches, ZeRO stage and recomputation of a layout."""
-    choice = candidate.choice
-    chunks = f", {choice.chunks} stages per rank" if choice.chunks > 1 else ""
-    known = (
-        f"{choice.schedule}{chunks}" if choice.pp > 1 else "",
-        f"{_format_microbatches(candidate.microbatches)} of {choice.micro_batch:,}",
-        f"ZeRO-{choice.zero}" if choice.zero else "",
-        f"in groups of {choice.dp_shard}" if choice.zero == 3 and choice.dp_replicate > 1 else "",
-        f"expert tp {choice.expert_tp}" if choice.expert_tp > 1 else "",
-        "sequence parallel" if choice.sequence_parallel else "",
-        "" if choice.recompute == "none" else f"recompute {choice.recompute}",
-        "uneven stages" if choice.layers_per_stage else "",
-    )
-    return ", ".join(part for part in known if part)
 
 
 def explain_runner_up(best: Candidate, runner_up: RunnerUp) -> str:
@@ -308,8 +286,15 @@ _PUBLISHED = "as published"
 
 def build_calibration_screen(calibration: Calibration, out: Path | None) -> RenderableType:
     """Builds the screen of a calibration; out is the file that was written, if any."""
+    runs = list(dict.fromkeys(one.run for one in calibration.stages))
+    words = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    name = calibration.hardware.name
+    off = units.format_percent(calibration.hardware.efficiency.error)
     parts: list[RenderableType] = [
-        _build_calibration_heading(calibration),
+        Group(
+            Text(f"{name} calibrated from {words}: {', '.join(runs)}", style="bold"),
+            Text(f"expected error for other layouts: {off}"),
+        ),
         Text(),
         _build_constants_table(calibration),
         Text(),
@@ -319,20 +304,19 @@ def build_calibration_screen(calibration: Calibration, out: Path | None) -> Rend
     if notes:
         parts += [*notes, Text()]
     if calibration.transfers:
-        parts += [_build_transfers_table(calibration.transfers), Text()]
+        table = build_table("collective", "ranks", "size", "time")
+        rows = [
+            (one.op, str(one.ranks), units.format_size(size), units.format_milliseconds(ns))
+            for one in calibration.transfers
+            for size, ns in zip(one.sizes_bytes, one.times_ns, strict=True)
+        ]
+        for row in rows[:MAX_TRANSFERS]:
+            table.add_row(*row)
+        more = len(rows) - MAX_TRANSFERS
+        left_out = Text(f"and {more} more (see --json)", style=_DIM)
+        parts += [Group(table, left_out) if more > 0 else Group(table), Text()]
     parts += [_build_stages_table(calibration.stages), *_build_usage_hint(calibration, out)]
     return Group(*parts)
-
-
-def _build_calibration_heading(calibration: Calibration) -> RenderableType:
-    runs = list(dict.fromkeys(one.run for one in calibration.stages))
-    words = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    name = calibration.hardware.name
-    off = units.format_percent(calibration.hardware.efficiency.error)
-    return Group(
-        Text(f"{name} calibrated from {words}: {', '.join(runs)}", style="bold"),
-        Text(f"expected error for other layouts: {off}"),
-    )
 
 
 def _build_constants_table(calibration: Calibration) -> Table:
@@ -374,20 +358,6 @@ def _format_attention(hardware: HardwareConfig, peak: float) -> str:
     if hardware.attention is not None:
         return f"{units.format_flops(hardware.attention.forward_flops_per_s)}/s"
     return f"{units.format_flops(share * peak)}/s" if share else _PUBLISHED
-
-
-def _build_transfers_table(transfers: tuple[TransferSweep, ...]) -> Group:
-    table = build_table("collective", "ranks", "size", "time")
-    rows = [
-        (one.op, str(one.ranks), units.format_size(size), units.format_milliseconds(ns))
-        for one in transfers
-        for size, ns in zip(one.sizes_bytes, one.times_ns, strict=True)
-    ]
-    for row in rows[:MAX_TRANSFERS]:
-        table.add_row(*row)
-    more = len(rows) - MAX_TRANSFERS
-    left_out = Text(f"and {more} more (see --json)", style=_DIM)
-    return Group(table, left_out) if more > 0 else Group(table)
 
 
 def _build_stages_table(stages: tuple[ExplainedStage, ...]) -> Table:
@@ -489,7 +459,11 @@ def _build_limit_table(checks: Sequence[Check], name: str) -> Table:
     has_bands = any(check.banded for check in checks)
     table = _build_table(name, "rows", "result", "limit", *["in band"] * has_bands, "verdict")
     for check in checks:
-        bar = _format_limits(check.bar) if check.bar else "none"
+        bar = (
+            (" / ".join(f"{100 * value:.1f}" for value in check.bar) + " %")
+            if check.bar
+            else "none"
+        )
         inside = units.format_percent(check.inside / len(check.banded)) if check.banded else ""
         table.add_row(
             _trim_name(check),
@@ -518,11 +492,6 @@ def _format_result(check: Check, values: tuple[float, ...]) -> str:
     """(0.039, 0.063) -> "mean 3.9 %, p90 6.3 %"."""
     names = _NAMES[check.measure]
     return ", ".join(f"{n} {units.format_percent(v)}" for n, v in zip(names, values, strict=False))
-
-
-def _format_limits(values: tuple[float, ...]) -> str:
-    """(0.02, 0.035) -> "2.0 / 3.5 %"."""
-    return " / ".join(f"{100 * value:.1f}" for value in values) + " %"
 
 
 def _format_verdict(check: Check) -> Text:

@@ -14,14 +14,7 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
-from stepsplit.analyzer.model.formulas import (
-    CheckedRule,
-    Explanation,
-    RuleOfThumb,
-    Symbol,
-    Unit,
-    Verdict,
-)
+from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, RuleOfThumb, Unit, Verdict
 from stepsplit.analyzer.model.memory import estimate_allocated_band
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
@@ -40,7 +33,13 @@ _CONFIDENCE = {
 def build_prediction_screen(job: JobConfig, prediction: Prediction) -> RenderableType:
     """Builds the screen of a prediction for a rich console of any width."""
     parts: list[RenderableType] = [_build_heading(job, prediction), _build_training_line(job)]
-    parts += [_build_step_line(prediction), _build_memory_line(job, prediction)]
+    text = Text(f"step {units.format_milliseconds(prediction.split.step_ns)}", style="bold")
+    band = units.format_milliseconds_range(prediction.low_ns, prediction.high_ns)
+    rate = units.format_tokens_per_second(prediction.tokens_per_s_per_gpu)
+    text.append(f" ({band})", style="not bold")
+    text.append(f"   confidence {prediction.confidence}", style=_CONFIDENCE[prediction.confidence])
+    text.append(f"   {rate}/GPU   {_format_utilization(prediction)}", style="not bold")
+    parts += [text, _build_memory_line(job, prediction)]
     parts += [Text(), build_split_table(prediction), _build_memo(prediction)]
     parts += [Text(), _build_pipeline_line(job, prediction), build_stages_table(prediction)]
     if prediction.communication:
@@ -99,16 +98,6 @@ def _list_offloaded(training: TrainingConfig) -> str:
     """Such as "activations of 40 layers, optimizer"."""
     layers = f" of {training.offload_layers} layers" if training.offload_layers else ""
     return ", ".join(sorted(training.offload)).replace("activations", f"activations{layers}")
-
-
-def _build_step_line(prediction: Prediction) -> Text:
-    text = Text(f"step {units.format_milliseconds(prediction.split.step_ns)}", style="bold")
-    band = units.format_milliseconds_range(prediction.low_ns, prediction.high_ns)
-    rate = units.format_tokens_per_second(prediction.tokens_per_s_per_gpu)
-    text.append(f" ({band})", style="not bold")
-    text.append(f"   confidence {prediction.confidence}", style=_CONFIDENCE[prediction.confidence])
-    text.append(f"   {rate}/GPU   {_format_utilization(prediction)}", style="not bold")
-    return text
 
 
 def _format_utilization(prediction: Prediction) -> str:
@@ -324,21 +313,17 @@ def _build_entry(explained: Explanation) -> list[RenderableType]:
     )
     lines: list[RenderableType] = [Text(f"{explained.formula.id}: {explained.formula.text}")]
     lines += [Text(explained.note)] if explained.note else []
+    # Name, value and meaning of each symbol, one per line.
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for symbol in explained.symbols:
+        value = _format_value(symbol.value, symbol.unit)
+        table.add_row(Text(f"{symbol.name} = {value}"), Text(symbol.meaning))
     lines += [
-        _build_symbol_table(explained.symbols),
+        table,
         Text(explained.formula.citation, style="bright_black"),
     ]
     lines += [_format_rule_of_thumb(each, explained.unit) for each in explained.rules]
     return [heading, *(Padding(line, _INDENT, expand=False) for line in lines)]
-
-
-def _build_symbol_table(symbols: Sequence[Symbol]) -> Table:
-    """Name, value and meaning of each symbol, one per line."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for symbol in symbols:
-        value = _format_value(symbol.value, symbol.unit)
-        table.add_row(Text(f"{symbol.name} = {value}"), Text(symbol.meaning))
-    return table
 
 
 def _format_rule_of_thumb(rule: RuleOfThumb, unit: Unit) -> Text:

@@ -76,7 +76,16 @@ def build_report_screen(report: Report) -> RenderableType:
     parts += _describe_steps(report, summary)
     if memory := format_memory(report.memory or ()):
         parts.append(Text(memory))
-    parts += _format_warnings(report.warnings)
+    # One line a warning; a warning that several ranks share is one line.
+    same: dict[str, list[WarningRow]] = {}
+    for row in report.warnings:
+        same.setdefault(row.code if row.rank is not None else row.message, []).append(row)
+    lines = []
+    for first, *others in same.values():
+        of_rank = "" if first.rank is None else f" (rank {first.rank})"
+        also = f"; also on {len(others)} other rank{'s' if others[1:] else ''}" if others else ""
+        lines.append(Text(f"warning: {first.message}{of_rank}{also}", style="yellow"))
+    parts += lines
     parts += [Text(), BucketTable(report, summary), _format_memo(report, summary)]
     parts += format_coverage(report)
     parts += format_critical_path(report)
@@ -158,19 +167,6 @@ def _format_left_out(report: Report, number: int) -> str:
     left = [row.rank for row in rows if row.kind in _LEFT_OUT]
     on = f" on {name_ranks(left)}" if len(left) < len(rows) else ""
     return f"#{number} {' or '.join(why.values())}{on}"
-
-
-def _format_warnings(rows: Sequence[WarningRow]) -> list[Text]:
-    """One line a warning; a warning that several ranks share is one line."""
-    same: dict[str, list[WarningRow]] = {}
-    for row in rows:
-        same.setdefault(row.code if row.rank is not None else row.message, []).append(row)
-    lines = []
-    for first, *others in same.values():
-        of_rank = "" if first.rank is None else f" (rank {first.rank})"
-        also = f"; also on {len(others)} other rank{'s' if others[1:] else ''}" if others else ""
-        lines.append(Text(f"warning: {first.message}{of_rank}{also}", style="yellow"))
-    return lines
 
 
 def _format_memo(report: Report, summary: Summary | None) -> Text:

@@ -472,24 +472,20 @@ def format_junit(verdict: CheckResult) -> bytes:
     suites = xml.Element("testsuites")
     suite = xml.SubElement(suites, "testsuite", counts)
     for one in verdict.gated:
-        _add_case(suite, one, verdict)
+        case = xml.SubElement(suite, "testcase", name=one.metric, classname=_SUITE, time="0")
+        text = escape_controls(format_line(one))
+        if one.answer == "regressed":
+            failure = xml.SubElement(case, "failure", message=text, type="regressed")
+            failure.text = "\n".join(
+                [text, *(escape_controls(cause.message) for cause in verdict.causes)]
+            )
+        elif one.answer == "inconclusive":
+            xml.SubElement(case, "skipped", message=text)
+        out = xml.SubElement(case, "system-out")
+        out.text = text
     xml.indent(suites)
     body: bytes = xml.tostring(suites, "utf-8")
     return b'<?xml version="1.0" encoding="utf-8"?>\n' + body + b"\n"
-
-
-def _add_case(suite: xml.Element, result: CheckedMetric, verdict: CheckResult) -> None:
-    case = xml.SubElement(suite, "testcase", name=result.metric, classname=_SUITE, time="0")
-    text = escape_controls(format_line(result))
-    if result.answer == "regressed":
-        failure = xml.SubElement(case, "failure", message=text, type="regressed")
-        failure.text = "\n".join(
-            [text, *(escape_controls(cause.message) for cause in verdict.causes)]
-        )
-    elif result.answer == "inconclusive":
-        xml.SubElement(case, "skipped", message=text)
-    out = xml.SubElement(case, "system-out")
-    out.text = text
 
 
 # Benchmark trackers: Bencher and github-action-benchmark.

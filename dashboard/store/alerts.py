@@ -186,7 +186,12 @@ class AlertStore:
             while (row := connection.execute(locked).one_or_none()) is not None:
                 alert = WatchAlert(*row)
                 own = update(WATCH_ALERTS).where(table.id == alert.id)
-                if not _is_run_silenced(connection, alert.run, now_ns):
+                query = select(WATCH_ALERTS.c.id).select_from(WATCH_ALERTS.join(WATCHES))
+                silences = WATCH_ALERTS.c.silenced_until_unix_ns > now_ns
+                found = connection.execute(
+                    query.where(WATCHES.c.name == alert.run, silences).limit(1)
+                )
+                if not (found.first() is not None):
                     lease_ns = now_ns + LEASE_S * _SECOND_NS
                     values = {"due_unix_ns": lease_ns, "tries": alert.tries + 1}
                     connection.execute(own.values(values))
@@ -220,13 +225,6 @@ def _select_alerts() -> Select[Any]:
         for one in fields(WatchAlert)
     ]
     return select(*columns).select_from(WATCH_ALERTS.join(WATCHES))
-
-
-def _is_run_silenced(connection: Connection, run: str, now_ns: int) -> bool:
-    query = select(WATCH_ALERTS.c.id).select_from(WATCH_ALERTS.join(WATCHES))
-    silences = WATCH_ALERTS.c.silenced_until_unix_ns > now_ns
-    found = connection.execute(query.where(WATCHES.c.name == run, silences).limit(1))
-    return found.first() is not None
 
 
 # Opening and ending, within a write transaction.

@@ -15,7 +15,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from stepsplit.analyzer.analysis import Analysis, examine_with_inferred_job
 from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.readers.workers import Progress
-from stepsplit.analyzer.report.report import Report
 from stepsplit.collectors.formats.run_spec import MESH_FILE, Mesh
 from stepsplit.collectors.safe_io.regular_file import read_regular
 from stepsplit.dashboard.store.analysis_queue import AnalysisJob
@@ -66,7 +65,15 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
                 store.jobs.record_progress(job, share, note)
 
         analysis = analyze(uploads, throttle_progress(notify))
-        report = _strip_folder_of_texts(store, job, analysis.report)
+        # The report with warnings and caveats that name files as they were uploaded.
+        warnings = tuple(
+            structs.replace(one, message=_strip_folder(store, job, one.message))
+            for one in analysis.report.warnings
+        )
+        gap = analysis.report.gap
+        if gap is not None:
+            gap = structs.replace(gap, notes=tuple(_strip_folder(store, job, n) for n in gap.notes))
+        report = structs.replace(analysis.report, warnings=warnings, gap=gap)
         store.artifacts.save(job.run_id, report, analysis.tables)
         if analysis.job_draft is not None:
             store.artifacts.save_job(job.run_id, analysis.job_draft.text.encode())
@@ -114,18 +121,6 @@ def _strip_folder(store: Store, job: AnalysisJob, message: str) -> str:
     # The uploader knows the files by their upload names, without the server's folder.
     folder = str(store.artifacts.find_folder(job.run_id) / INPUT_NAME)
     return message.replace(f"{folder}/", "").replace(folder, "the upload")
-
-
-def _strip_folder_of_texts(store: Store, job: AnalysisJob, report: Report) -> Report:
-    """The report with warnings and caveats that name files as they were uploaded."""
-    warnings = tuple(
-        structs.replace(one, message=_strip_folder(store, job, one.message))
-        for one in report.warnings
-    )
-    gap = report.gap
-    if gap is not None:
-        gap = structs.replace(gap, notes=tuple(_strip_folder(store, job, n) for n in gap.notes))
-    return structs.replace(report, warnings=warnings, gap=gap)
 
 
 def clean_up(store: Store, job: AnalysisJob, is_owner: bool) -> None:

@@ -211,7 +211,20 @@ def merge_job(text: bytes, changes: Sequence[JobChange]) -> bytes:
     """
     table = parse_table(JOB_FILE, text)
     _check_size(table.values)
-    needed = _complete_changes(table, changes)
+    # The changes that change something, and the removal of the keys that they replace.
+    asked = {(one.table, one.key) for one in changes}
+    removed = {
+        (one.table, key): None
+        for one in changes
+        if one.value is not None
+        for key in _list_replaced_keys(table, one)
+        if (one.table, key) not in asked
+    }
+    needed = tuple(
+        one
+        for one in (*changes, *(JobChange(*place, None) for place in removed))
+        if table.get_subtable(one.table).values.get(one.key) != one.value
+    )
     wanted = _apply_changes(table.values, needed)
     if not needed:
         return text
@@ -240,23 +253,6 @@ def complete_job(text: bytes, completed: bytes) -> bytes:
         if key not in own.get_subtable(name).values
     ]
     return merge_job(text, added)
-
-
-def _complete_changes(table: TomlTable, changes: Sequence[JobChange]) -> tuple[JobChange, ...]:
-    """The changes that change something, and the removal of the keys that they replace."""
-    asked = {(one.table, one.key) for one in changes}
-    removed = {
-        (one.table, key): None
-        for one in changes
-        if one.value is not None
-        for key in _list_replaced_keys(table, one)
-        if (one.table, key) not in asked
-    }
-    return tuple(
-        one
-        for one in (*changes, *(JobChange(*place, None) for place in removed))
-        if table.get_subtable(one.table).values.get(one.key) != one.value
-    )
 
 
 def _list_replaced_keys(table: TomlTable, change: JobChange) -> tuple[str, ...]:

@@ -99,7 +99,21 @@ def can_add_files(connection: Connection, run_id: str) -> bool:
 def record_done(connection: Connection, run_id: str, report: Report) -> None:
     """Marks the run as done and records the metrics of its report."""
     numbers = build_headline(report)
-    values = {"state": "done", "error": None, **build_columns(numbers)}
+    # The columns of a headline.
+    values = {
+        "state": "done",
+        "error": None,
+        **{
+            "world_size": numbers.world_size,
+            "mesh": None if numbers.mesh is None else clean_text(numbers.mesh, 200),
+            "backend": None if numbers.backend is None else clean_text(numbers.backend, 100),
+            "steps": numbers.steps,
+            "warnings": numbers.warnings,
+            "bubble_fraction": numbers.bubble_fraction,
+            "mfu": numbers.mfu,
+            **_build_median_columns(numbers.median_step),
+        },
+    }
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
     record_job(connection, run_id, compute_job_fingerprint(report))
     record_metrics(connection, run_id, report, numbers)
@@ -172,20 +186,6 @@ def build_run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
 
 
 _SHARES = tuple(f"{bucket}_share" for bucket in BUCKETS)
-
-
-def build_columns(headline: Headline) -> dict[str, Any]:
-    """The columns of a headline."""
-    return {
-        "world_size": headline.world_size,
-        "mesh": None if headline.mesh is None else clean_text(headline.mesh, 200),
-        "backend": None if headline.backend is None else clean_text(headline.backend, 100),
-        "steps": headline.steps,
-        "warnings": headline.warnings,
-        "bubble_fraction": headline.bubble_fraction,
-        "mfu": headline.mfu,
-        **_build_median_columns(headline.median_step),
-    }
 
 
 def _build_median_columns(middle: MedianStep | None) -> dict[str, int | float]:

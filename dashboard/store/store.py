@@ -222,7 +222,16 @@ class Store:
     def count_contents(self) -> StoreCounts:
         """The counts for monitoring."""
         with self._database.begin_read() as connection:
-            return count_store(connection)
+            # Current counts of the store.
+            oldest = select(func.min(JOBS.c.queued_unix_ns)).where(JOBS.c.state == "queued")
+            queued = connection.execute(oldest).scalar()
+            size = select(func.coalesce(func.sum(FILES.c.received_bytes), 0))
+            return StoreCounts(
+                _count_by_state(connection, RUNS, RUNS.c.state),
+                _count_by_state(connection, JOBS, JOBS.c.state),
+                0.0 if queued is None else max(0, time.time_ns() - queued) / 1e9,
+                int(connection.execute(size).scalar_one()),
+            )
 
     def _remove_files(self, run_id: str) -> None:
         self.artifacts.remove(run_id)
@@ -335,19 +344,6 @@ class StoreCounts:
     jobs: Mapping[str, int]
     oldest_queued_s: float
     upload_bytes: int
-
-
-def count_store(connection: Connection) -> StoreCounts:
-    """Current counts of the store."""
-    oldest = select(func.min(JOBS.c.queued_unix_ns)).where(JOBS.c.state == "queued")
-    queued = connection.execute(oldest).scalar()
-    size = select(func.coalesce(func.sum(FILES.c.received_bytes), 0))
-    return StoreCounts(
-        _count_by_state(connection, RUNS, RUNS.c.state),
-        _count_by_state(connection, JOBS, JOBS.c.state),
-        0.0 if queued is None else max(0, time.time_ns() - queued) / 1e9,
-        int(connection.execute(size).scalar_one()),
-    )
 
 
 def _count_by_state(

@@ -376,7 +376,28 @@ def _update_status(connection: Connection, watch: Row[Any], batch: WatchBatch, n
         _roll_up(connection, watch.id)
         values["rolled_unix_ns"] = newest_ns
     if newest_ns >= watch.trimmed_unix_ns + watch_slots.HOUR_S * _SECOND_NS:
-        _trim(connection, watch.id, newest_ns)
+        # Deletes what is older than is kept, by the newest time of the run.
+        for table in (WATCH_STEPS, WATCH_SPLITS):
+            for level_s, kept_s in watch_slots.KEPT_S.items():
+                oldest_s = newest_ns // _SECOND_NS - kept_s
+                connection.execute(
+                    delete(table).where(
+                        table.c.watch_id == watch.id,
+                        table.c.level_s == level_s,
+                        table.c.start_unix_s < oldest_s,
+                    )
+                )
+        for table, kept_s in (
+            (WATCH_BATCHES, LATE_S),
+            (WATCH_SAMPLES, KEPT_SAMPLES_S),
+            (WATCH_EVENTS, KEPT_EVENTS_S),
+        ):
+            oldest_ns = newest_ns - kept_s * _SECOND_NS
+            connection.execute(
+                delete(table).where(table.c.watch_id == watch.id, table.c.unix_ns < oldest_ns)
+            )
+        ended = WATCH_ALERTS.c.ended_unix_ns < newest_ns - KEPT_EVENTS_S * _SECOND_NS
+        connection.execute(delete(WATCH_ALERTS).where(WATCH_ALERTS.c.watch_id == watch.id, ended))
         values["trimmed_unix_ns"] = newest_ns
     key = {"watch_id": watch.id, "host": clean_text(batch.host, 200)}
     known = _find_row(connection, WATCH_HOSTS, key)
@@ -438,31 +459,6 @@ def _roll_up(connection: Connection, watch_id: int) -> None:
                 watch_slots.merge_sums(np.concatenate(local, axis=1)),
             )  # fmt: skip
         connection.execute(update(WATCH_STEPS).where(*changed).values(rolled=True))
-
-
-def _trim(connection: Connection, watch_id: int, newest_ns: int) -> None:
-    """Deletes what is older than is kept, by the newest time of the run."""
-    for table in (WATCH_STEPS, WATCH_SPLITS):
-        for level_s, kept_s in watch_slots.KEPT_S.items():
-            oldest_s = newest_ns // _SECOND_NS - kept_s
-            connection.execute(
-                delete(table).where(
-                    table.c.watch_id == watch_id,
-                    table.c.level_s == level_s,
-                    table.c.start_unix_s < oldest_s,
-                )
-            )
-    for table, kept_s in (
-        (WATCH_BATCHES, LATE_S),
-        (WATCH_SAMPLES, KEPT_SAMPLES_S),
-        (WATCH_EVENTS, KEPT_EVENTS_S),
-    ):
-        oldest_ns = newest_ns - kept_s * _SECOND_NS
-        connection.execute(
-            delete(table).where(table.c.watch_id == watch_id, table.c.unix_ns < oldest_ns)
-        )
-    ended = WATCH_ALERTS.c.ended_unix_ns < newest_ns - KEPT_EVENTS_S * _SECOND_NS
-    connection.execute(delete(WATCH_ALERTS).where(WATCH_ALERTS.c.watch_id == watch_id, ended))
 
 
 # Forgetting a start.

@@ -302,7 +302,24 @@ def _receive_body(
     drafts = sum(draft.stat().st_size for draft in (upload.folder / _DRAFTS_NAME).iterdir())
     quota = Quota(min(of_file, of_run - drafts), upload.folder, limits.spare_bytes)
     quota.check_disk(part.length or 0)
-    received = append_body(part, file, quota)
+    # Appends the body to the file and syncs it to disk. Raises HttpError.
+    received_bytes, digest, blocks = 0, hashlib.sha256(), _Blocks(part.stream)
+    for block in blocks:
+        received_bytes += len(block)
+        if received_bytes > quota.max_bytes:
+            raise HttpError(
+                413, f"the upload exceeds the limit of this server ({quota.max_bytes} bytes)"
+            )
+        if received_bytes % _DISK_CHECK_BYTES < len(block):
+            quota.check_disk()
+        if part.sha256 is not None:
+            digest.update(block)
+        _write(file, block)
+    file.flush()
+    os.fsync(file.fileno())
+    cut_off = blocks.broken or (part.length is not None and received_bytes < part.length)
+    false_digest = part.sha256 is not None and digest.digest() != part.sha256
+    received = ReceivedBody(received_bytes, cut_off, false_digest)
     # A part with a digest must be complete; concurrent uploads may exceed the limit together.
     if received.cut_off and (part.whole or part.sha256 is not None):
         raise HttpError(400, _CUT_OFF, build_offset_headers(stored))
@@ -357,27 +374,6 @@ class ReceivedBody:
     bytes: int
     cut_off: bool
     digest_mismatch: bool
-
-
-def append_body(part: UploadPart, file: BinaryIO, quota: Quota) -> ReceivedBody:
-    """Appends the body to the file and syncs it to disk. Raises HttpError."""
-    received_bytes, digest, blocks = 0, hashlib.sha256(), _Blocks(part.stream)
-    for block in blocks:
-        received_bytes += len(block)
-        if received_bytes > quota.max_bytes:
-            raise HttpError(
-                413, f"the upload exceeds the limit of this server ({quota.max_bytes} bytes)"
-            )
-        if received_bytes % _DISK_CHECK_BYTES < len(block):
-            quota.check_disk()
-        if part.sha256 is not None:
-            digest.update(block)
-        _write(file, block)
-    file.flush()
-    os.fsync(file.fileno())
-    cut_off = blocks.broken or (part.length is not None and received_bytes < part.length)
-    false_digest = part.sha256 is not None and digest.digest() != part.sha256
-    return ReceivedBody(received_bytes, cut_off, false_digest)
 
 
 class _Blocks:

@@ -55,24 +55,22 @@ class WatchCollector:
             families[metric.prometheus] = kind(metric.prometheus, metric.text, labels=labels)
         since_ns = self._now_ns() - HOUR_S * _SECOND_NS
         for run in self._watches.list_watches(since_ns)[:MOST_RUNS]:
-            for one in read_run_scalars(self._watches, run):
+            # What is known of a run by its newest data; what is not known is left out.
+            scalars = [Scalar(LAST_DATA, run.newest_unix_ns / _SECOND_NS)]
+            scalars += [
+                Scalar(DROPPED, number, reason) for reason, number in sorted(run.dropped.items())
+            ]
+            if run.overhead is not None:
+                scalars.append(Scalar(OVERHEAD, run.overhead))
+            for one in (
+                *scalars,
+                *_read_step_scalars(self._watches, run),
+                *build_late_scalars(_read_lateness_ns(self._watches, run)),
+                *_read_sample_scalars(self._watches, run),
+            ):
                 values = [run.name, one.key] if one.metric.label else [run.name]
                 families[one.metric.prometheus].add_metric(values, one.value)
         yield from families.values()
-
-
-def read_run_scalars(watches: WatchStore, run: WatchedRun) -> tuple[Scalar, ...]:
-    """What is known of a run by its newest data; what is not known is left out."""
-    scalars = [Scalar(LAST_DATA, run.newest_unix_ns / _SECOND_NS)]
-    scalars += [Scalar(DROPPED, number, reason) for reason, number in sorted(run.dropped.items())]
-    if run.overhead is not None:
-        scalars.append(Scalar(OVERHEAD, run.overhead))
-    return (
-        *scalars,
-        *_read_step_scalars(watches, run),
-        *build_late_scalars(_read_lateness_ns(watches, run)),
-        *_read_sample_scalars(watches, run),
-    )
 
 
 def _read_lateness_ns(watches: WatchStore, run: WatchedRun) -> dict[int, float]:

@@ -59,7 +59,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
         key = rank_description._build_store_key(f"{tmp_path.name}@2", rank)
         values[key] = json.dumps(asdict(description)).encode()
     store = Store(values)
-    monkeypatch.setattr(job_store, "get_store", lambda: store)
+    for module in (job_store, rank_description):
+        monkeypatch.setattr(module, "get_store", lambda: store)
     for module in (rank_description, run_file, active_recording):
         monkeypatch.setattr(module, "read_job", lambda: (0, RANKS, "nccl"))
     return store

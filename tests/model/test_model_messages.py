@@ -9,9 +9,8 @@ import pytest
 from support.cases import for_each
 from support.work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.comm_volume import list_comm_ops, split_buckets
+from stepsplit.analyzer.model.comm_volume import GradientBucket, list_comm_ops, split_buckets
 from stepsplit.analyzer.model.config import Experts, JobConfig, ModelConfig, ParallelConfig
 
 M = CommOp
@@ -76,18 +75,24 @@ def test_ddp_fills_a_small_bucket_and_then_large_ones() -> None:
     """1 MiB, then 25 MiB each, then the rest of 80 million bytes."""
     ddp = job(layout=ParallelConfig(dp_replicate=4), framework="ddp")
     assert split_buckets(ddp, 20_000_000, 4) == (
-        Bucket(1, 262_144),
-        Bucket(3, 6_553_600),
-        Bucket(1, 77_056),
+        GradientBucket(1, 262_144),
+        GradientBucket(3, 6_553_600),
+        GradientBucket(1, 77_056),
     )
 
 
 def test_megatron_cuts_buckets_only_where_gradients_overlap() -> None:
     alone = job(layout=ParallelConfig(dp_replicate=4))
     hidden = job(layout=ParallelConfig(dp_replicate=4, overlap=frozenset({"dp"})))
-    assert split_buckets(alone, 100_000_000, 4) == (Bucket(1, 100_000_000),)
-    assert split_buckets(hidden, 100_000_000, 4) == (Bucket(2, 40_000_000), Bucket(1, 20_000_000))
-    assert split_buckets(hidden, 100_000_000, 64) == (Bucket(1, 64_000_000), Bucket(1, 36_000_000))
+    assert split_buckets(alone, 100_000_000, 4) == (GradientBucket(1, 100_000_000),)
+    assert split_buckets(hidden, 100_000_000, 4) == (
+        GradientBucket(2, 40_000_000),
+        GradientBucket(1, 20_000_000),
+    )
+    assert split_buckets(hidden, 100_000_000, 64) == (
+        GradientBucket(1, 64_000_000),
+        GradientBucket(1, 36_000_000),
+    )
 
 
 def test_zero_1_scatters_gradients_and_gathers_weights() -> None:

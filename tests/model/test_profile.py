@@ -131,14 +131,14 @@ def features(one: JobConfig) -> dict[str, Feature]:
 
 def test_each_feature_has_its_origin_and_the_key_that_would_state_it() -> None:
     found = features(job('framework = "fsdp2"\nfused_loss = true', "efficiency.gemm = 0.5"))
-    told = {
+    printed = {
         name: (found[name].value, found[name].origin, found[name].key)
         for name in (
             "fused_loss", "zero", "overlap", "early_stop", "messages.copies_sequence",
             "messages.torch_ring", "times.host_ns", "gemm", "memory",
         )
     }  # fmt: skip
-    assert told == {
+    assert printed == {
         "fused_loss": (True, Origin.STATED, "training.fused_loss"),
         "zero": (1, Origin.STATED, "parallel.zero"),
         "overlap": (frozenset({"dp"}), Origin.FRAMEWORK, "parallel.overlap"),

@@ -174,14 +174,8 @@ def _compute_offsets(counts: Sequence[int]) -> tuple[int, ...]:
 
 def build_dependency_graph(split: RunSplit) -> DependencyGraph:
     """Build the graph of a recording."""
-    graph = _join_parts(split)
-    levels = Levels.build(graph.before, graph.needs, graph.at_ns)
-    return _bind(replace(graph, levels=levels))
-
-
-def _join_parts(split: RunSplit) -> DependencyGraph:
-    """The graph without levels, with the times of its nodes as measured; the parts by rank, which
-    need as much memory, end here."""
+    # The graph without levels, with the times of its nodes as measured; the parts by rank, which
+    # need as much memory, end here.
     parts = _GraphParts.build(split)
     kernels = _build_kernels(parts, split)
     edges = _build_edges(parts, kernels, split)
@@ -193,8 +187,11 @@ def _join_parts(split: RunSplit) -> DependencyGraph:
     step[: parts.main_nodes] = np.concatenate(
         [main.window + first for main, first in zip(parts.mains, parts.step, strict=False)]
     )
-    return DependencyGraph(
-        before=_build_predecessors(parts, count),
+    before = np.full(count, -1, dtype=np.int32)
+    before[1 : parts.main_nodes] = np.arange(parts.main_nodes - 1)
+    before[[first for first in parts.node[:-1] if first < parts.main_nodes]] = -1
+    graph = DependencyGraph(
+        before=before,
         work_ns=work,
         step=step,
         needs=_build_needs(edges, count),
@@ -206,6 +203,8 @@ def _join_parts(split: RunSplit) -> DependencyGraph:
         at_ns=_estimate_node_ns(measured, edges, count),
         binding=np.full(count, -1, dtype=np.int32),
     )
+    levels = Levels.build(graph.before, graph.needs, graph.at_ns)
+    return _bind(replace(graph, levels=levels))
 
 
 def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
@@ -276,13 +275,6 @@ def _estimate_node_ns(measured: Int64, edges: Edges, count: int) -> Int64:
     into = edges[1] >= len(measured)
     np.maximum.at(at, edges[1][into], at[edges[0][into]])
     return at
-
-
-def _build_predecessors(parts: _GraphParts, count: int) -> Int32:
-    before = np.full(count, -1, dtype=np.int32)
-    before[1 : parts.main_nodes] = np.arange(parts.main_nodes - 1)
-    before[[first for first in parts.node[:-1] if first < parts.main_nodes]] = -1
-    return before
 
 
 def _build_needs(edges: Edges, count: int) -> Needs:

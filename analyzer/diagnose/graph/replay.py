@@ -150,7 +150,16 @@ def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> 
         prior = [node for node in needs[first] if node in ends and node not in moved]
         for kernel, ready in zip(move.kernels.tolist(), move.ready_ns.tolist(), strict=True):
             needs[int(graph.kernels.start[kernel])] = [len(graph) + len(branches), *prior]
-            branches.append(_build_branch(graph, times, int(graph.kernels.rank[kernel]), ready))
+            # A node at ready_ns on the rank's timeline; the work there is split in proportion to
+            # time.
+            rank = int(graph.kernels.rank[kernel])
+            own = graph.timelines.slice_rank(rank)
+            at = bisect_right(times, ready, own.start, own.stop) - 1
+            after = min(at + 1, own.stop - 1)
+            span = times[after] - times[at]
+            part = (ready - times[at]) / span if span > 0 else 0.0
+            work = np.rint(graph.work_ns[after] * part).astype(np.int64)
+            branches.append(_Branch(at, work, int(graph.step[after])))
             prior = [int(graph.kernels.end[kernel])]
     return _add_branches(graph, needs, branches, times)
 
@@ -170,17 +179,6 @@ def _wait_at_end(graph: DependencyGraph, needs: list[list[int]], move: HoistedCa
         if resume >= 0:
             needs[resume].remove(end)
     needs[max(resumes)] += ends
-
-
-def _build_branch(graph: DependencyGraph, times: list[int], rank: int, ready_ns: int) -> _Branch:
-    """A node at ready_ns on the rank's timeline; the work there is split in proportion to time."""
-    own = graph.timelines.slice_rank(rank)
-    at = bisect_right(times, ready_ns, own.start, own.stop) - 1
-    after = min(at + 1, own.stop - 1)
-    span = times[after] - times[at]
-    part = (ready_ns - times[at]) / span if span > 0 else 0.0
-    work = np.rint(graph.work_ns[after] * part).astype(np.int64)
-    return _Branch(at, work, int(graph.step[after]))
 
 
 def _add_branches(

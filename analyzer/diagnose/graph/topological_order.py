@@ -59,7 +59,11 @@ class Levels(Struct, frozen=True):
         Small clock errors can create cycles between ranks; they are broken at the earliest node.
         """
         every, first = _list_predecessors(before, needs)
-        level = _find_levels(every, first, measured_ns)
+        # The level of each node, from the predecessors of all nodes and the first of each; at a
+        # cycle, the earliest node waits for none of its other nodes.
+        followers = _Followers.build(every, first)
+        wide = np.count_nonzero(followers.open_count == 0) >= _WIDE
+        level = (_find_levels_at_once if wide else _find_levels_by_node)(followers, measured_ns)
         node = np.argsort(level, kind="stable").astype(np.int32)
         row = np.empty(len(node) + 1, dtype=np.int32)
         row[node] = np.arange(len(node))
@@ -200,14 +204,6 @@ class _Followers(Struct, frozen=True):
         begin = np.append(0, np.cumsum(np.bincount(source, minlength=count)))
         open_count = np.bincount(target, minlength=count).astype(np.int32)
         return cls(begin, target[np.argsort(source, kind="stable")], open_count)
-
-
-def _find_levels(every: Int32, first: Int32, measured_ns: Int64) -> Int32:
-    """The level of each node, from the predecessors of all nodes and the first of each; at a cycle,
-    the earliest node waits for none of its other nodes."""
-    followers = _Followers.build(every, first)
-    wide = np.count_nonzero(followers.open_count == 0) >= _WIDE
-    return (_find_levels_at_once if wide else _find_levels_by_node)(followers, measured_ns)
 
 
 def _find_levels_at_once(followers: _Followers, measured_ns: Int64) -> Int32:

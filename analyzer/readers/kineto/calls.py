@@ -316,11 +316,41 @@ def build_gloo_calls(
 def _build_collectives(
     rows: SortedRows, flight: Sequence[FlightEntry], groups: Sequence[Group]
 ) -> tuple[list[Call], tuple[Note, ...]]:
-    ranges = _list_ranges(rows)
+    events = rows.events
+    mask = events.is_category(Category.ANNOTATION) & events.match_prefix("gloo:")
+    ranges = []
+    for event in np.flatnonzero(mask).tolist():
+        name = rows.events.name_of(event)
+        start = int(events.start_ns[event])
+        if not name.startswith(MESSAGES):
+            end = start + int(events.dur_ns[event])
+            # The size of a range's input, if shapes were recorded; else -1.
+            args = rows.decode_args(event)
+            elements = _count_elements(args.dims) if args is not None else -1
+            each = (
+                {compute_element_bytes(str(kind)) for kind in args.types}
+                if args is not None
+                else {-1}
+            )
+            ranges.append(
+                Range(
+                    event,
+                    name,
+                    start,
+                    end,
+                    elements * min(each)
+                    if elements >= 0 and len(each) == 1 and min(each) > 0
+                    else -1,
+                )
+            )
     if not ranges:
         return [], ()
     entries = _match_recorded(rows, flight)
-    found = assign(_group_by_thread(rows, ranges), _list_requests(entries, rows.t0_unix_ns))
+    threads: dict[int, list[Range]] = {}
+    for gloo_range in ranges:
+        thread = rows.events.lanes[rows.events.lane[gloo_range.event]].tid
+        threads.setdefault(int(thread) if _NUMBER.fullmatch(thread) else 0, []).append(gloo_range)
+    found = assign(threads, _list_requests(entries, rows.t0_unix_ns))
     if found is None:
         note = Note("gloo_unpaired", "gloo collectives have no process group and no Flight Recorder"
                     " dump matches them; they are split as for a single rank")  # fmt: skip
@@ -352,27 +382,6 @@ def _note_open(count: int) -> tuple[Note, ...]:
     return (Note("gloo_order_unknown", text),) if count else ()
 
 
-def _list_ranges(rows: SortedRows) -> list[Range]:
-    events = rows.events
-    mask = events.is_category(Category.ANNOTATION) & events.match_prefix("gloo:")
-    ranges = []
-    for event in np.flatnonzero(mask).tolist():
-        name = rows.events.name_of(event)
-        start = int(events.start_ns[event])
-        if not name.startswith(MESSAGES):
-            end = start + int(events.dur_ns[event])
-            ranges.append(Range(event, name, start, end, _find_input_bytes(rows, event)))
-    return ranges
-
-
-def _find_input_bytes(rows: SortedRows, event: int) -> int:
-    """The size of a range's input, if shapes were recorded; else -1."""
-    args = rows.decode_args(event)
-    elements = _count_elements(args.dims) if args is not None else -1
-    each = {compute_element_bytes(str(kind)) for kind in args.types} if args is not None else {-1}
-    return elements * min(each) if elements >= 0 and len(each) == 1 and min(each) > 0 else -1
-
-
 def _match_recorded(
     rows: SortedRows, flight: Sequence[FlightEntry]
 ) -> list[tuple[FlightEntry, str]]:
@@ -391,14 +400,6 @@ def _match_recorded(
         if last >= 0 and at <= events.ends_of(ops[last]):
             recorded.append((entry, rows.events.name_of(ops[last])))
     return recorded
-
-
-def _group_by_thread(rows: SortedRows, ranges: Sequence[Range]) -> dict[int, list[Range]]:
-    threads: dict[int, list[Range]] = {}
-    for gloo_range in ranges:
-        thread = rows.events.lanes[rows.events.lane[gloo_range.event]].tid
-        threads.setdefault(int(thread) if _NUMBER.fullmatch(thread) else 0, []).append(gloo_range)
-    return threads
 
 
 def _list_requests(
@@ -489,27 +490,19 @@ def _build_annotated(rows: SortedRows, event: int, op_row: int, groups: Sequence
 def _build_native(rows: SortedRows, event: int, op_row: int, groups: Sequence[Group]) -> Call:
     """A message of a trace without annotations: its op has the peer's index in the group."""
     op = parse_op(rows.events.name_of(event))
-    place = _read_peer_index(rows, op_row)
-    group_id = _find_pipeline_group(groups)
+    # The peer's index in the group; "" if the op does not have it.
+    args = rows.decode_args(op_row)
+    place = str(args.concrete[2]) if args is not None and len(args.concrete) > 2 else ""
+    # The group of pipeline messages: the one described as pp, else the default group.
+    described = [i for i, group in enumerate(groups) if group.description in ("mesh_pp", "pp")]
+    default = [i for i, group in enumerate(groups) if group.description == "default_pg"]
+    group_id = (described or default or [-1])[0]
     peer = -1
     known = group_id >= 0 and _NUMBER.fullmatch(place)
     if known and int(place) < len(groups[group_id].ranks):
         peer = groups[group_id].ranks[int(place)]
     issued = int(rows.events.start_ns[op_row])
     return Call(event, op, issued, group_id, peer=peer)
-
-
-def _read_peer_index(rows: SortedRows, op: int) -> str:
-    """The peer's index in the group; "" if the op does not have it."""
-    args = rows.decode_args(op)
-    return str(args.concrete[2]) if args is not None and len(args.concrete) > 2 else ""
-
-
-def _find_pipeline_group(groups: Sequence[Group]) -> int:
-    """The group of pipeline messages: the one described as pp, else the default group."""
-    described = [i for i, group in enumerate(groups) if group.description in ("mesh_pp", "pp")]
-    default = [i for i, group in enumerate(groups) if group.description == "default_pg"]
-    return (described or default or [-1])[0]
 
 
 # Assignment of gloo's worker threads to process groups.

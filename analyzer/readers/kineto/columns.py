@@ -19,7 +19,6 @@ from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     HOST,
     MAX_NAME_LENGTH,
-    Bool,
     Category,
     Events,
     EventWaits,
@@ -423,22 +422,24 @@ class _Builder:
             len(block.entries) - out_of_range, block.lost + out_of_range, int((dur < 0).sum())
         )
         if not events:
-            self._count_other_phases(block)
+            phases = Counter(schema.get_phase(entry) for entry in block.entries)
+            self._counts += EntryCounts(
+                asynchronous=sum(phases[phase] for phase in "bne"),
+                paired=sum(phases[phase] for phase in "BE"),
+            )
         self._append(events, start, np.maximum(dur, 0))
-
-    def _count_other_phases(self, block: Entries) -> None:
-        phases = Counter(schema.get_phase(entry) for entry in block.entries)
-        self._counts += EntryCounts(
-            asynchronous=sum(phases[phase] for phase in "bne"),
-            paired=sum(phases[phase] for phase in "BE"),
-        )
 
     def _append(self, events: Sequence[schema.Complete], start: Int64, dur: Int64) -> None:
         names, lanes, categories = self._names, self._lanes, self._categories
         name_id = np.array([names[e.name] for e in events], dtype=np.int32)
         category = np.array([categories[e.cat] for e in events], dtype=np.uint8)
         is_range = np.array(names.is_range, dtype=np.bool_).reshape(-1, 2)[name_id]
-        _separate_ranges(category, is_range)
+        # Gives ops that are ranges by their name the category of annotations, in place.
+        is_old = category == _OLD_OP
+        category[is_old] = Category.OP
+        category[(category == Category.OP) & np.where(is_old, *is_range.T[::-1])] = (
+            Category.ANNOTATION
+        )
         lane = np.array([lanes[e.pid, e.tid, -1, -1] for e in events], dtype=np.int32)
         correlation = np.full(len(events), -1, dtype=np.int64)
         names.note_of_device(np.unique(name_id[_MAY_COMMUNICATE[category]]).tolist())
@@ -457,7 +458,9 @@ class _Builder:
         kernels = np.flatnonzero(category[with_stream] == Category.KERNEL)
         self._add_shapes(with_stream[kernels], [decoded[i].grid for i in kernels.tolist()])
         ops = np.flatnonzero(category == Category.OP)
-        if _have_dims(events, ops):
+        # Whether shapes were recorded: then most ops have them.
+        samples = ops[:: len(ops) // _SAMPLES + 1].tolist()
+        if any(_DIMS in bytes(events[row].args) for row in samples):
             self._add_shapes(ops, [_cut_dims(events[row].args) for row in ops.tolist()])
         parts: tuple[npt.NDArray[Any], ...] = (start, dur, category, name_id, lane, correlation)
         for column, part in zip(self._columns, parts, strict=True):
@@ -498,12 +501,6 @@ class _Builder:
         )
 
 
-def _have_dims(events: Sequence[schema.Complete], ops: Int64) -> bool:
-    """Whether shapes were recorded: then most ops have them."""
-    samples = ops[:: len(ops) // _SAMPLES + 1].tolist()
-    return any(_DIMS in bytes(events[row].args) for row in samples)
-
-
 def _cut_dims(args: Raw) -> bytes:
     """The text between the name of the shapes and the next name, and a dtype of less than 32 bits;
     decoding it would take longer."""
@@ -513,13 +510,6 @@ def _cut_dims(args: Raw) -> bytes:
         return dims
     dtype = next((dtype for name, dtype in _SHORT_DTYPES if name in text), b"")
     return dims + _DTYPE_MARK + dtype
-
-
-def _separate_ranges(category: UInt8, is_range: Bool) -> None:
-    """Gives ops that are ranges by their name the category of annotations, in place."""
-    is_old = category == _OLD_OP
-    category[is_old] = Category.OP
-    category[(category == Category.OP) & np.where(is_old, *is_range.T[::-1])] = Category.ANNOTATION
 
 
 def _compute_exact_times(

@@ -77,7 +77,10 @@ class ArrayBlocks:
             yield from self._read_to_cut()
             want = BLOCK_BYTES if self._have < before else self._have
             if self._have > MAX_BLOCK_BYTES:
-                yield self._read_uncut()
+                # The readable entries of a buffer without a valid boundary.
+                found = read_last_entries(self._copy_text())
+                self._have = 1
+                yield found
         if not self.whole:
             yield from self._read_last()
 
@@ -178,12 +181,6 @@ class ArrayBlocks:
         else:
             self.whole = True
             yield found
-
-    def _read_uncut(self) -> Entries:
-        """The readable entries of a buffer without a valid boundary."""
-        found = read_last_entries(self._copy_text())
-        self._have = 1
-        return found
 
     def _copy_text(self) -> bytes:
         return bytes(self._buffer[: self._have])

@@ -43,7 +43,7 @@ from stepsplit.analyzer.readers.rank_traces import (
 )
 from stepsplit.analyzer.readers.sources import DiskFile, Source, make_absolute
 from stepsplit.analyzer.readers.workers import Progress, Task, Workers, count_workers, run_all
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Events, RankTrace
+from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, RankTrace
 
 LEAST_CACHED_BYTES = 16 << 20
 """Smaller files are not cached: reading them is as fast as importing pyarrow."""
@@ -223,7 +223,16 @@ def build_rank_trace(
     rows, header = file.rows, file.header
     if not len(rows.events):
         raise DataError(where, _explain_no_events(rows.counts), RECORD_AGAIN, rank)
-    _check_names(where, rank, rows.events)
+    # Raises DataError if the names of the kernels and ops take too long to classify.
+    named = rows.events.is_category(*DEVICE_CATEGORIES, Category.OP)
+    numbers = list_distinct(rows.events.name_id[named]).tolist()
+    characters = sum(len(rows.events.names[number]) for number in numbers)
+    if characters > _MAX_NAME_CHARACTERS:
+        problem = (
+            f"the names of its {len(numbers):,} kernels and ops have {characters:,} characters"
+        )
+        hint = f"at most {_MAX_NAME_CHARACTERS:,} can be classified; shorten the names"
+        raise DataError(where, problem, hint, rank)
     for note in file.notes:
         if note.code == UNKNOWN_TRACKS:
             raise DataError(where, note.message, _RECORD_NPU, rank)
@@ -251,19 +260,6 @@ def build_rank_trace(
         waits=file.waits,
         visible_devices=len(header.devices),
     )
-
-
-def _check_names(where: str, rank: int, events: Events) -> None:
-    """Raises DataError if the names of the kernels and ops take too long to classify."""
-    named = events.is_category(*DEVICE_CATEGORIES, Category.OP)
-    numbers = list_distinct(events.name_id[named]).tolist()
-    characters = sum(len(events.names[number]) for number in numbers)
-    if characters > _MAX_NAME_CHARACTERS:
-        problem = (
-            f"the names of its {len(numbers):,} kernels and ops have {characters:,} characters"
-        )
-        hint = f"at most {_MAX_NAME_CHARACTERS:,} can be classified; shorten the names"
-        raise DataError(where, problem, hint, rank)
 
 
 def _explain_no_events(counts: EntryCounts) -> str:

@@ -95,12 +95,6 @@ UNKNOWN_TRACKS = "ascend_unknown"
 """Code of the note on a trace whose device events cannot be classified: it must not be split."""
 
 
-def is_ascend(tracks: Sequence[Track]) -> bool:
-    """Whether the names of the tracks are those of a host or device of Ascend."""
-    names = (*_HARDWARE, *_HOST)
-    return any(track.tid is None and track.name in names for track in tracks)
-
-
 def name_device(header: KinetoHeader) -> KinetoHeader:
     """The header with a device, which these files do not describe."""
     if header.devices:
@@ -117,7 +111,12 @@ def classify_tracks(
     differ, the device's events are not classified, and a note of code UNKNOWN_TRACKS says why.
     """
     events = rows.events
-    found = _find_device_events(events, tracks)
+    hardware = _find_rows(events, _find_lanes(events, tracks, _HARDWARE))
+    calls = _find_rows(events, _find_lanes(events, tracks, _COMMUNICATION, "Communication"))
+    copies = hardware & events.match_names(_COPY)
+    moves = hardware & events.match_names(_DEVICE_COLLECTIVE)
+    kernels = hardware & ~copies & ~moves & ~events.match_names(_CONTROL)
+    found = _DeviceEvents(kernels, copies, calls if calls.any() else moves)
     if not (found.kernels | found.calls).any():
         return rows, (Note(UNKNOWN_TRACKS, "an Ascend trace without device activity"),)
     problem = _compare_to_overlap(events, found, tracks) if whole else ""
@@ -133,7 +132,14 @@ def classify_tracks(
     if found.calls.any():
         text = "the calls of an Ascend trace name no ranks: waits are not separated from transfers"
         notes.append(Note("ascend_calls", text))
-    return _note_calls(classified, found.calls), tuple(notes)
+    # The rows, with arguments that name the collective of each call.
+    added: Int64 = np.flatnonzero(found.calls)
+    texts = [_describe_call(classified.events.name_of(row)) for row in added.tolist()]
+    place = np.concatenate((classified.noted_row, added))
+    order = np.argsort(place, kind="stable")
+    args = [*classified.noted_args, *texts]
+    noted_args = tuple(args[i] for i in order.tolist())
+    return replace(classified, noted_row=place[order], noted_args=noted_args), tuple(notes)
 
 
 class _DeviceEvents(Struct, frozen=True):
@@ -142,15 +148,6 @@ class _DeviceEvents(Struct, frozen=True):
     kernels: Bool
     copies: Bool
     calls: Bool
-
-
-def _find_device_events(events: Events, tracks: Sequence[Track]) -> _DeviceEvents:
-    hardware = _find_rows(events, _find_lanes(events, tracks, _HARDWARE))
-    calls = _find_rows(events, _find_lanes(events, tracks, _COMMUNICATION, "Communication"))
-    copies = hardware & events.match_names(_COPY)
-    moves = hardware & events.match_names(_DEVICE_COLLECTIVE)
-    kernels = hardware & ~copies & ~moves & ~events.match_names(_CONTROL)
-    return _DeviceEvents(kernels, copies, calls if calls.any() else moves)
 
 
 def _find_lanes(
@@ -198,17 +195,6 @@ def _build_lanes(lanes: Sequence[Lane], tracks: Sequence[Track]) -> tuple[Lane, 
         else lane
         for lane in lanes
     )
-
-
-def _note_calls(rows: SortedRows, calls: Bool) -> SortedRows:
-    """The rows, with arguments that name the collective of each call."""
-    added: Int64 = np.flatnonzero(calls)
-    texts = [_describe_call(rows.events.name_of(row)) for row in added.tolist()]
-    place = np.concatenate((rows.noted_row, added))
-    order = np.argsort(place, kind="stable")
-    args = [*rows.noted_args, *texts]
-    noted_args = tuple(args[i] for i in order.tolist())
-    return replace(rows, noted_row=place[order], noted_args=noted_args)
 
 
 def _describe_call(name: str) -> bytes:
@@ -298,12 +284,21 @@ def join_parts(
     Empties the list of parts: their rows need as much memory as the sorted ones.
     """
     is_whole, tail = parts[-1].whole, parts[-1].tail
-    header = decode_header(opening.fields, tail)
+    # Decodes the fields around the entries, ignoring unreadable ones.
+    before = opening.fields or b"{"
+    whole = before + b'"":0' + (tail.strip() or b"}")
+    try:
+        _FIELDS.decode(whole)
+    except UNDECODABLE:
+        whole = _fix_header(whole) or _fix_header(before + b'"":0}') or b"{}"
+    header = lenient(whole, KinetoHeader)
     rows = sort_rows([part.rows for part in parts], header.base_ns)
     tracks = [track for part in parts for track in part.rows.tracks]
     parts.clear()
     more: tuple[Note, ...] = ()
-    if is_ascend(tracks):
+    # Whether the names of the tracks are those of a host or device of Ascend.
+    names = (*_HARDWARE, *_HOST)
+    if any(track.tid is None and track.name in names for track in tracks):
         rows, more = classify_tracks(rows, tracks, is_whole)
         header = name_device(header)
     notes = (*_build_notes(rows, is_whole, torn), *more)
@@ -395,17 +390,6 @@ def _is_top_level(fields: bytes) -> bool:
     except UNDECODABLE as error:
         return "truncated" not in str(error)
     return True
-
-
-def decode_header(fields: bytes, tail: bytes) -> KinetoHeader:
-    """Decodes the fields around the entries, ignoring unreadable ones."""
-    before = fields or b"{"
-    whole = before + b'"":0' + (tail.strip() or b"}")
-    try:
-        _FIELDS.decode(whole)
-    except UNDECODABLE:
-        whole = _fix_header(whole) or _fix_header(before + b'"":0}') or b"{}"
-    return lenient(whole, KinetoHeader)
 
 
 def _fix_header(text: bytes) -> bytes | None:

@@ -134,7 +134,16 @@ class _InspectorReader:
             return
         self.records += 1
         if record.header is not None:
-            self._enter(record.header, record.metadata or Metadata(), record.dump_stats)
+            # Sets the communicator of the records that follow without a header.
+            metadata = record.metadata or Metadata()
+            self._header, self._metadata, self._left = record.header, metadata, 0
+            process = (metadata.hostname, metadata.pid)
+            self._processes.setdefault(process, metadata.inspector_output_format_version)
+            if not self._first_dump_us and 0 < metadata.dump_timestamp_us < MAX_UNIX_US:
+                self._first_dump_us = metadata.dump_timestamp_us
+            if record.dump_stats is not None:
+                self._left = record.dump_stats.records
+                self._dropped[record.header.id, record.header.rank] = record.dump_stats.dropped
         perf = record.coll_perf or record.p2p_perf
         if perf is None:
             return
@@ -142,24 +151,10 @@ class _InspectorReader:
             self._orphans += 1
             return
         timing = self._timings.setdefault(perf.timing_source, len(self._timings))
-        self._find_columns(self._header).add(perf, self._header.n_ranks, min(timing, 255))
-
-    def _enter(self, header: Header, metadata: Metadata, stats: DumpStats | None) -> None:
-        """Sets the communicator of the records that follow without a header."""
-        self._header, self._metadata, self._left = header, metadata, 0
-        process = (metadata.hostname, metadata.pid)
-        self._processes.setdefault(process, metadata.inspector_output_format_version)
-        if not self._first_dump_us and 0 < metadata.dump_timestamp_us < MAX_UNIX_US:
-            self._first_dump_us = metadata.dump_timestamp_us
-        if stats is not None:
-            self._left = stats.records
-            self._dropped[header.id, header.rank] = stats.dropped
-
-    def _find_columns(self, header: Header) -> _Columns:
-        key = (header.id, header.rank)
+        key = (self._header.id, self._header.rank)
         if key not in self._columns:
-            self._columns[key] = _Columns(header, self._metadata.hostname)
-        return self._columns[key]
+            self._columns[key] = _Columns(self._header, self._metadata.hostname)
+        self._columns[key].add(perf, self._header.n_ranks, min(timing, 255))
 
     def build_log(self, source: str, torn: str) -> InspectorLog:
         """Builds the log from all records."""
@@ -215,7 +210,8 @@ class _Columns:
         self._peer.append(_clamp_unsigned(perf.peer, bits=31))
         self._input.append(input_bytes)
         self._message.append(message_bytes)
-        self._start_us.append(_read_start_us(perf))
+        start_us = 0 if perf.trace is None else perf.trace.start_ts
+        self._start_us.append(start_us if 0 < start_us < MAX_UNIX_US else -1)
         self._dur_ns.append(_convert_dur_ns(perf.exec_time_us))
         self._algbw.append(_convert_bandwidth(perf.algobw_gbs))
         self._busbw.append(_convert_bandwidth(perf.busbw_gbs))
@@ -292,11 +288,6 @@ def _convert_dur_ns(exec_time_us: int | float) -> int:
         return -1
     whole_us = int(exec_time_us)
     return whole_us * 1000 + round((exec_time_us - whole_us) * 1000)
-
-
-def _read_start_us(perf: Coll | P2p) -> int:
-    start_us = 0 if perf.trace is None else perf.trace.start_ts
-    return start_us if 0 < start_us < MAX_UNIX_US else -1
 
 
 def _convert_bandwidth(gbs: float | str | None) -> float:

@@ -22,7 +22,6 @@ from stepsplit.analyzer.readers.nccl.messages import (
     Init,
     InitTime,
     Network,
-    ParsedMessage,
     Topology,
     find_parser,
     is_table,
@@ -301,26 +300,23 @@ class _LogReader:
             return bool(decoded)
         parsed = parse(decoded)
         if parsed is not None:
-            self._add_parsed(speaker, parsed)
+            match parsed:
+                case Init():
+                    self.handles.add_init(speaker, parsed)
+                case Topology():
+                    self.handles.add_topology(speaker, parsed)
+                case InitTime():
+                    self.handles.add_init_time(speaker, parsed)
+                case Channels():
+                    self.handles.add_channels(speaker, parsed)
+                case Graphs():
+                    slot = self.handles.find_slot(speaker, parsed.pointer)
+                    self.graphs += [(slot, graph) for graph in parsed.graphs]
+                case records.AlgorithmChoice():
+                    self.choices[parsed] += 1
+                case _:
+                    self.facts[parsed] = None
         return parsed is not None
-
-    def _add_parsed(self, speaker: records.Speaker, parsed: ParsedMessage) -> None:
-        match parsed:
-            case Init():
-                self.handles.add_init(speaker, parsed)
-            case Topology():
-                self.handles.add_topology(speaker, parsed)
-            case InitTime():
-                self.handles.add_init_time(speaker, parsed)
-            case Channels():
-                self.handles.add_channels(speaker, parsed)
-            case Graphs():
-                slot = self.handles.find_slot(speaker, parsed.pointer)
-                self.graphs += [(slot, graph) for graph in parsed.graphs]
-            case records.AlgorithmChoice():
-                self.choices[parsed] += 1
-            case _:
-                self.facts[parsed] = None
 
     def build_log(self, source: str, torn_end: str) -> records.NcclLog:
         """Builds the log, with the communicator of each record."""
@@ -559,7 +555,10 @@ def join_handles(handles: Sequence[CommHandle]) -> JoinedComms:
     communicators = tuple(
         _build_communicator([handles[i] for i in team], comm_of) for team in teams
     )
-    alone = sum(len(one.members) == 1 < one.nranks and _has_no_id(one) for one in communicators)
+    alone = sum(
+        len(one.members) == 1 < one.nranks and ("@" in one.id and one.members[0].rank >= 0)
+        for one in communicators
+    )
     return JoinedComms(communicators, tuple(comm_of), alone)
 
 
@@ -632,10 +631,6 @@ def _build_member(handle: CommHandle) -> records.Member:
         pointer=handle.pointer,
         init_ns=handle.init_ns,
     )
-
-
-def _has_no_id(communicator: records.Communicator) -> bool:
-    return "@" in communicator.id and communicator.members[0].rank >= 0
 
 
 class World(Struct, frozen=True):

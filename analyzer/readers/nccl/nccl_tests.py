@@ -196,7 +196,23 @@ def read_intact_sweeps(source: Source) -> Sweeps:
 
 def _read_report(source: Source) -> Sweeps:
     with open_unpacked(source) as content:
-        sweep = decode_report(source.where, b"".join(iter(lambda: content.read(1 << 20), b"")))
+        # Decodes a report. Raises DataError if the report is truncated.
+        body = b"".join(iter(lambda: content.read(1 << 20), b""))
+        try:
+            report = _DECODER.decode(body)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            problem = f"incomplete nccl-tests report ({error})"
+            raise DataError(source.where, problem, "run the test again") from None
+        devices = {device.rank: device.device_info for device in report.config.devices}
+        nranks = max((rank for rank in devices if rank < MAX_RANKS), default=-1) + 1 or -1
+        sweep = Sweep(
+            source=source.where,
+            op=_decode_op(report.results[0].experiment_name) if report.results else "",
+            nranks=nranks,
+            devices=tuple(devices.get(rank, "") for rank in range(nranks)),
+            rows=tuple(_build_reported_row(row) for row in report.results),
+            avg_busbw_bytes_per_s=_convert_bandwidth(report.average_bus_bandwidth.bandwidth),
+        )
     return Sweeps(source.where, (sweep,) if sweep.rows else (), ())
 
 
@@ -385,7 +401,12 @@ def _list_possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) ->
     timing = row.out_of_place
     equal = timing is not None and timing.algbw_bytes_per_s == timing.busbw_bytes_per_s > 0
     reduces, rooted = row.redop not in ("", "none"), row.root >= 0
-    sums = _list_sum_ops(nranks) if equal and has_root else ("all_reduce",)
+    # Ops that print a redop and equal bandwidths; all_reduce does so only with two ranks.
+    sums = (
+        (("send_recv",) if nranks > 2 else ("all_reduce", "send_recv"))
+        if equal and has_root
+        else ("all_reduce",)
+    )
     full_message_ops = ("reduce",) if reduces and rooted else sums if reduces else (
         ("broadcast",) if rooted else ("send_recv",)
     )  # fmt: skip
@@ -397,11 +418,6 @@ def _list_possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) ->
     if rank_bytes == row.message_bytes:
         return full_message_ops
     return ("all_gather",) if equal and not reduces and not rooted else shard_ops
-
-
-def _list_sum_ops(nranks: int) -> tuple[str, ...]:
-    """Ops that print a redop and equal bandwidths; all_reduce does so only with two ranks."""
-    return ("send_recv",) if nranks > 2 else ("all_reduce", "send_recv")
 
 
 # The JSON report of nccl-tests (-J, from 2.17 on), which has one Sweep.
@@ -457,25 +473,6 @@ MAX_RANKS = 1 << 20
 def is_report(head: bytes) -> bool:
     """Whether these are the first bytes of a JSON report."""
     return _REPORT_BEGIN.match(head) is not None
-
-
-def decode_report(source: str, body: bytes) -> Sweep:
-    """Decodes a report. Raises DataError if the report is truncated."""
-    try:
-        report = _DECODER.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        problem = f"incomplete nccl-tests report ({error})"
-        raise DataError(source, problem, "run the test again") from None
-    devices = {device.rank: device.device_info for device in report.config.devices}
-    nranks = max((rank for rank in devices if rank < MAX_RANKS), default=-1) + 1 or -1
-    return Sweep(
-        source=source,
-        op=_decode_op(report.results[0].experiment_name) if report.results else "",
-        nranks=nranks,
-        devices=tuple(devices.get(rank, "") for rank in range(nranks)),
-        rows=tuple(_build_reported_row(row) for row in report.results),
-        avg_busbw_bytes_per_s=_convert_bandwidth(report.average_bus_bandwidth.bandwidth),
-    )
 
 
 def _decode_op(name: str) -> str:

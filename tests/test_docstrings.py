@@ -1,11 +1,15 @@
-"""Docstrings name what exists: a function that was renamed leaves no trace of its old name."""
+"""Docstrings name what exists: old names of functions leave no trace, arguments are those of the
+signature."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from griffe import Docstring, DocstringSectionParameters
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("analyzer", "collectors", "dashboard")
@@ -74,3 +78,29 @@ def test_docstrings_name_what_exists() -> None:
 def test_no_name_of_others_is_listed_in_vain() -> None:
     code, named = read_names()
     assert set(OTHERS) <= set(named) - code
+
+
+def test_docstrings_have_the_arguments_of_the_signature() -> None:
+    wrong = {}
+    for place, function in list_functions():
+        sections = Docstring(ast.get_docstring(function) or "").parse("google", warnings=False)
+        named = [
+            each.name.lstrip("*")
+            for section in sections
+            if isinstance(section, DocstringSectionParameters)
+            for each in section.value
+        ]
+        of_function = function.args
+        arguments = [*of_function.posonlyargs, *of_function.args, *of_function.kwonlyargs]
+        arguments += [each for each in (of_function.vararg, of_function.kwarg) if each is not None]
+        expected = {each.arg for each in arguments} - {"self", "cls"}
+        if named and set(named) != expected:
+            wrong[place] = sorted(set(named) ^ expected)
+    assert wrong == {}
+
+
+def list_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "Args:" in (ast.get_docstring(node) or ""):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node

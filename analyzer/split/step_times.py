@@ -91,7 +91,7 @@ def compute_variation(steps: Sequence[StepSplit]) -> Variation:
     """Computes step time statistics over the full steps.
 
     A step is slow if it exceeds the median by SIGMAS standard deviations (estimated from the MAD)
-    and by LEAST_EXCESS; at least LEAST_STEPS steps are needed.
+    and by MIN_EXCESS; at least MIN_STEPS steps are needed.
     """
     by_rank = defaultdict[int, dict[int, StepSplit]](dict)
     for split in steps:

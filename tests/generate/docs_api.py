@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,8 @@ def build_page() -> str:
     parts = [HEAD]
     for name in PACKAGES:
         package = _load(name)
-        exported = sorted(cast(list[str], package.exports), key=str.lower)
+        # griffe does not run lazy_loader, which sets __all__.
+        exported = sorted(importlib.import_module(name).__all__, key=str.lower)
         functions = [one for one in exported if _find(package, one).is_function]
         types = [one for one in exported if _find(package, one).is_class]
         parts += [f"## {name}\n", *_render(package, functions)]

@@ -13,12 +13,10 @@ from statistics import median
 import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals, first_rows, group_ids, group_mean, overlap_ns
-from stepsplit.analyzer.diagnose.causes import compute_peer_speed_ratio
-from stepsplit.analyzer.diagnose.comm_causes import (
-    compute_service_ns,
-    find_sync_kernels,
-    list_hoistable_calls,
-)
+from stepsplit.analyzer.diagnose.causes.gradient_calls import find_sync_kernels
+from stepsplit.analyzer.diagnose.causes.lost_overlap import list_hoistable_calls
+from stepsplit.analyzer.diagnose.causes.slow_rank import compute_peer_speed_ratio
+from stepsplit.analyzer.diagnose.causes.small_collectives import compute_service_ns
 from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     WORK,
     DependencyGraph,
@@ -27,7 +25,6 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import (
 from stepsplit.analyzer.diagnose.graph.replay import (
     Float,
     ReplayContext,
-    build_context,
     compute_times,
     hoist_collectives,
     limit_work,
@@ -134,7 +131,7 @@ def compute_what_ifs(
     """
     if not any(rank.steps for rank in split.ranks):
         raise UsageError("the recording has no step to replay; record at least one full step")
-    context = build_context(split, build_dependency_graph(split), find_slow_kernels(split))
+    context = ReplayContext.build(split, build_dependency_graph(split), find_slow_kernels(split))
     if words:
         rows = [_replay_change(context, parse_change(each)) for each in words]
     else:

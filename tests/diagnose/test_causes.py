@@ -17,9 +17,9 @@ from support.replay_builders import scene
 from support.required import shared_repro
 
 from stepsplit.analyzer import Finding, analyze
-from stepsplit.analyzer.diagnose.causes import unmask
-from stepsplit.analyzer.diagnose.comm_causes import BackwardPasses
-from stepsplit.analyzer.diagnose.graph.replay import Remedy
+from stepsplit.analyzer.diagnose.causes.backward_passes import BackwardPasses
+from stepsplit.analyzer.diagnose.causes.cause import Remedy
+from stepsplit.analyzer.diagnose.causes.unmask import unmask
 from stepsplit.collectors.formats.rank_record import GpuState, RankRecord, write_record
 from stepsplit.collectors.formats.run_spec import RankInfo
 

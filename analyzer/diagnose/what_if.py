@@ -23,7 +23,6 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     build_dependency_graph,
 )
 from stepsplit.analyzer.diagnose.graph.replay import (
-    Float,
     ReplayContext,
     compute_times,
     hoist_collectives,
@@ -59,7 +58,7 @@ from stepsplit.analyzer.split.run import (
     find_recorded_device,
 )
 from stepsplit.analyzer.split_recording import split_recording
-from stepsplit.analyzer.trace import OP_CODE, Int64
+from stepsplit.analyzer.trace import OP_CODE, Float, Int64
 
 # What-ifs as JSON, schema "stepsplit.what_if/1".
 

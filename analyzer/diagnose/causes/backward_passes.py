@@ -6,9 +6,8 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import is_inside, union
-from stepsplit.analyzer.diagnose.graph.replay import Float
 from stepsplit.analyzer.split.run import RankSplit
-from stepsplit.analyzer.trace import Category, Int64
+from stepsplit.analyzer.trace import Category, Float, Int64
 
 _FORWARD_SHARE = 1 / 3
 """Forward share of forward + backward if they are not marked: a backward takes twice as long."""

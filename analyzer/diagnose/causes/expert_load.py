@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, group_mean, is_inside, union
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import Float, ReplayContext, scale_transfers
-from stepsplit.analyzer.trace import OP_CODE, Bool, Int64
+from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, scale_transfers
+from stepsplit.analyzer.trace import OP_CODE, Bool, Float, Int64
 
 # Exchanges of tokens: all_to_alls of expert parallel groups, which last as long as the rank with
 # most tokens needs.

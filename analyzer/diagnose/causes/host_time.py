@@ -13,7 +13,6 @@ from stepsplit.analyzer.arrays import Intervals, intersect, union
 from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import (
-    Float,
     ReplayContext,
     WeightedSpans,
     measure_spans,
@@ -21,7 +20,7 @@ from stepsplit.analyzer.diagnose.graph.replay import (
 )
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE
 from stepsplit.analyzer.split.idle import CAUSES, IdleCause
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64
 
 NAMED = ("data_loading", "allocation", "gc_pause", "synchronize")
 """Causes of idle time that are findings of their own; what is left is compared between ranks."""

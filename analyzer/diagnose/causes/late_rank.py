@@ -17,9 +17,9 @@ from stepsplit.analyzer.diagnose.causes.host_time import (
     compute_rank_means,
     compute_step_median,
 )
-from stepsplit.analyzer.diagnose.graph.replay import Float, measure_excess, reduce_work
+from stepsplit.analyzer.diagnose.graph.replay import measure_excess, reduce_work
 from stepsplit.analyzer.report.explain import explain_idle
-from stepsplit.analyzer.trace import Bool
+from stepsplit.analyzer.trace import Bool, Float
 
 _NEARLY_ALL, _SEVERAL = 0.9, 3
 """Nearly all of what happened in a step, of several, is named with it."""

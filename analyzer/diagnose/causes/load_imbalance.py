@@ -14,11 +14,11 @@ from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.expert_load import balance_experts, compare_sent_tokens
 from stepsplit.analyzer.diagnose.causes.slow_rank import compute_peer_speed_ratio
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import Float, scale_transfers, scale_work
+from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.trace import Float, Int64
 
 _IMBALANCE_RATIO = 1.02
 """A rank or stage counts as imbalanced above this multiple of the mean work."""

@@ -14,9 +14,9 @@ from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.expert_load import TokenExchanges
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import Float, scale_transfers
+from stepsplit.analyzer.diagnose.graph.replay import scale_transfers
 from stepsplit.analyzer.significance import run_welch_test
-from stepsplit.analyzer.trace import OPS, Int64
+from stepsplit.analyzer.trace import OPS, Float, Int64
 
 _SLOW_RATIO = 1.15
 """A link is slow above this multiple of the transfer time of comparable links."""

@@ -11,12 +11,12 @@ import numpy as np
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import Float, ReplayContext, scale_work
+from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, scale_work
 from stepsplit.analyzer.diagnose.slow_kernels import sum_slow_ranks
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.kernels import collect_compute, find_kernel_work
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 _FAMILY_NAMES = {"gemm": "GEMM"}

@@ -13,13 +13,8 @@ from stepsplit.analyzer.arrays import group_ids, group_max, group_rows
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.gradient_calls import find_sync_kernels
-from stepsplit.analyzer.diagnose.graph.replay import (
-    Float,
-    ReplayContext,
-    compute_times,
-    scale_transfers,
-)
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, compute_times, scale_transfers
+from stepsplit.analyzer.trace import Float, Int64
 
 _BUCKET_BYTES = 25 << 20
 """The size of torch's gradient buckets."""

@@ -1,27 +1,18 @@
-"""Paths back along the binding dependencies, and what one has that the other has not."""
+"""Paths back along the binding dependencies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.diagnose.graph.charges import follow_paths
 from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     LAUNCH_LATENCY_NS,
     WORK,
     DependencyGraph,
 )
-from stepsplit.analyzer.diagnose.graph.exposed_waits import ExposedWaits
-from stepsplit.analyzer.diagnose.graph.path_tree import PathTree
 from stepsplit.analyzer.diagnose.graph.workload import compute_workloads
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Int32, Int64
-
-Float = npt.NDArray[np.float64]
-
+from stepsplit.analyzer.trace import Float, Int32, Int64
 
 BLAME_CAUSES = ("compute", "slower", "imbalance", "copy", "host", "transfer", "unexplained")
 """Kinds of time on a path. Compute is that of a usual rank; beside it stands what the rank computes
@@ -37,9 +28,9 @@ COMPUTES = 3
 class BindingPaths(Struct, frozen=True):
     """The binding dependencies of a graph, with the time that each node adds to its path.
 
-    spent_ns, shape (nodes + 1, BLAME_CAUSES), is the time from the binding predecessor to the node, of
-    rank (an index, -1 for a synchronization). The last row stands for the begin of the recording:
-    previous leads to it from all nodes without a predecessor.
+    spent_ns, shape (nodes + 1, BLAME_CAUSES), is the time from the binding predecessor to the node,
+    of rank (an index, -1 for a synchronization). The last row stands for the begin of the
+    recording: previous leads to it from all nodes without a predecessor.
     """
 
     previous: Int32
@@ -94,56 +85,3 @@ def _list_workloads(split: RunSplit) -> Float:
     )
     both: Float = np.concatenate([np.stack((one.slower, one.more), axis=1) for one in loads])
     return both
-
-
-class PathPairs(Struct, frozen=True):
-    """The two paths of each wait, back to their last common node.
-
-    added is the time that the path of the rank waited for has in addition, waited_for the time of
-    that path alone; both of shape (waits, BLAME_CAUSES). parts are (rows of waits, ranks, times by
-    cause): parts of the paths of the ranks waited for.
-    """
-
-    added: Float
-    waited_for: Float
-    parts: Iterator[tuple[Int64, Int64, Float]]
-
-
-def compare_paths(
-    graph: DependencyGraph, paths: BindingPaths, tree: PathTree | None, waits: ExposedWaits
-) -> PathPairs:
-    """The paths of these waits: node by node, or with a tree, if there are many ranks."""
-    pairs = _compare_in_tree(tree, waits) if tree else _compare_by_node(graph, paths, waits)
-    pairs.added[:, BLAME_CAUSES.index("transfer")] -= waits.moved_ns
-    return pairs
-
-
-def _compare_in_tree(tree: PathTree, waits: ExposedWaits) -> PathPairs:
-    own = tree.place[waits.begin]
-    other = np.where(waits.traced, tree.place[waits.last_arrival], own)
-    common = tree.find_common(own, other)
-    waited_for = tree.total_ns[other] - tree.total_ns[common]
-    added = waited_for - (tree.total_ns[own] - tree.total_ns[common])
-    return PathPairs(added, waited_for, tree.follow(other, common))
-
-
-def _compare_by_node(graph: DependencyGraph, paths: BindingPaths, waits: ExposedWaits) -> PathPairs:
-    """Follows both paths of each wait back, always that of the later node in topological order."""
-    position = np.full(len(graph) + 1, -1)
-    position[graph.levels.node] = np.arange(len(graph))
-    common = waits.begin.copy()
-    added, waited_for = (np.zeros((len(common), len(BLAME_CAUSES))) for _ in range(2))
-    rows = np.flatnonzero(waits.traced & (waits.begin != waits.last_arrival))
-    first, other = waits.begin[rows], waits.last_arrival[rows]
-    while len(rows):
-        later = position[other] > position[first]
-        spent_ns = paths.spent_ns[other[later]]
-        added[rows[later]] += spent_ns
-        waited_for[rows[later]] += spent_ns
-        added[rows[~later]] -= paths.spent_ns[first[~later]]
-        first = np.where(later, first, paths.previous[first])
-        other = np.where(later, paths.previous[other], other)
-        apart = first != other
-        common[rows[~apart]] = first[~apart]
-        rows, first, other = rows[apart], first[apart], other[apart]
-    return PathPairs(added, waited_for, follow_paths(paths, waits, common))

@@ -16,19 +16,14 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import first_rows, group_ids, group_rows
 from stepsplit.analyzer.buckets import Bucket
-from stepsplit.analyzer.diagnose.graph.binding_paths import (
-    BLAME_CAUSES,
-    COMPUTES,
-    BindingPaths,
-    Float,
-    compare_paths,
-)
+from stepsplit.analyzer.diagnose.graph.binding_paths import BLAME_CAUSES, COMPUTES, BindingPaths
 from stepsplit.analyzer.diagnose.graph.charges import Charges, find_significant
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.exposed_waits import ExposedWaits
+from stepsplit.analyzer.diagnose.graph.path_pairs import compare_paths
 from stepsplit.analyzer.diagnose.graph.path_tree import PathTree
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64
 
 
 class Blame(Struct, frozen=True):
@@ -95,8 +90,8 @@ def _check_blame(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
 
 
 def _divide_by_cause(waits: ExposedWaits, added: Float) -> Float:
-    """The length of each wait by cause, shape (waits, BLAME_CAUSES + 1); the last column is a wait for a
-    rank that is not recorded."""
+    """The length of each wait by cause, shape (waits, BLAME_CAUSES + 1); the last column is a wait
+    for a rank that is not recorded."""
     share: Float = np.append(np.maximum(added, 0.0), np.zeros((len(added), 1)), axis=1)
     share[:, :COMPUTES] = _divide_compute(added[:, :COMPUTES])
     share[~waits.traced] = np.arange(len(BLAME_CAUSES) + 1) == len(BLAME_CAUSES)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.diagnose.graph.binding_paths import (
-    BLAME_CAUSES,
-    BindingPaths,
-    Float,
-    PathPairs,
-)
+from stepsplit.analyzer.diagnose.graph.binding_paths import BLAME_CAUSES, BindingPaths
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.exposed_waits import ExposedWaits
+from stepsplit.analyzer.diagnose.graph.path_pairs import PathPairs
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64
 
 _SIGNIFICANCE = 3.0
 """A rank is blamed if what it causes exceeds that of the median rank by this many standard errors,
@@ -36,7 +31,7 @@ deviations."""
 
 
 class Charges(Struct, frozen=True):
-    """The waits that each rank caused; table has the shape (ranks, steps, origins, BLAME_CAUSES)."""
+    """The waits that each rank caused; table: shape (ranks, steps, origins, BLAME_CAUSES)."""
 
     ranks: tuple[int, ...]
     steps: tuple[int, ...]
@@ -71,23 +66,9 @@ class Charges(Struct, frozen=True):
         np.add.at(self.table, cells, np.where(total[rest] > 0, 0.0, recorded[rest]))
 
 
-def follow_paths(
-    paths: BindingPaths, waits: ExposedWaits, common: Int64
-) -> Iterator[tuple[Int64, Int64, Float]]:
-    """Yields (rows of waits, ranks, times by cause) for the nodes of ranks on the paths of the
-    ranks waited for."""
-    rows = np.flatnonzero(waits.traced)
-    node = waits.last_arrival[rows]
-    while len(rows := rows[(ahead := node != common[rows])]):
-        node = node[ahead]
-        of_rank = paths.rank[node] >= 0
-        yield rows[of_rank], paths.rank[node[of_rank]], paths.spent_ns[node[of_rank]]
-        node = paths.previous[node]
-
-
 def find_significant(graph: DependencyGraph, charges: Charges) -> Bool:
-    """Which (rank, step, cause) are more than variation, shape (ranks, steps, BLAME_CAUSES); all of them
-    in a recording of one step.
+    """Which (rank, step, cause) are more than variation, shape (ranks, steps, BLAME_CAUSES); all
+    of them in a recording of one step.
 
     A rank causes waits in all steps if their mean is significant, or that of its work: a step of
     which the waits are not known has work too. It causes waits in one step if its work there is an
@@ -107,7 +88,8 @@ def find_significant(graph: DependencyGraph, charges: Charges) -> Bool:
 
 def _find_lasting_causes(caused: Float, recorded: Bool) -> Bool:
     """Which (rank, cause) cause significantly more than the median rank; caused has shape (ranks,
-    steps, BLAME_CAUSES). The standard error is that of the rank's steps or, if larger, of all ranks."""
+    steps, BLAME_CAUSES). The standard error is that of the rank's steps or, if larger, of all
+    ranks."""
     known, steps = recorded[:, :, np.newaxis], recorded.sum(axis=1)[:, np.newaxis]
     mean = _divide(caused.sum(axis=1, where=known), steps)
     squares = ((caused - mean[:, np.newaxis]) ** 2).sum(axis=1, where=known)

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.diagnose.graph.binding_paths import BindingPaths, Float
+from stepsplit.analyzer.diagnose.graph.binding_paths import BindingPaths
 from stepsplit.analyzer.diagnose.graph.topological_order import Levels
-from stepsplit.analyzer.trace import Int32, Int64
+from stepsplit.analyzer.trace import Float, Int32, Int64
 
 _MANTISSA_BITS = 52
 

@@ -19,12 +19,10 @@ from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, Levels, N
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 # A graph with something changed.
-
-Float = npt.NDArray[np.float64]
 
 Change = Callable[[DependencyGraph], DependencyGraph]
 """Changes a graph, as a fix would."""

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.diagnose.graph.binding_paths import Float
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.trace import Int64, RankTrace
+from stepsplit.analyzer.trace import Float, Int64, RankTrace
 
 
 class Workload(Struct, frozen=True):

@@ -15,7 +15,7 @@ import numpy as np
 from stepsplit.analyzer.arrays import Intervals, first_rows, group_ids, group_mean, overlap_ns
 from stepsplit.analyzer.diagnose.causes.gradient_calls import find_sync_kernels
 from stepsplit.analyzer.diagnose.causes.lost_overlap import list_hoistable_calls
-from stepsplit.analyzer.diagnose.causes.slow_rank import compute_peer_speed_ratio
+from stepsplit.analyzer.diagnose.causes.peer_speed import measure_peer_speed
 from stepsplit.analyzer.diagnose.causes.small_collectives import compute_service_ns
 from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     WORK,
@@ -342,7 +342,7 @@ def apply_change(context: ReplayContext, change: WhatIfChange) -> DependencyGrap
         case "even-stages":
             return remove_imbalance(context, every)
         case "no-slow-ranks":
-            return scale_work(context.graph, "compute", compute_peer_speed_ratio(context))
+            return scale_work(context.graph, "compute", measure_peer_speed(context))
         case "no-idle":
             return limit_work(context.graph, "idle", np.zeros(len(context.stage)))
         case "overlap":

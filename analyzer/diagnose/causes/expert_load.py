@@ -19,6 +19,10 @@ _LEAST_IMBALANCE = 0.02
 """An exchange is more uneven than another by at least this fraction of the mean."""
 
 
+MORE_TOKENS = 0.02
+"""A rank's experts receive more tokens if it sends more than the others by this fraction."""
+
+
 class TokenExchanges(Struct, frozen=True):
     """The all_to_alls of expert parallel groups by rank, group and time; columns of one length.
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_mean
+from stepsplit.analyzer.arrays import group_ids, group_max, group_mean
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.causes.expert_load import balance_experts, compare_sent_tokens
-from stepsplit.analyzer.diagnose.causes.slow_rank import compute_peer_speed_ratio
+from stepsplit.analyzer.diagnose.causes.expert_load import (
+    MORE_TOKENS,
+    balance_experts,
+    compare_sent_tokens,
+)
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
@@ -28,48 +32,98 @@ _MIN_STEPS, _MIN_SIGMAS = 3, 3.0
 
 
 def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
-    """Find the ranks with more work than the others of their stage.
+    """Find the ranks with more work than the others of their stage: in most steps, else in some.
 
-    A single rank gets the work of the others; of several, all have the same.
+    A single rank gets the work of the others, between the same calls; of several, all have the
+    same.
     """
     work, of_stage = _measure_work(context)
+    found = _find_heavy(
+        context, context.ranks[context.graph.steps.rank], work / np.maximum(of_stage, 1)
+    )
+    heavy: tuple[int, ...] = ()
+    if found is not None:
+        yield _balance_ranks(context, work, of_stage, found)
+        heavy = found[2]
+    for one in context.unusual_steps:
+        rank = int(context.ranks[one.index])
+        if one.equal_work or rank in heavy:
+            continue
+        work_ns = context.select_bucket_ns("compute")
+        counted = one.rows & context.counted
+        steps = ", ".join(map(str, context.list_steps(one.rows)))
+        more, usual = one.kernels
+        yield replay_remedy(
+            context,
+            partial(one.restore, segments=context.compute_segments),
+            bucket="skew",
+            measured_ns=work_ns[counted].mean(),
+            predicted_ns=(work_ns * one.pace)[counted].mean(),
+            rows=one.rows,
+            message=(
+                f"load imbalance: rank {rank} has {units.format_percent(one.ratio - 1)} more "
+                f"compute in {int(one.rows.sum())} of {one.steps} steps ({steps}) than in its "
+                f"others: {more:,.0f} kernels instead of {usual:,.0f}"
+            ),
+            ranks=(rank,),
+            events=one.longest,
+        )
+
+
+def _balance_ranks(
+    context: CauseContext,
+    work: Float,
+    of_stage: Float,
+    found: tuple[int, float, tuple[int, ...]],
+) -> Remedy:
     steps = context.graph.steps
     rank = context.ranks[steps.rank]
-    found = _find_heavy(context, rank, work / np.maximum(of_stage, 1))
-    if found is None:
-        return
     worst, ratio, heavy = found
     mine = (rank == worst) & context.counted
+    # The rows that share their work: ranks of a stage in a step.
+    label = group_ids(steps.step, context.stage)
     usual, peers = of_stage, "average rank"
-    who = f"ranks {units.format_number_list(heavy)} have up to"
+    who = f"ranks {units.format_number_list(heavy)}"
     if len(heavy) == 1:
-        who = f"rank {worst} has"
-        label = group_ids(steps.step, context.stage)
+        who = f"rank {worst}"
         count = np.bincount(label)[label]
         others = (of_stage * count - work) / np.maximum(count - 1, 1)
         usual, peers = np.where(rank == worst, others, work), "other ranks"
         ratio = float(work[mine].mean() / max(others[mine].mean(), 1.0))
-    message = (
-        f"load imbalance: {who} {units.format_percent(ratio - 1)} more compute than the "
-        f"{peers} of {'its' if len(heavy) == 1 else 'their'} stage"
-    )
+    more = ("up to " if len(heavy) > 1 else "") + units.format_percent(ratio - 1)
+    than = f"the {peers} of {'its' if len(heavy) == 1 else 'their'} stage"
     more_tokens = compare_sent_tokens(context, worst)
-    if more_tokens > _IMBALANCE_RATIO - 1:
+    if more_tokens > MORE_TOKENS:
         usual = of_stage
-        message += (
+        doubt = ""
+        reason = (
             f"; it sends {units.format_percent(more_tokens)} more in all_to_all on ep: its experts "
             "receive more tokens"
         )
     else:
         same_stage = context.ranks[np.unique(steps.rank[context.stage == context.stage[mine][0]])]
-        message += _describe_doubt(context, (worst,), same_stage.tolist())
+        doubt, reason = _describe_doubt(context, (worst,), same_stage.tolist()), ""
 
     def balance(graph: DependencyGraph) -> DependencyGraph:
-        if more_tokens > _IMBALANCE_RATIO - 1:
+        if more_tokens > MORE_TOKENS:
             return balance_experts(context, graph)
-        return scale_work(graph, "compute", usual / np.maximum(work, 1))
+        segments = context.compute_segments
+        if not _have_equal_calls(segments.calls, label):
+            return scale_work(graph, "compute", usual / np.maximum(work, 1))
+        spent = segments.spent_ns * context.peer_speed[:, np.newaxis]
+        mean = np.stack([group_mean(label, column) for column in spent.T], axis=1)
+        if len(heavy) > 1:
+            return segments.set_work(graph, "compute", np.ones_like(mine), mean)
+        count = np.bincount(label)[label][:, np.newaxis]
+        others = (mean * count - spent) / np.maximum(count - 1, 1)
+        return segments.set_work(graph, "compute", rank == worst, others)
 
-    yield replay_remedy(
+    verb = "have" if len(heavy) > 1 else "has"
+    message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
+    if doubt:
+        verb = "compute" if len(heavy) > 1 else "computes"
+        message = f"load imbalance: {who} {verb} {more} longer than {than}: {doubt}"
+    return replay_remedy(
         context,
         balance,
         bucket="skew",
@@ -79,6 +133,16 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
         message=message,
         ranks=heavy,
     )
+
+
+def _have_equal_calls(calls: Int64, label: Int64) -> bool:
+    """Whether all rows of each label have as many calls."""
+    least, most = (
+        np.full(int(label.max(initial=-1)) + 1, 1 << 60),
+        group_max(label, calls, int(label.max(initial=-1)) + 1),
+    )
+    np.minimum.at(least, label, calls)
+    return bool((least == most).all())
 
 
 def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
@@ -94,6 +158,7 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
     mine = (context.stage == stage) & context.counted
     ranks = tuple(context.ranks[np.unique(context.graph.steps.rank[mine])].tolist())
     times = mean / np.maximum(of_stage, 1)
+    doubt = _describe_doubt(context, ranks, context.ranks.tolist())
 
     def balance(graph: DependencyGraph) -> DependencyGraph:
         # Communication within a stage scales with its number of layers.
@@ -109,9 +174,11 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
         predicted_ns=mean[mine].mean(),
         rows=mine,
         message=(
-            f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} more compute "
-            f"than average; move layers off it"
-            f"{_describe_doubt(context, ranks, context.ranks.tolist())}"
+            f"pipeline imbalance: stage {stage} computes {units.format_percent(ratio - 1)} longer "
+            f"than average: {doubt}"
+            if doubt
+            else f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} more "
+            "compute than average; move layers off it"
         ),
         ranks=ranks,
     )
@@ -120,7 +187,7 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
 def _measure_work(context: CauseContext) -> tuple[Float, Float]:
     """(the compute of each row, the mean of the ranks of its stage in the same step), at the speed
     of the peers, so that a slow device does not count as more work."""
-    work = context.select_bucket_ns("compute") * compute_peer_speed_ratio(context)
+    work = context.select_bucket_ns("compute") * context.peer_speed
     return work, group_mean(group_ids(context.graph.steps.step, context.stage), work)
 
 
@@ -144,7 +211,7 @@ def _find_heavy(
 
 
 def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence[int]) -> str:
-    """The doubt that these ranks may be slower instead.
+    """That these ranks may have more work, or be slower.
 
     It is "" if more kernels, or kernels of other shapes where these are recorded, explain most of
     what they compute longer than their peers.
@@ -166,9 +233,9 @@ def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence
     )
     if 2 * more_ns > longer_ns:
         return ""
-    devices = "its device is" if len(ranks) == 1 else "its devices are"
-    why = "as many kernels of equal shapes" if known else "no shapes recorded"
-    return f", unless {devices} slower ({why})"
+    device = "a slower device" if len(ranks) == 1 else "slower devices"
+    why = "as many kernels of equal shapes, too few to tell" if known else "no shapes recorded"
+    return f"more work, or {device} ({why})"
 
 
 class _Work(NamedTuple):

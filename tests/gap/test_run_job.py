@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 from support.splitting import Recording, RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import JobConfig, UsageError, analyze, predict
@@ -179,7 +178,7 @@ preset = "h100-sxm"
     assert (made.parallel.world_size, made.microbatches) == (2, 3)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("device", "preset"),
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),

@@ -30,11 +30,10 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_decode import Mistakes, read_table
-from stepsplit.analyzer.model.config_file import list_hardware_names, load_hardware
+from stepsplit.analyzer.model.config_file import find_preset, list_hardware_names, load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.hardware_config import (
     decode_hardware,
-    find_preset,
     list_link_names,
     load_attention_rate,
     load_link,

@@ -30,7 +30,8 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     _return_freed_memory()
     bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels)
     _return_freed_memory()
-    blamed = _build_blame(blame(split, graph), numbers)
+    slow_ranks = frozenset(one.rank for one in slow_kernels)
+    blamed = _build_blame(blame(split, graph, slow_ranks), numbers)
     paths = find_critical_paths(split, graph, numbers)
     return Diagnosis(
         findings=bottlenecks.findings,

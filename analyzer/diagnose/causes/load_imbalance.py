@@ -53,6 +53,9 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
         counted = one.rows & context.counted
         steps = ", ".join(map(str, context.list_steps(one.rows)))
         more, usual = one.kernels
+        what = "kernels of other shapes or names"
+        if more > usual:
+            what = f"{more:,.0f} kernels instead of {usual:,.0f}"
         yield replay_remedy(
             context,
             partial(one.restore, segments=context.compute_segments),
@@ -63,7 +66,7 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
             message=(
                 f"load imbalance: rank {rank} has {units.format_percent(one.ratio - 1)} more "
                 f"compute in {int(one.rows.sum())} of {one.steps} steps ({steps}) than in its "
-                f"others: {more:,.0f} kernels instead of {usual:,.0f}"
+                f"others: {what}"
             ),
             ranks=(rank,),
             events=one.longest,

@@ -93,6 +93,26 @@ class _Gathers:
             return self._kernels[redundant]
         return self._kernels[:0]
 
+    def _gathers_for_microbatches(self, gathers: Bool, scatters: Bool) -> bool:
+        """Whether the gathers look like those of several microbatches whose gradients are reduced
+        with the last one: whole microbatches of gathers before the first reduce_scatter.
+
+        A microbatch gathers each unit once or twice; the last one of the forward may stay.
+        """
+        steps = len(np.unique(self._step))
+        total, units = int(gathers.sum()), int(scatters.sum()) // max(steps, 1)
+        for of_microbatch in (2 * units, 2 * units - 1, units):
+            microbatches, rest = divmod(total, max(steps * of_microbatch, 1))
+            if rest or microbatches < 2:
+                continue
+            early = 0
+            for step in np.unique(self._step).tolist():
+                mine = np.flatnonzero((gathers | scatters) & (self._step == step))
+                early += int(np.argmax(scatters[mine]))
+            if early >= steps * (microbatches - 1) * of_microbatch:
+                return True
+        return False
+
     def _match_op(self, op: str) -> Bool:
         return np.asarray(self._op == OP_CODE[op])
 
@@ -105,6 +125,7 @@ class _Gathers:
         scatters = self._match_op("reduce_scatter") & self._one
         excess = int((gathers & self._one).sum()) - 2 * int(scatters.sum())
         accumulates = count_accumulated_microbatches(self._scene.split.strategies) is not None
+        accumulates |= self._gathers_for_microbatches(gathers & self._one, scatters)
         if accumulates or excess < len(np.unique(self._step)):
             return np.zeros_like(gathers)
         # Which calls match the size of weights whose gradients are scattered, except padding.

@@ -37,12 +37,15 @@ class Blame(Struct, frozen=True):
     bubble_ns: int
 
 
-def blame(split: RunSplit, graph: DependencyGraph) -> tuple[Blame, ...]:
+def blame(
+    split: RunSplit, graph: DependencyGraph, slow_ranks: frozenset[int] = frozenset()
+) -> tuple[Blame, ...]:
     """Attributes all skew and bubble of all ranks to causes, each instant once.
 
     As much of a rank's bubble as its schedule makes inevitable is attributed to the schedule,
     starting with waits that no rank caused by above-average work. Delays that are no larger than
-    their variation between steps are summed in rows of no rank, `variation`.
+    their variation between steps are summed in rows of no rank, `variation`; slow_ranks have
+    kernels that are known to be slow.
     """
     splits = [step.split for rank in split.ranks for step in rank.steps]
     if not any(one.skew_ns or one.bubble_ns for one in splits):
@@ -61,7 +64,7 @@ def blame(split: RunSplit, graph: DependencyGraph) -> tuple[Blame, ...]:
         charges.add(some, pairs, paths, amount - inevitable)
         unrecorded[rows] = (amount - inevitable)[:, -1]
         schedule[rows] = inevitable.sum(axis=1)
-    significant = find_significant(graph, charges)
+    significant = find_significant(graph, charges, slow_ranks)
     shares = _collect_shares(
         waits, charges, significant, unrecorded, schedule, any(ideal_ns.values())
     )

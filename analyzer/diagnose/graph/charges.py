@@ -7,7 +7,7 @@ import math
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.diagnose.graph.binding_paths import BLAME_CAUSES, BindingPaths
+from stepsplit.analyzer.diagnose.graph.binding_paths import BLAME_CAUSES, COMPUTES, BindingPaths
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.exposed_waits import ExposedWaits
 from stepsplit.analyzer.diagnose.graph.path_pairs import PathPairs
@@ -66,13 +66,14 @@ class Charges(Struct, frozen=True):
         np.add.at(self.table, cells, np.where(total[rest] > 0, 0.0, recorded[rest]))
 
 
-def find_significant(graph: DependencyGraph, charges: Charges) -> Bool:
+def find_significant(graph: DependencyGraph, charges: Charges, slow_ranks: frozenset[int]) -> Bool:
     """Which (rank, step, cause) are more than variation, shape (ranks, steps, BLAME_CAUSES); all
     of them in a recording of one step.
 
     A rank causes waits in all steps if their mean is significant, or that of its work: a step of
     which the waits are not known has work too. It causes waits in one step if its work there is an
-    outlier. Steps that a rank did not record say nothing about it.
+    outlier. Steps that a rank did not record say nothing about it. Ranks with slow kernels are
+    slow in all steps: of two equally slow ones each causes waits in some steps only, by chance.
     """
     per_step = charges.table.sum(axis=2)
     if per_step.shape[1] < 2:
@@ -83,6 +84,7 @@ def find_significant(graph: DependencyGraph, charges: Charges) -> Bool:
     charged = np.searchsorted(steps, charges.steps)
     lasting = _find_lasting_causes(per_step, recorded[:, charged])
     lasting |= _find_lasting_work(work, recorded)
+    lasting[np.isin(charges.ranks, sorted(slow_ranks)), :COMPUTES] = True
     return np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded)[:, charged])
 
 

@@ -236,6 +236,7 @@ def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
 def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> Edges:
     """All dependencies except those along the timelines."""
     start_deps, behind, ended, found = [], [], [], []
+    chained: list[Int64] = []
     for made, main, node, first in zip(
         parts.calls, parts.mains, parts.node, parts.kernel, strict=False
     ):
@@ -247,15 +248,23 @@ def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> E
         cut = main.find_cut(made.start_dep_ns)
         start_deps.append(np.where(cut >= 0, cut + node, -1))
         behind.append(np.where(made.previous >= 0, made.previous + first, -1))
-    start_dep, prior = np.concatenate(start_deps), np.concatenate(behind)
-    resumed, started, queued = (
-        np.flatnonzero(part >= 0) for part in (kernels.resume, start_dep, prior)
+        chained.append(np.where(made.follows >= 0, made.follows + first, -1))
+    start_dep, prior, followed = (np.concatenate(parts) for parts in (start_deps, behind, chained))
+    resumed, started, queued, follows = (
+        np.flatnonzero(part >= 0) for part in (kernels.resume, start_dep, prior, followed)
     )
     first_sync = parts.main_nodes + 2 * len(kernels)
     sync = build_sync_edges(split, kernels, first_sync)
     return (
         np.concatenate(
-            (kernels.end[resumed], *ended, start_dep[started], kernels.end[prior[queued]], sync[0])
+            (
+                kernels.end[resumed],
+                *ended,
+                start_dep[started],
+                kernels.end[prior[queued]],
+                kernels.end[followed[follows]],
+                sync[0],
+            )
         ),
         np.concatenate(
             (
@@ -263,6 +272,7 @@ def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> E
                 *found,
                 kernels.start[started],
                 kernels.start[queued],
+                kernels.start[follows],
                 sync[1],
             )
         ),
@@ -520,9 +530,10 @@ class CommCalls(Struct, frozen=True):
     """The events of a rank's calls in order of start; columns of equal length.
 
     of_call is the event of each call. Then, per event: the instant of the rank's timeline that its
-    start depends on, the previous event on the same stream (-1 for none), whether it blocked the
-    rank until its end, and, if it ended before that, the instant at which a kernel started that
-    waited for it (_NEVER if not known).
+    start depends on, the previous event on the same stream (-1 for none), the event of another
+    stream after whose end it starts (-1 for none), whether it blocked the rank until its end, and,
+    if it ended before that, the instant at which a kernel started that waited for it (_NEVER if not
+    known).
     """
 
     call: Int64
@@ -531,6 +542,7 @@ class CommCalls(Struct, frozen=True):
     end_ns: Int64
     start_dep_ns: Int64
     previous: Int64
+    follows: Int64
     blocking: Bool
     awaited_ns: Int64
 
@@ -567,6 +579,7 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
             rank, call, start, np.where(behind >= 0, end[behind], _ALWAYS)
         ),
         previous=behind,
+        follows=_find_followed(rank.trace, lane, start, end, behind),
         blocking=blocking,
         awaited_ns=np.where(blocking, _NEVER, _find_awaited_ns(rank, call, of_call, end)),
     )
@@ -665,6 +678,41 @@ def _find_previous(lane: Int64, start: Int64, end: Int64) -> Int64:
     behind = np.full(len(lane), -1)
     behind[after[follows]] = before[follows]
     return behind
+
+
+_FOLLOWS_NS = 5_000
+"""A kernel that waited for an event of another stream starts within so much of it: 1 to 3 us."""
+
+_MOSTLY, _SEVERAL = 0.8, 4
+"""Streams follow each other if at least this share of the kernels do, and so many: by coincidence
+some start when another one ends."""
+
+
+def _find_followed(trace: RankTrace, lane: Int64, start: Int64, end: Int64, behind: Int64) -> Int64:
+    """For each event the one of another stream after whose end it starts, else -1: HSDP's
+    all_reduce of the shards follows their reduce_scatter.
+
+    Only between streams of which nearly all kernels do so that do not queue on their own stream.
+    """
+    followed = np.full(len(start), -1)
+    if not trace.on_device:
+        return followed
+    free = (behind < 0) | (end[behind] < start - _FOLLOWS_NS)
+    by_end = np.argsort(end, kind="stable")
+    for own in np.unique(lane).tolist():
+        mine = np.flatnonzero((lane == own) & free)
+        for other in np.unique(lane).tolist():
+            theirs = by_end[lane[by_end] == other]
+            if other == own or len(mine) < _SEVERAL:
+                continue
+            at = np.searchsorted(end[theirs], start[mine] + _CLOSE_NS, side="right") - 1
+            last = theirs[np.maximum(at, 0)]
+            after = (
+                (at >= 0) & (start[mine] - end[last] <= _FOLLOWS_NS) & (start[last] < start[mine])
+            )
+            if after.sum() >= max(_SEVERAL, _MOSTLY * len(mine)):
+                followed[mine[after]] = last[after]
+    return followed
 
 
 def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int64:

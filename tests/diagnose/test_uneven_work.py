@@ -1,0 +1,151 @@
+"""Work that is uneven, or comes and goes: which rank, whether its device is slow, and the saving of
+what exceeds the others alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from support.builders import GpuTrace
+from support.required import shared_repro
+
+from stepsplit.analyzer import Finding, analyze
+
+GRID = {"grid": [8, 1, 1]}
+
+
+def findings(folder: Path, traces: Sequence[GpuTrace]) -> tuple[Finding, ...]:
+    return analyze(*(trace.write(folder) for trace in traces)).findings
+
+
+def data_parallel_job(
+    kernels: Callable[[int, int], Sequence[tuple[str, float]]], steps: int = 4
+) -> list[GpuTrace]:
+    """Two ranks that run these kernels (name, us) of each (rank, step), and then reduce together:
+    10 us after the later one has come, and 10 of optimizer."""
+    traces = [GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]) for rank in (0, 1)]
+    begin = 0.0
+    for step in range(1, steps + 1):
+        own = [kernels(rank, step) for rank in (0, 1)]
+        ends = [begin + sum(took for _, took in part) for part in own]
+        end = max(ends) + 10
+        for trace, part, ready in zip(traces, own, ends, strict=True):
+            trace.step(step, begin, end + 10)
+            at = begin
+            for name, took in part:
+                trace.kernel(name, at, at + took, **GRID)
+                at += took
+            trace.all_reduce(ready, end).kernel("adam", end, end + 10, **GRID)
+        begin = end + 10
+    return traces
+
+
+LAYERS = [("gemm", 20.0), ("flash", 10.0), ("norm", 10.0), ("gelu", 10.0)]
+
+
+def test_a_kernel_more_in_one_step_is_more_work_there(tmp_path: Path) -> None:
+    """The evaluation of rank 1 in step 3 costs the job its 60 us in one of four steps."""
+
+    def kernels(rank: int, step: int) -> list[tuple[str, float]]:
+        return [*LAYERS, ("evaluate", 60.0)] if (rank, step) == (1, 3) else LAYERS
+
+    (found,) = findings(tmp_path, data_parallel_job(kernels))
+    assert (found.code, found.ranks, found.steps) == ("uneven_ranks", (1,), (3,))
+    assert found.gain_ns == 15_000
+    assert found.message == (
+        "load imbalance: rank 1 has 100.0 % more compute in 1 of 4 steps (3) than in its others: "
+        "6 kernels instead of 5"
+    )
+    assert (found.events[0].name, found.events[0].dur_ns) == ("evaluate", 60_000)
+
+
+def test_other_kernels_in_one_step_are_more_work_too(tmp_path: Path) -> None:
+    def kernels(rank: int, step: int) -> list[tuple[str, float]]:
+        return [*LAYERS[:3], ("conv", 70.0)] if (rank, step) == (1, 3) else LAYERS
+
+    (found,) = findings(tmp_path, data_parallel_job(kernels))
+    assert (found.code, found.gain_ns) == ("uneven_ranks", 15_000)
+    assert found.message.endswith("than in its others: kernels of other shapes or names")
+
+
+def test_one_kernel_that_is_slow_once_is_shortened_alone(tmp_path: Path) -> None:
+    def kernels(rank: int, step: int) -> list[tuple[str, float]]:
+        return [("gemm", 80.0), *LAYERS[1:]] if (rank, step) == (0, 2) else LAYERS
+
+    (found,) = findings(tmp_path, data_parallel_job(kernels))
+    assert (found.code, found.ranks, found.steps) == ("slow_rank", (0,), (2,))
+    assert found.gain_ns == 15_000
+    assert (found.events[0].name, found.events[0].dur_ns) == ("gemm", 80_000)
+
+
+def test_a_device_is_slow_by_all_its_kernels_where_each_has_few_runs(tmp_path: Path) -> None:
+    """Four runs of each kernel are too few to test them one by one, and rank 0 is the only peer.
+    The optimizer is as fast as there."""
+
+    def kernels(rank: int, step: int) -> list[tuple[str, float]]:
+        return [(name, took * (1.2 if rank else 1.0)) for name, took in LAYERS]
+
+    (found,) = findings(tmp_path, data_parallel_job(kernels))
+    assert (found.code, found.ranks) == ("slow_rank", (1,))
+    assert found.gain_ns == pytest.approx(10_000, rel=0.03)
+    assert found.message == (
+        "rank 1 is a straggler: as many kernels of equal shapes take 1.17x as long as on its peers"
+    )
+
+
+def test_a_part_that_takes_longer_is_no_slow_device(tmp_path: Path) -> None:
+    """Attention by a persistent kernel on longer sequences, with an equal grid."""
+
+    def kernels(rank: int, step: int) -> list[tuple[str, float]]:
+        return [(name, took * (2 if rank and name == "flash" else 1)) for name, took in LAYERS]
+
+    (found,) = findings(tmp_path, data_parallel_job(kernels))
+    assert (found.code, found.ranks) == ("uneven_ranks", (1,))
+    assert found.gain_ns == 10_000
+    assert "more work, or a slower device (as many kernels of equal shapes" in found.message
+
+
+def test_a_device_that_slows_down_from_step_to_step_is_slow(tmp_path: Path) -> None:
+    """By 6, 12, 18, 24 % in four steps: 7.5 us a step in the mean."""
+
+    def kernels(rank: int, step: int) -> list[tuple[str, float]]:
+        return [(name, took * (1 + 0.06 * step * rank)) for name, took in LAYERS]
+
+    (found,) = findings(tmp_path, data_parallel_job(kernels))
+    assert (found.code, found.ranks) == ("slow_rank", (1,))
+    assert found.gain_ns == pytest.approx(7_500, rel=0.03)
+    assert found.message.endswith("on its peers, 1.05x in step 1 and 1.20x in step 4")
+
+
+@pytest.mark.parametrize(
+    ("job", "code"),
+    [
+        ("extra_work_one_step", "uneven_ranks"),
+        ("hot_expert_persistent", "uneven_ranks"),
+        ("hsdp_slow_rank", "slow_rank"),
+        ("one_slow_kernel", "slow_rank"),
+        ("slow_rank_two_a_stage", "slow_rank"),
+        ("two_slow_blame", "slow_rank"),
+    ],
+)
+def test_a_planted_cause_has_its_rank_and_saving(job: str, code: str) -> None:
+    folder = shared_repro(f"causes3/{job}")
+    truth = json.loads((folder / "truth.json").read_text())
+    found = next(one for one in analyze(folder / "with").findings if one.code == code)
+    assert found.gain_ns / 1e6 == pytest.approx(truth["saving_ms"], rel=0.15)
+    assert not [one for one in analyze(folder / "without").findings if one.code == code]
+
+
+def test_gathers_of_several_microbatches_are_needed() -> None:
+    """FSDP with no_sync, and no ranges of autograd that say so."""
+    report = analyze(shared_repro("causes3/fsdp_accum_shard_group") / "with")
+    assert report.findings == ()
+
+
+def test_two_equally_slow_ranks_are_blamed() -> None:
+    """Each is the last in some steps only."""
+    report = analyze(shared_repro("causes3/two_slow_blame") / "with")
+    blamed = {row.rank for row in report.blame if row.caused_ns > 100_000}
+    assert blamed == {1, 2}

@@ -26,7 +26,7 @@ from stepsplit.analyzer.split.host_threads import (
     find_host_threads,
     pick_first,
 )
-from stepsplit.analyzer.trace import Events, Int32, Int64, RankTrace, UInt8
+from stepsplit.analyzer.trace import Bool, Events, Int32, Int64, RankTrace, UInt8
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -160,6 +160,12 @@ class IdleParts:
     cause: UInt8
     row: Int64
 
+    def select(self, rows: Bool) -> IdleParts:
+        """Some of the parts."""
+        return IdleParts(
+            self.gap[rows], self.start_ns[rows], self.end_ns[rows], self.cause[rows], self.row[rows]
+        )
+
 
 def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
     """The parts of these gaps, which fill them; unordered."""
@@ -203,7 +209,30 @@ def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]
     codes = [_CODE["unknown"], _CODE["launch_latency"], _CODE["dependency"]]
     cause = np.select(cases, codes, _CODE["late_start"]).astype(np.uint8)
     names = [np.full(len(rows), -1), starts.launch[rows]]
-    yield IdleParts(rows, start, end, cause, np.select(cases[:2], names, starts.row[rows]))
+    device = IdleParts(rows, start, end, cause, np.select(cases[:2], names, starts.row[rows]))
+    late = np.isin(cause, (_CODE["dependency"], _CODE["late_start"]))
+    yield device.select(~late)
+    for number in np.unique(starts.thread[rows[late]]).tolist():
+        mine = late & (starts.thread[rows] == number)
+        yield _find_loading(device.select(mine), build_launch_threads(events, threads, number))
+
+
+def _find_loading(late: IdleParts, launchers: LaunchThreads) -> IdleParts:
+    """Late starts, those of data loading where the host waits for its batch until just before what
+    was launched starts: a graph may be launched whole before its input has come."""
+    whole = _attribute_to_threads(
+        Intervals(late.start_ns, late.end_ns), np.arange(len(late.gap)), launchers, "launch_bound"
+    )
+    is_loading = whole.cause == _CODE["data_loading"]
+    until_ns = np.full(len(late.gap), _WHOLE_RANGE_NS[0])
+    np.maximum.at(until_ns, whole.gap[is_loading], whole.end_ns[is_loading])
+    is_loading &= (late.end_ns - until_ns <= _LAUNCHED_NS)[whole.gap]
+    return replace(
+        whole,
+        gap=late.gap[whole.gap],
+        cause=np.where(is_loading, whole.cause, late.cause[whole.gap]).astype(np.uint8),
+        row=np.where(is_loading, whole.row, late.row[whole.gap]),
+    )
 
 
 def _attribute_to_threads(

@@ -738,7 +738,11 @@ def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int6
 
 def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     """The end of the last compute kernel on the main stream that was launched before each event, on
-    the rank's own clock; -1 if there is none."""
+    the rank's own clock; -1 if there is none.
+
+    A graph launches all its kernels at once: of those of an event's own launch the last counts
+    that had ended when the event started.
+    """
     events = trace.events
     kernels = events.is_category(Category.KERNEL)
     kernels[trace.calls.event] = False
@@ -750,4 +754,15 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     ends = np.maximum.accumulate(events.ends_of(rows[order]))
     called = events.find_launch_ns(event)
     before = np.searchsorted(launched[order], called, side="left")
-    return np.where(called >= 0, np.append(-1, ends)[before], -1)
+    found = np.where(called >= 0, np.append(-1, ends)[before], -1)
+    # Kernels by launch and end; the last one of the event's own launch that had ended.
+    by_end = np.lexsort((events.ends_of(rows), launched))
+    keys = np.stack((launched[by_end], events.ends_of(rows[by_end])), axis=1)
+    for launch in np.unique(called[np.isin(called, launched) & (called >= 0)]).tolist():
+        own = keys[slice(*np.searchsorted(keys[:, 0], (launch, launch + 1)).tolist()), 1]
+        mine = np.flatnonzero(called == launch)
+        start = events.start_ns[event[mine]]
+        at = np.searchsorted(own, start + _CLOSE_NS, side="right") - 1
+        has = at >= 0
+        found[mine[has]] = np.minimum(own[at[has]], start[has])
+    return found

@@ -92,28 +92,30 @@ def check_activations(published: Published) -> tuple[Check, ...]:
 
 def _compare_layers(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """The table's formulas of one layer's bytes, each for four models."""
-    known = row.read_text("configuration") in CONFIGURATIONS
-    return tuple(_compare_layer(row, name) for name in SIZES) if known else ()
-
-
-def _compare_layer(row: PublishedRow, name: str) -> ValidationRow:
+    if row.read_text("configuration") not in CONFIGURATIONS:
+        return ()
     layout, recompute = CONFIGURATIONS[row.read_text("configuration")]
-    job = _build_job(name, layout)
-    job = replace(job, training=replace(job.training, recompute=recompute))
-    predicted = (
-        compute_input_bytes(job)
-        if recompute == "full"
-        else compute_layer_activations(job).total_bytes
-    )
-    symbols = {
-        "s": SEQ_LEN, "b": job.training.micro_batch, "h": job.model.hidden, "a": job.model.heads,
-        "t": layout.tp,
-    }  # fmt: skip
-    published = evaluate(row.read_text("bytes_per_layer"), symbols)
-    return ValidationRow(
-        row.table, f"{row.id} {name}", "bytes of a layer", published, float(predicted), "bytes",
-        tolerance=1e-6 * published,
-    )  # fmt: skip
+    rows = []
+    for name in SIZES:
+        job = _build_job(name, layout)
+        job = replace(job, training=replace(job.training, recompute=recompute))
+        predicted = (
+            compute_input_bytes(job)
+            if recompute == "full"
+            else compute_layer_activations(job).total_bytes
+        )
+        symbols = {
+            "s": SEQ_LEN, "b": job.training.micro_batch, "h": job.model.hidden,
+            "a": job.model.heads, "t": layout.tp,
+        }  # fmt: skip
+        published = evaluate(row.read_text("bytes_per_layer"), symbols)
+        rows.append(
+            ValidationRow(
+                row.table, f"{row.id} {name}", "bytes of a layer", published, float(predicted),
+                "bytes", tolerance=1e-6 * published,
+            )
+        )  # fmt: skip
+    return tuple(rows)
 
 
 def _compare_figure1(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -192,26 +194,27 @@ def check_bubbles(published: Published) -> tuple[Check, ...]:
 
 
 def _compare_rates(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    return tuple(_compare_rate(row, column) for column in COLUMNS)
-
-
-def _compare_rate(row: PublishedRow, column: str) -> ValidationRow:
-    schedule = COLUMNS[column]
-    chunks = row.read_count("vpp_max_chunks") if schedule == "interleaved" else 1
     times = (
         row.read_number("TF_ms") * 1e6,
         row.read_number("TB_ms") * 1e6,
         row.read_number("TW_ms") * 1e6,
     )
-    predicted = compute_bubble_rate(
-        schedule, row.read_count("pp"), row.read_count("num_microbatches"), times, chunks,
-        row.read_number("Tcomm_ms") * 1e6,
-    )  # fmt: skip
-    assert predicted is not None, f"{row.id}: no closed form of {schedule}"
-    published = row.read_number(column)
-    return ValidationRow(
-        row.table, row.id, column, published, predicted, "ratio", tolerance=BUBBLE_TOLERANCE
-    )
+    rows = []
+    for column, schedule in COLUMNS.items():
+        chunks = row.read_count("vpp_max_chunks") if schedule == "interleaved" else 1
+        predicted = compute_bubble_rate(
+            schedule, row.read_count("pp"), row.read_count("num_microbatches"), times, chunks,
+            row.read_number("Tcomm_ms") * 1e6,
+        )  # fmt: skip
+        assert predicted is not None, f"{row.id}: no closed form of {schedule}"
+        published = row.read_number(column)
+        rows.append(
+            ValidationRow(
+                row.table, row.id, column, published, predicted, "ratio",
+                tolerance=BUBBLE_TOLERANCE,
+            )
+        )  # fmt: skip
+    return tuple(rows)
 
 
 # Numbers of parameters.
@@ -297,25 +300,18 @@ def _compare_formula(row: PublishedRow) -> tuple[ValidationRow, ...]:
 
 def _compare_outputs(row: PublishedRow) -> tuple[ValidationRow, ...]:
     # The estimator prints GiB as "GB".
-    ranks = row.read_count("gpus_per_node") * row.read_count("nodes")
-    predicted = _compute_gpu_bytes(
-        row.read_text("stage"),
-        _parse_offload(row.read_text("options")),
-        row.read_count("total_params"),
-        row.read_count("largest_layer_params"),
-        ranks,
+    ranks_per_node, nodes = row.read_count("gpus_per_node"), row.read_count("nodes")
+    offloaded, stage = _parse_offload(row.read_text("options")), row.read_text("stage")
+    count, largest = row.read_count("total_params"), row.read_count("largest_layer_params")
+    on_gpu = _compute_gpu_bytes(stage, offloaded, count, largest, ranks_per_node * nodes)
+    of_layer = largest if row.values.get("zero_init") == "1" else None
+    on_host = estimate_deepspeed_host_bytes(
+        count, ranks_per_node, nodes, int(stage[-1]), offloaded, of_layer
     )
-    return _compare_printed(row, "per_gpu_GB_as_printed", "on a GPU", predicted), _compare_host(row)
-
-
-def _compare_host(row: PublishedRow) -> ValidationRow:
-    nodes, zero = row.read_count("nodes"), int(row.read_text("stage")[-1])
-    largest = row.read_count("largest_layer_params") if row.values.get("zero_init") == "1" else None
-    predicted = estimate_deepspeed_host_bytes(
-        row.read_count("total_params"), row.read_count("gpus_per_node"), nodes, zero,
-        _parse_offload(row.read_text("options")), largest,
-    )  # fmt: skip
-    return _compare_printed(row, "per_cpu_GB_as_printed", "on the host", predicted)
+    return (
+        _compare_printed(row, "per_gpu_GB_as_printed", "on a GPU", on_gpu),
+        _compare_printed(row, "per_cpu_GB_as_printed", "on the host", on_host),
+    )
 
 
 def _compare_printed(
@@ -378,7 +374,15 @@ def check_rates(published: Published) -> tuple[Check, ...]:
 
 
 def _compare_table1(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    return _compare_percent(row, "pct_peak"), _compare_aggregate(row)
+    percent = _compare_percent(row, "pct_peak")
+    rate, gpus = row.read_text("tflops_per_gpu"), row.read_count("gpus")
+    printed = row.read_text("aggregate_pflops")
+    tolerance = compute_half_digit(printed) + compute_half_digit(rate) * gpus / 1000
+    aggregate = ValidationRow(
+        row.table, row.id, "aggregate", float(printed), float(rate) * gpus / 1000, "PFLOP/s",
+        tolerance=tolerance,
+    )  # fmt: skip
+    return percent, aggregate
 
 
 def _compare_percent(
@@ -396,16 +400,6 @@ def _compare_percent(
         "%",
         tolerance=tolerance,
     )
-
-
-def _compare_aggregate(row: PublishedRow) -> ValidationRow:
-    rate, gpus = row.read_text("tflops_per_gpu"), row.read_count("gpus")
-    printed = row.read_text("aggregate_pflops")
-    tolerance = compute_half_digit(printed) + compute_half_digit(rate) * gpus / 1000
-    return ValidationRow(
-        row.table, row.id, "aggregate", float(printed), float(rate) * gpus / 1000, "PFLOP/s",
-        tolerance=tolerance,
-    )  # fmt: skip
 
 
 def _compare_days(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -519,23 +513,22 @@ def _compare_zero_table1(row: PublishedRow) -> tuple[ValidationRow, ...]:
 
 
 def _compare_zero_table2(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    return tuple(_compare_largest(row, scheme) for scheme in STAGES)
-
-
-def _compare_largest(row: PublishedRow, scheme: str) -> ValidationRow:
     """The largest model whose states, sharded over gpus / mp ranks, fill a GPU, times mp.
 
     The paper rounds to a tenth of a billion before the multiplication.
     """
     ranks, mp = row.read_count("gpus") // row.read_count("mp"), row.read_count("mp")
-    states_bytes = shard_states(
-        MANY, ranks, compute_parameter_bytes(PAPER), PAPER, STAGES[scheme]
-    ).total_bytes
-    parameters_per_shard = round(row.read_number("gpu_mem_GB") / (states_bytes / MANY), 1) * 1e9
-    printed = row.read_text(f"max_theory_{scheme}")
-    unit = parse_count(f"1{printed[-1]}")
-    predicted = round_as_printed(parameters_per_shard * mp / unit, printed[:-1]) * unit
-    return ValidationRow(row.table, row.id, scheme, parse_count(printed), predicted, "parameters")
+    rows = []
+    for scheme, zero in STAGES.items():
+        states = shard_states(MANY, ranks, compute_parameter_bytes(PAPER), PAPER, zero)
+        bytes_each = states.total_bytes / MANY
+        parameters_per_shard = round(row.read_number("gpu_mem_GB") / bytes_each, 1) * 1e9
+        printed = row.read_text(f"max_theory_{scheme}")
+        unit = parse_count(f"1{printed[-1]}")
+        predicted = round_as_printed(parameters_per_shard * mp / unit, printed[:-1]) * unit
+        published = parse_count(printed)
+        rows.append(ValidationRow(row.table, row.id, scheme, published, predicted, "parameters"))
+    return tuple(rows)
 
 
 def _compare_megatron(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -596,16 +589,17 @@ def check_volumes(published: Published) -> tuple[Check, ...]:
 
 
 def _compare_factors(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    return tuple(_compare_factor(row, ranks) for ranks in WIRE_RANKS)
-
-
-def _compare_factor(row: PublishedRow, ranks: int) -> ValidationRow:
-    published = evaluate(row.read_text("busbw_factor"), {"n": ranks})
-    predicted = compute_busbw_factor(row.read_choice("collective", OPS), ranks)
-    case = f"{row.id}_{ranks}"
-    return ValidationRow(
-        row.table, case, "busbw / algbw", published, predicted, "ratio", tolerance=1e-12
-    )
+    rows = []
+    for ranks in WIRE_RANKS:
+        published = evaluate(row.read_text("busbw_factor"), {"n": ranks})
+        predicted = compute_busbw_factor(row.read_choice("collective", OPS), ranks)
+        rows.append(
+            ValidationRow(
+                row.table, f"{row.id}_{ranks}", "busbw / algbw", published, predicted, "ratio",
+                tolerance=1e-12,
+            )
+        )  # fmt: skip
+    return tuple(rows)
 
 
 def _compare_volumes(row: PublishedRow) -> tuple[ValidationRow, ...]:

@@ -47,7 +47,6 @@ from stepsplit.analyzer.readers.nccl.inspector import (
     RasRank,
     read_ras,
 )
-from stepsplit.analyzer.readers.run_metadata import read_run_spec
 from stepsplit.analyzer.readers.sources import is_special
 from stepsplit.analyzer.trace import Group
 from stepsplit.collectors.formats.rank_record import CodeFrame
@@ -63,7 +62,7 @@ from stepsplit.collectors.formats.rank_state import (
     RankState,
     read_state,
 )
-from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec
+from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec, from_json
 
 # The input of the search for the culprits of a hang.
 
@@ -111,6 +110,7 @@ STUCK, LATE, MOVING, CLEAR = "stuck", "late", "moving", "clear"
 
 # Flight Recorder dumps -> Hang.
 
+_MAX_RUN_BYTES = 64 << 20
 
 _GUESSED_TEXT = "the dumps do not list group members: inferred from the ranks that used each group"
 
@@ -203,7 +203,8 @@ def read_spec(places: Sequence[str | Path]) -> RunSpec | None:
     with list_files([str(place) for place in places]) as sources:
         for source in (one for one in sources if one.inner.name == RUN_FILE):
             try:
-                return read_run_spec(source)
+                with open_unpacked(source) as content:
+                    return from_json(content.read(_MAX_RUN_BYTES))
             except (DataError, ValueError):
                 continue
     return None

@@ -104,7 +104,7 @@ class CalibrationSample:
 def read_sample(
     place: str, job_table: TomlTable | None, rules: Rules = BUILT_IN
 ) -> CalibrationSample:
-    """Read the recording of a run; stated is a job.toml for settings that cannot be inferred.
+    """Read the recording of a run; job_table is a job.toml for what cannot be inferred.
 
     Raises DataError, also for a recording without a full step; UsageError for an incomplete config
     or one of other hardware.

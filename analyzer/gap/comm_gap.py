@@ -440,7 +440,7 @@ _LINK_AXES = ("tp", "cp", "ep", "pp", "dp", "dp_shard", "dp_replicate")
 def build_link_lookup(job: JobConfig) -> LinkOfAxis:
     """The links of the job's hardware by axis."""
 
-    def wire(axis: str) -> AxisLink | None:
+    def find_link(axis: str) -> AxisLink | None:
         name = group_axis(axis)
         if name not in _LINK_AXES:
             return None
@@ -448,4 +448,4 @@ def build_link_lookup(job: JobConfig) -> LinkOfAxis:
         link = job.hardware.inter if span.nodes > 1 else job.hardware.intra
         return AxisLink(span.ranks, link.bytes_per_s) if span.ranks > 1 else None
 
-    return wire
+    return find_link

@@ -50,9 +50,9 @@ _SIZE_KEYS = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus"
 def infer_job(
     spec: RunSpec | None, split: RunSplit, job_table: TomlTable | None = None
 ) -> JobConfig:
-    """Infer the job config of a recording; values of a job.toml (`stated`) take precedence.
+    """Infer the job config of a recording; values of a job.toml take precedence.
 
-    spec is the run.json, None if there is none; stated is a complete or partial job.toml.
+    spec is the run.json, None if there is none; job_table is a complete or partial job.toml.
     Raises UsageError with all missing keys; DataError for an invalid config.
     """
     return decode_job(build_job_table(spec, split, job_table))

@@ -235,20 +235,14 @@ def _compare_reserved(row: PublishedRow) -> tuple[ValidationRow, ...]:
     job = build_torchtitan_job(row)
     peak_bytes = max(stage.total_bytes for stage in compute_memory(job))
     predicted = estimate_reserved_bytes(peak_bytes, find_reserved_ratios(job)).bytes / 2**30
-    return (
-        ValidationRow(
-            row.table, row.id, "reserved", row.read_number("peak_memory_GiB"), predicted, "GiB"
-        ),
-    )
+    return (row.compare("reserved", row.read_number("peak_memory_GiB"), predicted, "GiB"),)
 
 
 def _compare_fullest(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """The largest stage; the table has the maximum over all ranks."""
     predicted_bytes = max(stage.total_bytes for stage in compute_memory(build_simumax(row).job))
     published = row.read_number("real_max_allocated_GiB")
-    return (
-        ValidationRow(row.table, row.id, "allocated", published, predicted_bytes / 2**30, "GiB"),
-    )
+    return (row.compare("allocated", published, predicted_bytes / 2**30, "GiB"),)
 
 
 def _compare_stages(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -259,13 +253,14 @@ def _compare_stages(row: PublishedRow) -> tuple[ValidationRow, ...]:
     memory = compute_memory(build_simumax(row).job)
     ranks_per_stage = len(ranks) // len(memory)
     return tuple(
-        ValidationRow(
-            row.table, row.id, f"stage {stage.stage}",
+        row.compare(
+            f"stage {stage.stage}",
             max(ranks[stage.stage * ranks_per_stage : (stage.stage + 1) * ranks_per_stage]) / 1024,
-            stage.total_bytes / 2**30, "GiB",
+            stage.total_bytes / 2**30,
+            "GiB",
         )
         for stage in memory
-    )  # fmt: skip
+    )
 
 
 # The baseline: all runs of a kind reach the same share of the peak FLOP/s.
@@ -365,7 +360,7 @@ def _compare_peak(
     calibration = calibrate_memory(compute_memory(build_job(first)), measured, first.id)
     stages = compute_memory(build_job(row), calibration)
     predicted = max(stage.total_bytes for stage in stages) / 2**30
-    return (ValidationRow(row.table, row.id, "peak", row.read_number(column), predicted, "GiB"),)
+    return (row.compare("peak", row.read_number(column), predicted, "GiB"),)
 
 
 # A row of measured_jobs.csv: a job by its keys, and what it took.
@@ -409,19 +404,13 @@ def check_measured_jobs(published: Published) -> tuple[Check, ...]:
 def _compare_job_peak(row: PublishedRow) -> tuple[ValidationRow, ...]:
     peak_bytes = max(stage.total_bytes for stage in compute_memory(build_stated_job(row)))
     measured = row.read_number("peak_allocated_bytes")
-    return (
-        ValidationRow(row.table, row.id, "allocated", measured / 2**30, peak_bytes / 2**30, "GiB"),
-    )
+    return (row.compare("allocated", measured / 2**30, peak_bytes / 2**30, "GiB"),)
 
 
 def _compare_job_step(row: PublishedRow) -> tuple[ValidationRow, ...]:
     found, measured = predict(build_stated_job(row)), row.read_number("step_ms")
-    low, high = found.low_ns / 1e6, found.high_ns / 1e6
-    return (
-        ValidationRow(
-            row.table, row.id, "step", measured, found.split.step_ns / 1e6, "ms", low=low, high=high
-        ),
-    )
+    compared = row.compare("step", measured, found.split.step_ns / 1e6, "ms")
+    return (replace(compared, low=found.low_ns / 1e6, high=found.high_ns / 1e6),)
 
 
 # Saved activations of a layer in eager transformers, against measured coefficients.
@@ -459,11 +448,7 @@ def _compare_coefficient(row: PublishedRow) -> tuple[ValidationRow, ...]:
     model = GEMMA if is_gemma else load_model(row.read_choice("model", EAGER_MODELS))
     job = JobConfig(model, ParallelConfig(), training, load_hardware("h100-sxm"))
     predicted = compute_layer_activations(job).total_bytes / (2 * job.tokens * job.model.hidden)
-    return (
-        ValidationRow(
-            row.table, row.id, "coefficient", row.read_number("coefficient"), predicted, "x 2bsh"
-        ),
-    )
+    return (row.compare("coefficient", row.read_number("coefficient"), predicted, "x 2bsh"),)
 
 
 # Predicted times of collectives against measured sweeps.
@@ -550,7 +535,7 @@ def _compare_closed_form(rows: Iterable[PublishedRow]) -> tuple[ValidationRow, .
         name, link = CLUSTERS[_find_cluster(row)]
         cluster = load_hardware(name, link, span.ranks_per_node)
         ns = time_of(op, message_bytes, span, cluster).ns
-        compared.append(ValidationRow(row.table, row.id, "time", _read_time_ns(row), ns, "ns"))
+        compared.append(row.compare("time", _read_time_ns(row), ns, "ns"))
     return mark_fitted(compared, list_fitted_collectives())
 
 
@@ -574,7 +559,7 @@ def _compare_left_out(rows: list[PublishedRow]) -> list[ValidationRow]:
         span = _build_span(row)
         sweep = TransferSweep("all_reduce", span.ranks, span.ranks_per_node, sizes, times)
         predicted = sweep.interpolate_ns(points[i][0])
-        results.append(ValidationRow(row.table, row.id, "time", points[i][1], predicted, "ns"))
+        results.append(row.compare("time", points[i][1], predicted, "ns"))
     return results
 
 
@@ -611,7 +596,7 @@ def _build_busbw_row(
     span = GroupPlacement(ranks, min(ranks, cluster.gpus_per_node))
     bytes_per_s = message_bytes / (time_of(op, message_bytes, span, cluster).ns * 1e-9)
     predicted = compute_busbw_factor(op, ranks) * bytes_per_s / 1e9
-    return ValidationRow(row.table, case, "busbw", row.read_number(column), predicted, "GB/s")
+    return row.compare("busbw", row.read_number(column), predicted, "GB/s", case=case)
 
 
 def _find_gpu(row: PublishedRow) -> str:

@@ -72,6 +72,20 @@ class PublishedRow:
         problem, allowed = f"{column} of {self.id} is {word!r}", ", ".join(choices)
         raise DataError(f"{self.table}.csv", problem, f"known values: {allowed}")
 
+    def compare(
+        self,
+        what: str,
+        published: float,
+        predicted: float,
+        unit: str,
+        tolerance: float = 0.0,
+        case: str = "",
+    ) -> ValidationRow:
+        """A published number of this row and a predicted one; case is another id than the row's."""
+        return ValidationRow(
+            self.table, case or self.id, what, published, predicted, unit, tolerance
+        )
+
     def has_value(self, column: str) -> bool:
         """Whether the column exists and is not empty."""
         return bool(self.values.get(column, "").strip())

@@ -24,7 +24,7 @@ from stepsplit.analyzer.split_recording import split_recording
 from stepsplit.collectors.formats.run_spec import Mesh
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.diagnose.hang_result import Hang
+    from stepsplit.analyzer.diagnose.hang.result import Hang
     from stepsplit.analyzer.gap.config_from_trace import JobDraft
     from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison
@@ -140,7 +140,7 @@ def examine_or_find_hang(
     draft = _make_draft(job) if draft_job else None
     with open_recording(places) as files:
         if files.only_dumps:
-            from stepsplit.analyzer.diagnose.hang import read_calls
+            from stepsplit.analyzer.diagnose.hang.find import read_calls
 
             return read_calls(places)
         recording = read_recording_files(files, workers, progress, rules)

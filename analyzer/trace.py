@@ -57,6 +57,7 @@ class CallsWithGroups:
 Int32 = npt.NDArray[np.int32]
 
 Int64 = npt.NDArray[np.int64]
+Float = npt.NDArray[np.float64]
 
 UInt8 = npt.NDArray[np.uint8]
 

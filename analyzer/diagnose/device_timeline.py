@@ -11,11 +11,10 @@ from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS, TRANSFERS, Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK
-from stepsplit.analyzer.diagnose.graph.replay import Float
 from stepsplit.analyzer.split.gap_launches import find_waiting_calls
 from stepsplit.analyzer.split.host_threads import ALLOCATES
 from stepsplit.analyzer.split.run import RankSplit
-from stepsplit.analyzer.trace import Category, EventKind, Int64, RankTrace
+from stepsplit.analyzer.trace import Category, EventKind, Float, Int64, RankTrace
 
 QUEUED_GAP_NS = 1_000
 """Between two kernels that are both launched in time pass 1 to 2 us."""

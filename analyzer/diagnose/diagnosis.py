@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.diagnose.causes import find_causes
+from stepsplit.analyzer.diagnose.causes.findings import find_bottlenecks
 from stepsplit.analyzer.diagnose.graph.blame import Blame, blame
 from stepsplit.analyzer.diagnose.graph.critical_path import find_critical_paths
 from stepsplit.analyzer.diagnose.graph.dependency_graph import build_dependency_graph
@@ -28,12 +28,12 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     slow_kernels, lateness = find_slow_kernels(split), compute_lateness(split)
     graph = build_dependency_graph(split)
     _return_freed_memory()
-    causes = find_causes(split, graph, origin, records, slow_kernels)
+    bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels)
     _return_freed_memory()
     blamed = _build_blame(blame(split, graph), numbers)
     paths = find_critical_paths(split, graph, numbers)
     return Diagnosis(
-        findings=causes.findings,
+        findings=bottlenecks.findings,
         blame=blamed,
         critical_path=paths.parts,
         path_steps=tuple(
@@ -43,7 +43,7 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
         path_kernels=tuple(replace(one, start_ns=one.start_ns - origin) for one in paths.kernels),
         lateness=lateness,
         slow_kernels=slow_kernels,
-        notes=(*causes.notes, *_note_unexplained(blamed)),
+        notes=(*bottlenecks.notes, *_note_unexplained(blamed)),
     )
 
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.device_timeline import DurationFactors, measure_changed_work
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import Float, ReplayContext, replay, scale_transfers
+from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, replay, scale_transfers
 from stepsplit.analyzer.diagnose.graph.topological_order import Levels, Needs
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
@@ -30,11 +30,10 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_decode import Mistakes, read_table
-from stepsplit.analyzer.model.config_file import list_hardware_names, load_hardware
+from stepsplit.analyzer.model.config_file import find_preset, list_hardware_names, load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.hardware_config import (
     decode_hardware,
-    find_preset,
     list_link_names,
     load_attention_rate,
     load_link,
@@ -52,7 +51,7 @@ from stepsplit.analyzer.split.kernel_shapes import (
     parse_gemm,
 )
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
-from stepsplit.analyzer.trace import OPS, EventKind, Int64, RankTrace
+from stepsplit.analyzer.trace import OPS, EventKind, Float, Int64, RankTrace
 
 # The result.
 

@@ -8,7 +8,6 @@ from math import log
 from statistics import NormalDist
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import first_rows
@@ -17,9 +16,7 @@ from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.steps import Steps
-from stepsplit.analyzer.trace import Int64, RankTrace
-
-Float = npt.NDArray[np.float64]
+from stepsplit.analyzer.trace import Float, Int64, RankTrace
 
 MIN_RATIO = 1.05
 """Healthy devices of one type differ by less."""

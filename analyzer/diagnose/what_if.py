@@ -13,21 +13,17 @@ from statistics import median
 import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals, first_rows, group_ids, group_mean, overlap_ns
-from stepsplit.analyzer.diagnose.causes import compute_peer_speed_ratio
-from stepsplit.analyzer.diagnose.comm_causes import (
-    compute_service_ns,
-    find_sync_kernels,
-    list_hoistable_calls,
-)
+from stepsplit.analyzer.diagnose.causes.gradient_calls import find_sync_kernels
+from stepsplit.analyzer.diagnose.causes.lost_overlap import list_hoistable_calls
+from stepsplit.analyzer.diagnose.causes.peer_speed import measure_peer_speed
+from stepsplit.analyzer.diagnose.causes.small_collectives import compute_service_ns
 from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     WORK,
     DependencyGraph,
     build_dependency_graph,
 )
 from stepsplit.analyzer.diagnose.graph.replay import (
-    Float,
     ReplayContext,
-    build_context,
     compute_times,
     hoist_collectives,
     limit_work,
@@ -62,7 +58,7 @@ from stepsplit.analyzer.split.run import (
     find_recorded_device,
 )
 from stepsplit.analyzer.split_recording import split_recording
-from stepsplit.analyzer.trace import OP_CODE, Int64
+from stepsplit.analyzer.trace import OP_CODE, Float, Int64
 
 # What-ifs as JSON, schema "stepsplit.what_if/1".
 
@@ -134,7 +130,7 @@ def compute_what_ifs(
     """
     if not any(rank.steps for rank in split.ranks):
         raise UsageError("the recording has no step to replay; record at least one full step")
-    context = build_context(split, build_dependency_graph(split), find_slow_kernels(split))
+    context = ReplayContext.build(split, build_dependency_graph(split), find_slow_kernels(split))
     if words:
         rows = [_replay_change(context, parse_change(each)) for each in words]
     else:
@@ -346,7 +342,7 @@ def apply_change(context: ReplayContext, change: WhatIfChange) -> DependencyGrap
         case "even-stages":
             return remove_imbalance(context, every)
         case "no-slow-ranks":
-            return scale_work(context.graph, "compute", compute_peer_speed_ratio(context))
+            return scale_work(context.graph, "compute", measure_peer_speed(context))
         case "no-idle":
             return limit_work(context.graph, "idle", np.zeros(len(context.stage)))
         case "overlap":

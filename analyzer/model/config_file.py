@@ -588,6 +588,11 @@ def load_model(name: str) -> ModelConfig:
     return replace(model, name=name)
 
 
+_DRIVER_NAME = "driver_name"
+"""Key of a hardware preset: a regular expression that matches the names by which drivers report the
+device, in capitals, and those of no other preset. Without it no recorded device has the preset."""
+
+
 @lru_cache(maxsize=256)
 def load_hardware(
     name: str, nodes_link: str | None = None, gpus_per_node: int | None = None
@@ -597,13 +602,30 @@ def load_hardware(
     Raises UsageError, which suggests similar names.
     """
     table, mistakes = _read_preset(HARDWARE, "hardware", name), Mistakes()
-    device = decode_hardware(table, None, mistakes, {"source": str})
+    device = decode_hardware(table, None, mistakes, {"source": str, _DRIVER_NAME: str})
     mistakes.raise_all()
     return replace(
         device,
         name=name,
         inter=device.inter if nodes_link is None else load_link(nodes_link),
         gpus_per_node=gpus_per_node or device.gpus_per_node,
+    )
+
+
+def find_preset(device: str) -> str | None:
+    """The preset of a device name as reported by the driver; None if unknown or ambiguous."""
+    matching = [name for name, words in _list_driver_names() if words.search(device.upper())]
+    return matching[0] if len(matching) == 1 else None
+
+
+@lru_cache(maxsize=1)
+def _list_driver_names() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """The presets with a driver_name, and its pattern."""
+    tables = ((name, _read_preset(HARDWARE, "hardware", name)) for name in list_hardware_names())
+    return tuple(
+        (name, re.compile(words))
+        for name, table in tables
+        if (words := table.values.get(_DRIVER_NAME)) is not None
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -484,43 +483,3 @@ def list_referenced_files(job_table: TomlTable) -> tuple[str, ...]:
     table = job_table.get_subtable("hardware")
     file = decode_table(table.select("file"), _KINDS).get("file")
     return (*list_measured_files(table), *(() if file is None else (file,)))
-
-
-# The preset of a device by the name that its driver reports.
-
-_PRESETS = (
-    (r"V100.*SXM.*16GB", "v100-sxm-16gb"),
-    (r"V100.*SXM.*32GB", "v100-sxm-32gb"),
-    (r"A100.*SXM.*40GB", "a100-sxm-40gb"),
-    (r"A100.*SXM.*80GB", "a100-sxm-80gb"),
-    (r"A100.*PCIE?.*40GB", "a100-pcie-40gb"),
-    (r"A100.*80GB.*PCIE|A100.*PCIE.*80GB", "a100-pcie-80gb"),
-    (r"A800.*SXM.*80GB", "a800-sxm-80gb"),
-    (r"L40S", "l40s"),
-    (r"H100.*PCIE", "h100-pcie"),
-    (r"H100 80GB HBM3|H100.*SXM", "h100-sxm"),
-    (r"H800 PCIE|H100 NVL", None),
-    (r"H800", "h800-sxm"),
-    (r"H200 NVL", None),
-    (r"GH200 144G", "gh200-144gb"),
-    (r"GH200", "gh200"),
-    (r"H200", "h200-sxm"),
-    (r"H20\b", "h20-sxm"),
-    (r"GB200", "gb200"),
-    (r"GB300", "gb300"),
-    (r"B200", "b200-sxm"),
-    (r"B300", "b300-sxm"),
-    (r"MI250X", "mi250x"),
-    (r"MI300X", "mi300x"),
-    (r"MI325X", "mi325x"),
-    (r"MI350X", "mi350x"),
-    (r"MI355X", "mi355x"),
-    (r"^CPU$", "cpu"),
-)
-"""Patterns of device names as reported by the driver, in order; None: no preset for the device."""
-
-
-def find_preset(device: str) -> str | None:
-    """The preset of a device name as reported by the driver; None if unknown or ambiguous."""
-    matching = (preset for words, preset in _PRESETS if re.search(words, device.upper()))
-    return next(matching, None)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_median, list_distinct
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.trace import Float, Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,6 @@ EXACT = ClockFit(0.0, 0.0, 0.0, 0.0, 0.0)
 # The measurement is apart_ns = (end on this clock) - (end on the reference). It contains the offset
 # and drift of the clock, a bias for the kind of call (group, op and size: the position of a rank in
 # the ring or tree decides how long its kernel runs on), and noise with outliers.
-
-Float = npt.NDArray[np.float64]
 
 BIAS_NS = 1_500
 """Systematic difference between the ends of one kind of call: 1 to 7 us on real hosts with 8

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64
 
 # Pairing of two recordings of one call sequence without sequence numbers.
 #
@@ -33,8 +32,6 @@ _MOST_COMPARED = 1 << 18
 """Number of pairs of calls that are compared at once."""
 
 _NEVER = np.iinfo(np.int64).max
-
-Float = npt.NDArray[np.float64]
 
 
 class Pairing(Struct, frozen=True):

@@ -27,7 +27,7 @@ from stepsplit.dashboard.commands.common import (
 from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sink, parse_log_to
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.diagnose.hang_result import Hang
+    from stepsplit.analyzer.diagnose.hang.result import Hang
     from stepsplit.analyzer.readers.workers import Workers
     from stepsplit.analyzer.report.report import WarningRow
     from stepsplit.analyzer.trace import Note
@@ -136,7 +136,7 @@ def _show_hang(
     hang: Hang, json_file: str | None, out: Path | None, soft_wrap: bool = False
 ) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
-    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json
+    from stepsplit.analyzer.diagnose.hang.result import HANG_NAME, to_json
     from stepsplit.dashboard.reporters.hang import build_hang_screen
 
     if out is not None:
@@ -168,7 +168,8 @@ def hang_command(
     its ranks are asked too. Without TARGET the only job with an agent on this host is asked. The
     exit status is 1 if the job is stuck.
     """
-    from stepsplit.analyzer.diagnose.hang import STUCK, read_calls, read_spec
+    from stepsplit.analyzer.diagnose.hang.find import read_calls, read_spec
+    from stepsplit.analyzer.diagnose.hang.result import STUCK
     from stepsplit.collectors.attach.jobs import find_running_rank
 
     if target is None or (target.isdigit() and not Path(target).exists()):
@@ -184,7 +185,7 @@ def hang_command(
 
 def examine_job(pid: int | None, out: Path | None) -> Hang:
     """Asks the ranks of a running job and examines their answers. Raises StepsplitError."""
-    from stepsplit.analyzer.diagnose.hang import read_calls
+    from stepsplit.analyzer.diagnose.hang.find import read_calls
     from stepsplit.collectors.attach.observe import observe_job
     from stepsplit.collectors.guard import CollectError
 

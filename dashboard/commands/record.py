@@ -44,7 +44,7 @@ def build_collectors_command(verb: str) -> click.Command:
 
 def _explain_stop(pid: int) -> str | None:
     """Why the job of the rank hangs; None if it does not."""
-    from stepsplit.analyzer.diagnose.hang import STUCK
+    from stepsplit.analyzer.diagnose.hang.result import STUCK
     from stepsplit.dashboard.commands.analyze import examine_job
 
     hang = examine_job(pid, None)

@@ -14,7 +14,7 @@ from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import MAX_RANKS, format_ranks, name_ranks
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.diagnose.hang_result import Hang, LastCall, RankNow, StackFrame, Stuck
+    from stepsplit.analyzer.diagnose.hang.result import Hang, LastCall, RankNow, StackFrame, Stuck
 
 MOST_BLOCKED, MOST_UNFINISHED = 8, 3
 
@@ -33,7 +33,7 @@ _STYLE = {"missing": "red"}
 
 def build_hang_screen(hang: Hang) -> RenderableType:
     """The whole screen for one hang, to be printed by a rich console of any width."""
-    from stepsplit.analyzer.diagnose.hang import format_verdict
+    from stepsplit.analyzer.diagnose.hang.sentences import format_verdict
 
     lines = (hang.note, *format_verdict([one.message for one in hang.culprits]))
     known = [_format_count(len(hang.ranks), "dump", "dumps")] if hang.ranks else []

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.collectors.attach import agent, kineto_daemon, messages, sockets, stacks
 from stepsplit.collectors.attach.client import attach
@@ -170,7 +169,7 @@ def test_attach_to_a_job_whose_steps_have_stopped_says_why() -> None:
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("for_s", "usual_s"),
     [(4.0, 0.1), (20.0, 10.0), (50.0, 0.0)],
 )
@@ -275,7 +274,7 @@ def test_an_agent_whose_folder_was_removed_listens_again(monkeypatch: pytest.Mon
     own._is_over = True
 
 
-@for_each("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])
+@pytest.mark.parametrize("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])
 def test_an_invalid_request_raises_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):
         parse_request(line)
@@ -296,7 +295,7 @@ def test_torchrun_variables_take_precedence_over_slurm_and_mpi() -> None:
     assert read_identity({}) == Identity(0, 1, 0, 1)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("tasks", "node", "local"),
     [
         ("4(x2)", "1", 4),

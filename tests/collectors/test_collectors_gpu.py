@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
@@ -72,7 +71,7 @@ def test_a_mig_instance_has_the_readings_of_the_whole_gpu() -> None:
     assert reading.note.startswith("a MIG instance: ")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("nvml", "hip", "why"),
     [
         (Nvml(), "6.4", "NVML does not read AMD GPUs"),

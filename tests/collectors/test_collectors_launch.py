@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.collectors.demo import launch
 from stepsplit.collectors.demo.arguments import (
@@ -32,7 +31,7 @@ def test_axes_of_size_1_are_dropped_except_the_last() -> None:
     assert parse_parallel("pp=1") == Mesh(("dp_replicate",), (1,))
 
 
-@for_each("text", ["", "tp", "tp=", "tp=0", "tp=-1", "tp=x", "xx=2", "tp=2;pp=2"])
+@pytest.mark.parametrize("text", ["", "tp", "tp=", "tp=0", "tp=-1", "tp=x", "xx=2", "tp=2;pp=2"])
 def test_an_invalid_layout_is_a_one_line_error(text: str) -> None:
     with pytest.raises(ValueError, match="use tp=2,pp=2,dp=2") as refused:
         parse_parallel(text)
@@ -62,7 +61,7 @@ def test_demo_arguments_round_trip_through_the_command_line() -> None:
     assert parse_command(line) == Command(Path("runs/a"), mesh, recipe)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("layout", "other"),
     [
         ("tp=2,pp=2,dp=2", "dp=4,tp=2"),

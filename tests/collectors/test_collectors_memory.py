@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
@@ -143,7 +142,7 @@ def mark(step: int, begin_us: float, end_us: float) -> dict[str, Any]:
 CPU, CUDA = 0, 1
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("changes", "device", "activations_bytes"),
     [
         # The host's buffers have nothing to do with the GPU's peak.

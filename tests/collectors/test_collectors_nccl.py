@@ -6,7 +6,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.probes.nccl_log import build_inspector_environment, build_log_environment
@@ -70,7 +69,7 @@ def test_variables_set_by_the_user_are_not_changed() -> None:
     assert set(build_environment(given, ASKED, NcclLogs())) == {PLAN_VARIABLE, "PYTHONPATH"}
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("torch", "given", "size"),
     [
         ("2.13.0+cpu", {}, {"TORCH_FR_BUFFER_SIZE": "20000"}),
@@ -107,7 +106,7 @@ def test_kineto_keeps_the_configuration_of_its_daemon_or_of_the_system(
     assert environment.build_kineto_environment({}) == {}
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("cuda", "given", "torn_down"),
     [
         ("12.6", {}, True),

@@ -4,7 +4,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.collectors.probes.nccl_log import build_log_path, truncate_log
 
@@ -41,7 +40,7 @@ def test_only_a_log_per_process_is_truncated() -> None:
     assert found is not None and found.name.endswith(".7.log")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("host", "file"),
     [
         ("node7", "node7.7.log"),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer import analyze
 from stepsplit.collectors.record import pack as packing, trace_events
@@ -123,7 +122,7 @@ def test_thin_packing_takes_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(names(tmp_path / "rank0_trace.json.gz")) == 10_000
 
 
-@for_each("window", [1, 7, 100, 1000])
+@pytest.mark.parametrize("window", [1, 7, 100, 1000])
 def test_events_may_be_read_in_pieces_of_any_size(window: int, tmp_path: Path) -> None:
     raw, out = write_raw(tmp_path / "raw", STEP), tmp_path / "rank0_trace.json.gz"
     pack(raw, out, thin=True)

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import analyze
 from stepsplit.collectors.attach.processes import list_process_tree
@@ -174,7 +173,7 @@ def mount(patch: pytest.MonkeyPatch, folder: Path, tmp: str, kind: str, root: st
         patch.delenv(name, raising=False)
 
 
-@for_each("out", ["/lustre/runs/exp", "/gcs/my bucket/exp"])
+@pytest.mark.parametrize("out", ["/lustre/runs/exp", "/gcs/my bucket/exp"])
 def test_raw_files_of_a_shared_file_system_go_to_a_disk_of_the_host(
     out: str, tmp_path: Path
 ) -> None:
@@ -189,7 +188,7 @@ def test_raw_files_of_a_shared_file_system_go_to_a_disk_of_the_host(
     assert chosen.stat().st_mode & 0o777 == 0o700
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("out", "kind", "root", "space"),
     [
         ("/runs/exp", "xfs", "ext4", True),  # a disk of this host

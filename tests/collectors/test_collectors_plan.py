@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.collectors.formats.run_spec import GroupInfo
 from stepsplit.collectors.record.plan import RecordPlan, choose_detail, parse_plan, parse_ranks
@@ -38,7 +37,7 @@ def test_ranks_are_parsed_from_lists_and_ranges() -> None:
 PIPELINES = [GroupInfo("3", "mesh_pp", (0, 4, 8, 12)), GroupInfo("4", "mesh_pp", (1, 5, 9, 13))]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("ranks", "rank", "groups", "kept"),
     [
         ("all", 5, PIPELINES[1:], "full"),

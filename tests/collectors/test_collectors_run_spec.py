@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.collectors.formats.run_spec import (
     GroupInfo,
@@ -57,7 +56,7 @@ def test_a_mesh_is_parsed_in_the_order_in_which_it_is_written() -> None:
     assert Mesh.parse("pp=2, fsdp=4,tp=1") == Mesh(("pp", "dp_shard", "tp"), (2, 4, 1))
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("ep=2", "'ep=2' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
@@ -237,7 +236,7 @@ def test_a_step_that_only_creates_the_state_before_it_is_loaded_is_not_counted_t
     assert list_marks(tmp_path) == ["ProfilerStep#301"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("optimizer", "steps"),
     [
         ("adam", 0),

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.cases import for_each
 from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
@@ -62,7 +61,7 @@ def test_invalid_options_are_refused_before_the_training(tmp_path: Path) -> None
         LazyRecording(tmp_path, active=0)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("said", "word"),
     [
         (torch.bfloat16, "bf16"),
@@ -77,7 +76,7 @@ def test_dtypes_are_normalized(said: object, word: str) -> None:
     assert normalize_dtype(said) == word
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("said", "word"),
     [
         ("adamw_torch_fused", "adam"),
@@ -168,7 +167,7 @@ def test_each_call_of_a_function_is_a_step(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").exists()
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("zero", "said"),
     [
         (None, (0, None)),

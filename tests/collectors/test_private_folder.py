@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.collectors.attach import left_states, messages, sockets
 from stepsplit.collectors.guard import CollectError
@@ -185,7 +184,7 @@ def make_hard_link(path: Path) -> None:
     os.link(path.parent / "mine", path)
 
 
-@for_each(
+@pytest.mark.parametrize(
     "plant",
     [
         lambda path: path.symlink_to("mine"),

@@ -6,7 +6,7 @@ import io
 import json
 from typing import cast
 
-from support.cases import for_each
+import pytest
 
 from stepsplit.collectors.safe_io.safe_text import (
     COLORS,
@@ -31,7 +31,7 @@ SHOWN = (
 )
 
 
-@for_each("text, shown", SHOWN)
+@pytest.mark.parametrize("text, shown", SHOWN)
 def test_controls_are_shown(text: str, shown: str) -> None:
     assert escape_controls(text) == shown
     assert escape_controls(shown) == shown
@@ -60,7 +60,7 @@ WRITTEN = (
 )
 
 
-@for_each("parts, written", WRITTEN)
+@pytest.mark.parametrize("parts, written", WRITTEN)
 def test_a_stream_has_no_command_of_a_runner(parts: tuple[str, ...], written: str) -> None:
     stream = io.StringIO()
     safe = SafeStream(stream, COLORS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from support.cases import for_each
+import pytest
 
 from stepsplit.dashboard.pages.level_changes import MAX_RUNS, LevelChange, find_level_changes
 
@@ -30,8 +30,8 @@ def test_a_level_that_rises_and_falls_again_changed_twice() -> None:
     )
 
 
-@for_each("odd", [50.0, 150.0, 1000.0])
-@for_each("at", [0, 4, 8])
+@pytest.mark.parametrize("odd", [50.0, 150.0, 1000.0])
+@pytest.mark.parametrize("at", [0, 4, 8])
 def test_a_single_outlier_is_not_a_change(odd: float, at: int) -> None:
     runs = (*QUIET, *QUIET)
 
@@ -67,8 +67,8 @@ def test_only_the_newest_runs_of_a_long_history_are_searched() -> None:
     assert find_level_changes(old + newest) == (LevelChange(30 + MAX_RUNS - 10, 100.0, 110.0),)
 
 
-@for_each(("runs", "count"), [(10, 100), (30, 60), (100, 20)])
-@for_each("sd", SDS)
+@pytest.mark.parametrize(("runs", "count"), [(10, 100), (30, 60), (100, 20)])
+@pytest.mark.parametrize("sd", SDS)
 def test_noise_alone_seldom_changes_a_level(runs: int, count: int, sd: float) -> None:
     alarms = sum(bool(find_level_changes(one)) for one in histories(runs, sd, count))
 

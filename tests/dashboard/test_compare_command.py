@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.builders import GpuTrace
-from support.cases import for_each
 from support.report_builders import analysis
 
 from stepsplit.analyzer import compare_runs, units
@@ -61,8 +60,8 @@ def test_the_page_of_the_docs_shows_this_screen(found: RunComparison) -> None:
     assert "\n".join(("```", *lines(found, 80), "```")) in page
 
 
-@for_each("width", [80, 120])
-@for_each("pair", [("pp2_m2", "pp2_m8"), ("dp4", "fsdp4"), ("tp2_pp2", "dp4")])
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("pair", [("pp2_m2", "pp2_m8"), ("dp4", "fsdp4"), ("tp2_pp2", "dp4")])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(
     pair: tuple[str, str], width: int
 ) -> None:

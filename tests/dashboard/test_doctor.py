@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 from support.doctor_builders import DISK, HEALTHY, TORCH
 
 from stepsplit.dashboard import cli
@@ -102,7 +101,7 @@ NO_GPU = replace(TORCH, gpus=(), device_events=0)
 FULL, LOCKED = FolderState(True, "ext4", 1 << 20), FolderState(False, "ext4", 1 << 40)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("machine", "name", "outcome", "words", "fails"),
     [
         (with_requirement("numpy", installed="1.26.3"), "packages", "fails",
@@ -170,7 +169,7 @@ def test_each_fault_is_found(
     assert others == []
 
 
-@for_each(
+@pytest.mark.parametrize(
     "machine",
     [
         replace(HEALTHY, variables=(("TORCH_FR_BUFFER_SIZE", "20000"), ("KINETO_CONFIG", "set"))),

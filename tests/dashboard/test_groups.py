@@ -11,7 +11,6 @@ from dash import dcc, html
 from dash.development.base_component import Component
 from hypothesis import given, strategies as st
 from msgspec import structs
-from support.cases import for_each
 from support.job_builders import JOBS, key_of, store_runs
 from support.report_builders import MS, paced
 
@@ -361,7 +360,7 @@ def test_runs_are_added_removed_and_made_the_baseline(
     }
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("runs", "words"),
     [
         ("", "Select runs"),

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console, RenderableType
-from support.cases import for_each
 from support.prediction_builders import GIB, GPT, MS, job, prediction
 
 from stepsplit.analyzer import units
@@ -194,7 +193,7 @@ def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
     assert shown(build_formula_listing([one], [two])) == LISTING
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (units.format_count(8_030_261_248), "8.03B"),

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 from dash import dcc, html
-from support.cases import for_each
 from support.report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze, examine
@@ -76,7 +75,7 @@ def listed(name: str, created: int, state: State = "done", **more: Any) -> RunRo
     return RunRow(f"{created:012x}", name, created, state, more.pop("error", None), done, **more)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("path", "page"),
     [("/", "runs"), (f"/run/{RUN}", "overview"), (f"/run/{RUN}/timeline", "timeline"),
      ("/compare", "compare"), ("/history", "history"), (f"/run/{RUN}/", "overview")],
@@ -91,7 +90,7 @@ def test_every_page_has_a_url(path: str, page: str) -> None:
     )
 
 
-@for_each("path", ["/run/..", f"/run/{RUN}/secrets", "/etc", "/run/ABC", None])
+@pytest.mark.parametrize("path", ["/run/..", f"/run/{RUN}/secrets", "/etc", "/run/ABC", None])
 def test_unknown_urls_are_none(path: str | None) -> None:
     assert parse_address(path, "") is None or path is None
 

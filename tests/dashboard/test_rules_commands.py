@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 from support.perfetto_file import read
 from support.report_builders import analysis
 from support.required import absent
@@ -228,7 +227,9 @@ def test_other_rules_apply_to_cached_recordings(
     assert found == [BUILT_IN, OWN, OWN, BUILT_IN]
 
 
-@for_each("words", [("check", "PLACE", "--baseline", "PLACE"), ("baseline", "PLACE", "--out", "b")])
+@pytest.mark.parametrize(
+    "words", [("check", "PLACE", "--baseline", "PLACE"), ("baseline", "PLACE", "--out", "b")]
+)
 def test_rules_are_rejected_for_analyzed_runs(
     words: tuple[str, ...],
     rules: str,
@@ -249,7 +250,7 @@ def test_rules_are_rejected_for_analyzed_runs(
     assert not Path(".stepsplit").exists()
 
 
-@for_each(
+@pytest.mark.parametrize(
     "words",
     [
         ("analyze", "PLACE"),

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from dash import dcc, html
 from dash.development.base_component import Component
-from support.cases import for_each
 from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.report.diagnosis_rows import Lateness, PathPart, PathStep, SlowKernel
@@ -295,7 +294,9 @@ def test_a_complete_recording_has_no_coverage_section() -> None:
     assert build_coverage(analysis().report) == []
 
 
-@for_each("section", [build_idle, build_stragglers, build_compute, build_overlap, build_coverage])
+@pytest.mark.parametrize(
+    "section", [build_idle, build_stragglers, build_compute, build_overlap, build_coverage]
+)
 def test_a_section_without_rows_is_absent(section: Any) -> None:
     assert section(with_rows()) == []
 

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from simulator.planted import PLANTED
 from support.builders import COMM_STREAM, CpuTrace, GpuTrace
-from support.cases import for_each
 from support.ground_truth import SEED
 from support.planted_causes import examine_planted
 from support.replay_builders import scene
 from support.required import shared_repro
 
 from stepsplit.analyzer import Finding, analyze
-from stepsplit.analyzer.diagnose.causes import unmask
-from stepsplit.analyzer.diagnose.comm_causes import BackwardPasses
-from stepsplit.analyzer.diagnose.graph.replay import Remedy
+from stepsplit.analyzer.diagnose.causes.backward_passes import BackwardPasses
+from stepsplit.analyzer.diagnose.causes.cause import Remedy
+from stepsplit.analyzer.diagnose.causes.unmask import unmask
 from stepsplit.collectors.formats.rank_record import GpuState, RankRecord, write_record
 from stepsplit.collectors.formats.run_spec import RankInfo
 
@@ -73,7 +72,7 @@ def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("grid", "doubt"),
     [([8, 1, 1], ", unless its device is slower (as many kernels of equal shapes)"),
      ([12, 1, 1], ""),
@@ -115,7 +114,7 @@ def test_all_ranks_that_have_more_work_are_named(tmp_path: Path) -> None:
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("returned", "why"),
     [(1500, "; it sends 25.0 % more in all_to_all on ep: its experts receive more tokens"),
      (1000, ", unless its device is slower (no shapes recorded)")],
@@ -198,7 +197,7 @@ def test_ranks_that_are_equally_late_are_one_finding(tmp_path: Path) -> None:
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("slow", "named"),
     [((2, 3), "ranks 2, 3 (all of host b) are"), ((3, 4), "ranks 3, 4 are"),
      ((4, 6), "ranks 4, 6 (on host c) are")],
@@ -332,7 +331,7 @@ def test_a_report_without_steps_or_ranks_to_wait_for_has_no_causes(tmp_path: Pat
     assert analyze(trace.write(tmp_path)).findings == ()
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("clocks_mhz", "why"),
     [
         (
@@ -405,7 +404,7 @@ def uneven_job(
 SLOW_GEMM = "rank 1 is a straggler: its GEMM kernels are 1.40x slower than on its peers"
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("grid", "larger", "dims", "code", "message"),
     [
         ([8, 1, 1], [8, 1, 1], False, "slow_rank", SLOW_GEMM),
@@ -454,7 +453,7 @@ def throttled_job(
     return traces
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("slow", "times", "doubt"),
     [((2,), "1 of 5", ""), ((2, 5), "2 of 5", ""),
      ((2,), "1 of 5", ", unless its inputs are larger there (no shapes recorded)")],
@@ -496,7 +495,7 @@ def cpu_job(rows: dict[int, int] | None) -> list[CpuTrace]:
     return traces
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("rows", "code"),
     [({0: 8, 1: 12}, "uneven_ranks"), ({0: 8, 1: 8}, "slow_rank"), (None, "slow_rank")],
     ids=["more rows", "as many rows", "no shapes"],
@@ -535,7 +534,7 @@ def lone_stages(grids: tuple[list[int], list[int]] | None) -> list[GpuTrace]:
     return traces
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("grids", "found"),
     [
         (([8, 1, 1], [8, 1, 1]), {"slow_rank": "rank 1 is a straggler: its GEMM kernels are 1.50x "
@@ -596,7 +595,7 @@ def ddp_step(rank: int, *calls: tuple[float, float, float, int]) -> CpuTrace:
     return trace.op("aten::add_", 900, 1000)
 
 
-@for_each("optimizer", [(900, 1000), (0, 1000)], ids=["after", "with a closure"])
+@pytest.mark.parametrize("optimizer", [(900, 1000), (0, 1000)], ids=["after", "with a closure"])
 def test_a_reduction_in_the_forward_is_extra_and_costs_what_all_wait_for_it(
     optimizer: tuple[float, float], tmp_path: Path
 ) -> None:

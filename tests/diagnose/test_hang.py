@@ -28,8 +28,8 @@ from stepsplit.analyzer import (
     find_hang,
 )
 from stepsplit.analyzer.analysis import examine_or_find_hang
-from stepsplit.analyzer.diagnose.hang import read_calls
-from stepsplit.analyzer.diagnose.hang_progress import ChainEnd, find_chain_ends
+from stepsplit.analyzer.diagnose.hang.find import read_calls
+from stepsplit.analyzer.diagnose.hang.wait_chains import ChainEnd, find_chain_ends
 from stepsplit.collectors.formats.rank_record import CodeFrame
 from stepsplit.collectors.formats.rank_state import RAS_NAME, Look, RankState, write_state
 from stepsplit.collectors.formats.run_spec import GroupInfo, RunSpec, write_run_json

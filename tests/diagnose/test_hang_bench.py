@@ -26,8 +26,7 @@ pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.in_turn(
-        "analyzer/diagnose/hang.py", "analyzer/diagnose/hang_progress.py",
-        "analyzer/diagnose/hang_result.py", "collectors",
+        "analyzer/diagnose/hang", "collectors",
         "dashboard/commands/analyze.py",
     ),
 ]  # fmt: skip

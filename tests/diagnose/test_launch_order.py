@@ -10,7 +10,6 @@ from cuda_simulator.kineto import TraceStyle
 from cuda_simulator.planted import LAYOUTS
 from cuda_simulator.simulate import simulate
 from support.builders import COMM_STREAM, COMPUTE_STREAM, GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import Finding, analyze
 from stepsplit.collectors.formats.rank_record import RankRecord, write_record
@@ -65,7 +64,7 @@ def test_compute_that_starts_only_when_a_collective_ends_is_lost_overlap(tmp_pat
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("connections", "hint"),
     [
         (0, "; CUDA_DEVICE_MAX_CONNECTIONS=1 does this (not recorded here): leave it unset, or set"
@@ -141,7 +140,7 @@ def test_a_collective_that_starts_after_the_compute_launched_later_is_lost_overl
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("connections", "hint"),
     [(0, "; CUDA_DEVICE_MAX_CONNECTIONS is not recorded here: before Blackwell, 1 makes kernels"
          " start in the order of their launches"),

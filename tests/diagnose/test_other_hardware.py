@@ -10,7 +10,6 @@ import pytest
 from cuda_simulator.jobs import Job
 from cuda_simulator.simulate import simulate
 from support.builders import GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import CarriedRun, what_if
 from stepsplit.analyzer.errors import UsageError
@@ -47,7 +46,7 @@ LARGE_LAYER_NS = 5_000_000
 """So that the fixed part of a kernel's time does not matter."""
 
 
-@for_each("job", [
+@pytest.mark.parametrize("job", [
     Job("tp2_pp2", tp=2, pp=2, layers=1, microbatches=4),
     Job("fsdp2", dp=2, fsdp=True, layers=4, microbatches=8),
     Job("pp2", pp=2, layers=4, microbatches=4),
@@ -84,7 +83,7 @@ def test_gradients_that_were_overlapped_are_exposed_on_a_faster_device(tmp_path:
     assert found.step_ns == pytest.approx(simulate(there).step_ns, rel=0.1)
 
 
-@for_each("sample", ["tp2_pp2", "dp4"])
+@pytest.mark.parametrize("sample", ["tp2_pp2", "dp4"])
 def test_on_its_own_hardware_a_recording_keeps_its_step(sample: str) -> None:
     found = what_if(SAMPLES / sample, hardware="cpu")
     assert found.carried is not None
@@ -192,7 +191,7 @@ def test_groups_that_fit_in_a_larger_node_use_its_links(tmp_path: Path) -> None:
     assert calls.carried_ns < calls.recorded_ns / 2
 
 
-@for_each(("options", "words"), [
+@pytest.mark.parametrize(("options", "words"), [
     (["--hardware", "h100"], "unknown hardware preset 'h100'"),
     (["--hardware", "b200-sxm"], "'Test GPU' has no hardware preset; say what it is with"),
     (["--hardware", "cpu", "--recorded-on", "h100-sxm"], "cannot be carried to cpu"),
@@ -233,7 +232,9 @@ def test_the_carried_step_is_on_the_screen_and_in_the_json(
     assert body["carried"]["kernels"][0]["kind"] == "gemm"
 
 
-@for_each("model", ["Qwen_Qwen1.5-0.5B-Chat__1016005", "gaunernst_bert-small-uncased__1016001"])
+@pytest.mark.parametrize(
+    "model", ["Qwen_Qwen1.5-0.5B-Chat__1016005", "gaunernst_bert-small-uncased__1016001"]
+)
 @pytest.mark.parametrize(
     ("here", "there", "preset"), [("h100", "mi300", "mi300x"), ("mi300", "h100", "h100-sxm")]
 )

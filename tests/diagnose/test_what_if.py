@@ -11,7 +11,6 @@ import pytest
 from cuda_simulator.jobs import Job
 from cuda_simulator.simulate import simulate
 from support.builders import GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import UsageError, analyze, what_if
 from stepsplit.dashboard import cli
@@ -32,7 +31,7 @@ def test_a_change_is_written_as_it_is_read() -> None:
     assert [str(row.change) for row in found.changes] == words
 
 
-@for_each("words", ["", "link:tp", "link:tp=0", "microbatches=0", "faster"])
+@pytest.mark.parametrize("words", ["", "link:tp", "link:tp=0", "microbatches=0", "faster"])
 def test_other_words_are_refused_and_shown_how(words: str, tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 10)
     with pytest.raises(UsageError, match="microbatches=8"):
@@ -114,7 +113,7 @@ def test_twice_the_replicas_send_a_little_more(tmp_path: Path) -> None:
     assert [row.gain_ns for row in found.changes] == [-5_000]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("count", "gain_us"),
     [(1, -4), (2, 0)],
 )

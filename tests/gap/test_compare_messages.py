@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.builders import CpuTrace, GpuTrace
-from support.cases import for_each
 from support.prediction_builders import MS, prediction
 from support.splitting import recording_of, split_of
 
@@ -116,7 +115,7 @@ def test_a_rank_without_the_calls_of_its_peers_differs() -> None:
     assert [(row.axis, row.varies) for row in rows] == [("cp", True), ("tp", True)]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("of_mesh", "of_model"),
     [
         ({"dp_replicate"}, {"dp_replicate"}),

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 from support.builders import GpuTrace
-from support.cases import for_each
 from support.gap_builders import (
     US,
     Expected,
@@ -157,7 +156,7 @@ def test_what_is_not_sent_is_fewer_calls(tmp_path: Path) -> None:
     assert message(found, "calls") == ("all_reduce on tp: 0 calls, predicted 2 calls (8.00 kB)")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("mesh", "word"),
     [
         ({"dp_replicate": 2}, "dp_replicate"),

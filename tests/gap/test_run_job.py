@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 from support.splitting import Recording, RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import JobConfig, UsageError, analyze, predict
 from stepsplit.analyzer.gap.comm_gap import collect_messages, compare_messages
-from stepsplit.analyzer.gap.config_from_trace import find_preset, infer_job
+from stepsplit.analyzer.gap.config_from_trace import infer_job
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
+from stepsplit.analyzer.model.config_file import find_preset
 from stepsplit.collectors import Mesh, ModelSpec, RunSpec, Training
 from stepsplit.collectors.formats.run_spec import HostInfo
 
@@ -179,7 +179,7 @@ preset = "h100-sxm"
     assert (made.parallel.world_size, made.microbatches) == (2, 3)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("device", "preset"),
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),
@@ -195,8 +195,13 @@ preset = "h100-sxm"
         ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
         ("Tesla V100-SXM3-32GB", "v100-sxm-32gb"),
         ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 144G HBM3e", "gh200-144gb"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H800 PCIe", None),
         ("NVIDIA B200", "b200-sxm"),
         ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300-sxm"),
+        ("NVIDIA GB300", "gb300"),
         ("AMD Instinct MI300X", "mi300x"),
         ("cpu", "cpu"),
         ("NVIDIA GeForce RTX 4090", None),

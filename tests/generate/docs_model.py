@@ -29,7 +29,9 @@ def main() -> None:
     checks = validate()
     table = "\n".join(row(one) for one in checks if one.measure != "equality")
     page = before + HEAD + table + rest
-    (DOCS / "model.md").write_text(re.sub(r"[\d,]+ numbers in all", _equalities(checks), page))
+    equalities = sum(len(one.reported) for one in checks if one.measure == "equality")
+    page = re.sub(r"[\d,]+ numbers in all", f"{equalities} numbers in all", page)
+    (DOCS / "model.md").write_text(page)
 
 
 def screen() -> str:
@@ -50,11 +52,6 @@ def row(one: Check) -> str:
 
 def percents(ratios: tuple[float, ...]) -> str:
     return " / ".join(f"{100 * ratio:.1f}" for ratio in ratios) + " %"
-
-
-def _equalities(checks: tuple[Check, ...]) -> str:
-    count = sum(len(one.reported) for one in checks if one.measure == "equality")
-    return f"{count} numbers in all"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (
@@ -50,7 +49,7 @@ def message(impossible: JobConfig) -> str:
     return str(error.value)
 
 
-@for_each(
+@pytest.mark.parametrize(
     "possible",
     [
         job(),
@@ -77,7 +76,7 @@ def test_valid_jobs_pass(possible: JobConfig) -> None:
     assert find_violation(possible) is None
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("impossible", "expected"),
     [
         (job(tp=0), "tp (0) must be >= 1; fix tp"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from support.cases import for_each
 from support.published_sweeps import (
     A100,
     ALPS,
@@ -163,14 +162,14 @@ def test_the_dies_of_mi250x_are_no_mesh_so_that_two_use_a_connection_as_fast_as_
         assert busbw == pytest.approx(rate, rel=0.01)
 
 
-@for_each("op", TIMED_OPS)
+@pytest.mark.parametrize("op", TIMED_OPS)
 def test_a_single_rank_and_an_empty_message_take_no_time(op: str) -> None:
     assert time_of(op, GIB, GroupPlacement(1, 1), PLAIN) == Band(0, 0, 0)
     assert time_of(op, 0, TWO, PLAIN) == Band(0, 0, 0)
 
 
-@for_each("op", TIMED_OPS)
-@for_each("hardware", [A100, H200, B200, ALPS, MI300X])
+@pytest.mark.parametrize("op", TIMED_OPS)
+@pytest.mark.parametrize("hardware", [A100, H200, B200, ALPS, MI300X])
 def test_a_larger_message_never_takes_less(op: str, hardware: HardwareConfig) -> None:
     for nodes in (1, 2, 3, 16, 256):
         span = GroupPlacement(4 * nodes, 4)
@@ -239,7 +238,7 @@ def test_invalid_calls_are_refused(
     assert str(refused.value).startswith(expected)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("op", "ranks", "gigabytes_per_s"),
     [
         ("all_reduce", 4, 363.3), ("all_reduce", 5, 414.2), ("all_reduce", 6, 435.6),
@@ -307,7 +306,7 @@ def test_a_job_uses_as_many_gpus_of_each_node_as_divide_its_ranks() -> None:
     assert place_group(replace(job(layout=small), hardware=rack), "dp") == GroupPlacement(4, 4)
 
 
-@for_each(("ranks", "stated", "group"), [
+@pytest.mark.parametrize(("ranks", "stated", "group"), [
     (8, None, GroupPlacement(8, 8)),
     (64, None, GroupPlacement(64, 8)),
     (100, None, GroupPlacement(100, 5)),
@@ -330,7 +329,7 @@ def test_a_sweep_of_the_cluster_comes_before_the_closed_form() -> None:
     assert found.formulas[0].id == "comm.sweep"
 
 
-@for_each(("arguments", "problem"), [
+@pytest.mark.parametrize(("arguments", "problem"), [
     (("all_reduce", 8, 0, "h100-sxm"), "ranks .0. must be at least 1"),
     (("all_sum", 8, 8, "h100-sxm"), "op 'all_sum' has no time model"),
     (("all_reduce", 8, 8, "h100"), "unknown hardware preset 'h100'"),

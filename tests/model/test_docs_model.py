@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS, SCHEDULES
@@ -135,15 +134,16 @@ def test_the_error_of_the_page_is_that_of_the_command() -> None:
     assert f"stepsplit: {refused_text}\n" == refused
 
 
-@for_each(("section", "key"), WRITTEN)
 def test_every_key_of_the_page_is_accepted(
-    section: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text('preset = "h100-sxm"\n')
-    refused_text = refusal(lines(section, key))
-    assert not refused_text.startswith(f"job.toml: {section}"), refused_text
-    assert "TOML" not in refused_text.removeprefix("job.toml"), refused_text
+    for section, key in WRITTEN:
+        with subtests.test(f"{section}: {key}"):
+            refused_text = refusal(lines(section, key))
+            assert not refused_text.startswith(f"job.toml: {section}"), refused_text
+            assert "TOML" not in refused_text.removeprefix("job.toml"), refused_text
 
 
 def test_an_unknown_key_would_be_refused() -> None:

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 from support.prediction_builders import GPT, H100, job
 
 from stepsplit.analyzer import model
@@ -73,7 +72,7 @@ def test_one_rank_uses_no_formula_of_messages() -> None:
     assert tuple(formula.id for formula in one) == ALONE
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("layout", "formulas"),
     [
         (ParallelConfig(dp_replicate=8), {"comm.ddp"}),

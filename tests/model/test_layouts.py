@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.work_builders import TINY, job
 
 from stepsplit.analyzer.errors import DataError
@@ -85,7 +84,7 @@ def saved(parts: frozenset[RecomputePart], **recipe: Any) -> int:
     return compute_layer_activations(one, expert=True).total_bytes
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("part", "dtype", "gigabytes"),
     [("mla-up", "fp8", 30.6), ("norms", "bf16", 7.7), ("activation", "fp8", 3.8 + 0.5)],
 )
@@ -311,7 +310,7 @@ def test_plan_keeps_the_parts_as_a_list_and_gives_full_recomputation_none() -> N
     assert 'recompute = ["mlp", "norms"]' in format_job_lines(one, best)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
         ("recompute = [", "recompute_layers = 2\nrecompute = [", "recompute_layers (2) needs"),
@@ -343,8 +342,8 @@ preset = "h100-sxm"
 """
 
 
-@for_each("model", ["gpt2-1.5b", "llama-3-8b"])
-@for_each(
+@pytest.mark.parametrize("model", ["gpt2-1.5b", "llama-3-8b"])
+@pytest.mark.parametrize(
     ("framework", "more"),
     [
         ("megatron", ""),
@@ -414,7 +413,7 @@ def test_ulysses_overlaps_beside_a_ring_as_alone() -> None:
     assert steps[0].overlapped_ns > 0
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("order", "cp", "expected"),
     [
         (("tp", "cp", "ep", "dp", "pp"), 1, (32, 4)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 from support.work_builders import TINY, UNIT, job, llama
 
 from stepsplit.analyzer.errors import DataError
@@ -189,7 +188,7 @@ def test_a_file_states_rank_and_layers() -> None:
         parse_job(text.replace("llama-3.1-8b", "mixtral-8x7b").replace('"qkv", "output"', '"mlp"'))
 
 
-@for_each(("layers", "torch_mib"), [(16, 244.2), (32, 464.4)])
+@pytest.mark.parametrize(("layers", "torch_mib"), [(16, 244.2), (32, 464.4)])
 def test_a_checkpoint_keeps_no_copies_of_frozen_weights(layers: int, torch_mib: float) -> None:
     """Autocast caches the copies of weights with gradients alone: the peaks are those that torch's
     MemTracker finds of transformers' Llama, with checkpoints of all layers."""

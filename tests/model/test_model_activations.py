@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.model.config import Framework, ParallelConfig
+from stepsplit.analyzer.model.config import ParallelConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     EVERY,
@@ -35,7 +34,7 @@ def test_a_layer_with_flash_attention_item_by_item() -> None:
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("tp", "sequence_parallel", "recompute", "total"),
     [
         (1, False, "none", 128 * (34 + 40)),
@@ -114,7 +113,7 @@ def test_an_expert_layer_saves_its_routed_tokens_and_latents() -> None:
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("recompute", "every", "held", "rerun", "formula"),
     [
         ("none", 1, 4 * 4352, 0, LAYER_ACTIVATIONS),
@@ -178,9 +177,10 @@ def test_the_formulas_behind_figure_1_of_korthikanti() -> None:
             assert found == pytest.approx(float(row[name]), rel=1e-4)
 
 
-@for_each("framework", list_frameworks())
-def test_every_framework_has_a_source_of_its_coefficients(framework: Framework) -> None:
-    found = load_framework(framework)
-    assert found.name == framework
-    assert found.source
-    assert found.memory.low <= 1.0 <= found.memory.high
+def test_every_framework_has_a_source_of_its_coefficients(subtests: pytest.Subtests) -> None:
+    for framework in list_frameworks():
+        with subtests.test(framework):
+            found = load_framework(framework)
+            assert found.name == framework
+            assert found.source
+            assert found.memory.low <= 1.0 <= found.memory.high

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 from support.chunk_flops import ChunkFlops, count_chunk_flops
 from support.work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
@@ -42,7 +41,7 @@ def test_the_conventions_of_a_small_gpt_worked_out_by_hand() -> None:
     }
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("recompute", "layers", "core"),
     [("none", 3, 3), ("selective", 3, 6), ("full", 4, 4), ("every", 4, 4), ("sqrt", 4, 4)],
 )

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 from support.work_builders import LITE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.model.comm_ops import CommOp
@@ -167,7 +166,7 @@ def test_without_clipping_there_is_no_norm_of_the_gradients() -> None:
     assert {op.axis for op in set(clipped) - set(plain)} == {"tp", "pp", "dp_shard"}
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("pp", "policy", "framework", "forward", "backward", "gradients"),
     [
         (1, "default", "fsdp2", 8, 8, 8),

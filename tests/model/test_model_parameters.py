@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 from support.work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
 from stepsplit.analyzer.model.config import Experts, LatentAttention, ModelConfig, ParallelConfig
@@ -66,7 +65,7 @@ def test_norms_of_queries_and_keys_are_shared_by_all_heads() -> None:
     assert split[1] - split[0] == 2 * 2 * plain.head_size
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("model", "count"),
     [
         (llama(32, 4096, 32, 32, 11008, 32000), 6_738_415_616),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings, strategies as st
-from support.cases import for_each
 from support.work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.buckets import Split
@@ -145,7 +144,7 @@ def equal_stages(one: JobConfig) -> tuple[StageTime, ...]:
     )
 
 
-@for_each("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedule) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     layout = ParallelConfig(pp=4, schedule=schedule, chunks=chunks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 from support.work_builders import LITE, job, published
 
 from stepsplit.analyzer.model.config import Dtype, Optimizer, ParallelConfig, TrainingConfig
@@ -24,7 +23,7 @@ PAPER = TrainingConfig(16, 1, 1, framework="zero-paper")
 DEEPSPEED = TrainingConfig(16, 1, 1, dtype="fp16", framework="deepspeed")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("framework", "dtype", "gradients", "each"),
     [
         ("zero-paper", "bf16", "fp32", ParameterBytes(2, 2, 12)),
@@ -46,7 +45,7 @@ def test_each_framework_keeps_its_own_bytes_of_a_parameter(
     assert compute_parameter_bytes(recipe) == each
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("optimizer", "bytes_each", "beside"),
     [
         ("adam", 12, 0), ("adam-8bit", 6, 0), ("sgd", 4, 0), ("sgd-momentum", 8, 0),

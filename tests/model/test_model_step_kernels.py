@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.chunk_flops import count_chunk_flops
 from support.work_builders import DEVICE, LITE, TINY, job
 
@@ -342,7 +341,7 @@ def test_expert_tp_narrows_experts_and_gathers_tokens_of_the_group() -> None:
     )  # fmt: skip
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("model", "layout"),
     [
         (TINY, ParallelConfig()),

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.errors import DataError
@@ -103,7 +102,7 @@ def test_passes_of_equal_times_are_two_passes() -> None:
     assert found == (PassCopies(3, 500, 0.0, FORWARD), PassCopies(3, 0.0, 500, FORWARD))
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("framework", "batch", "expected"),
     [
         ("megatron", 1, [(1, 4, 0, 0.0), (1, 0, 4, 0.0)]),
@@ -154,7 +153,7 @@ def test_a_pipeline_of_fsdp2_loads_its_parameters_once() -> None:
     assert [each.count for each in found] == [1, 1]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("framework", "states", "left"),
     [
         ("megatron", ["optimizer"], States(2, 4, 4)),

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
@@ -292,7 +291,7 @@ def test_kept_settings_are_those_of_the_job() -> None:
 @pytest.mark.parametrize(
     "one", [MIDDLE, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["dense", "experts"]
 )
-@for_each(
+@pytest.mark.parametrize(
     "stated",
     [
         {"training.framework": "megatron"},

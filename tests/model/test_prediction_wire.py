@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 from support.prediction_builders import GIB, MS, prediction
 from support.work_builders import job
 
@@ -86,7 +85,7 @@ def test_unknown_keys_are_ignored() -> None:
     assert prediction_from_json(json.dumps(body)) == prediction()
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("found", "instead", "problem"),
     [
         ('"stepsplit.prediction/1"', '"stepsplit.prediction/9"',

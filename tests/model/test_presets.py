@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (
@@ -34,7 +32,6 @@ from stepsplit.analyzer.model.hardware_config import (
 from stepsplit.analyzer.model.parameters import count_parameters
 
 COUNTED = [name for name in list_model_names() if read_published_parameters(name) is not None]
-LISTED = sorted(PRESETS.rglob("*.toml"))
 
 
 def test_a_llama_has_groups_of_heads_and_a_gated_mlp() -> None:
@@ -77,18 +74,20 @@ def test_deepseek_has_latent_attention_and_experts_after_three_dense_layers() ->
     )
 
 
-@for_each("name", list_model_names())
-def test_every_model_preset_loads_under_its_own_name(name: str) -> None:
-    assert load_model(name).name == name
+def test_every_model_preset_loads_under_its_own_name(subtests: pytest.Subtests) -> None:
+    for name in list_model_names():
+        with subtests.test(name):
+            assert load_model(name).name == name
 
 
-@for_each("name", COUNTED)
-def test_a_preset_has_as_many_parameters_as_its_publishers_say(name: str) -> None:
-    published = read_published_parameters(name)
-    assert published is not None
-    assert count_parameters(load_model(name)) == pytest.approx(
-        published, abs=max(0.001 * published, _half_of_the_last_digit(published))
-    )
+def test_a_preset_has_as_many_parameters_as_its_publishers_say(subtests: pytest.Subtests) -> None:
+    for name in COUNTED:
+        with subtests.test(name):
+            published = read_published_parameters(name)
+            assert published is not None
+            assert count_parameters(load_model(name)) == pytest.approx(
+                published, abs=max(0.001 * published, _half_of_the_last_digit(published))
+            )
 
 
 def _half_of_the_last_digit(count: int) -> float:
@@ -129,25 +128,28 @@ def test_the_link_between_nodes_and_the_size_of_a_node_can_be_set() -> None:
     assert (device.inter, device.gpus_per_node) == (load_link("roce-400"), 4)
 
 
-@for_each("name", list_hardware_names())
-def test_every_hardware_preset_loads_under_its_own_name(name: str) -> None:
-    device = load_hardware(name)
-    assert device.name == name
-    assert min(device.memory_bytes, device.memory_bytes_per_s, device.gpus_per_node) >= 1
+def test_every_hardware_preset_loads_under_its_own_name(subtests: pytest.Subtests) -> None:
+    for name in list_hardware_names():
+        with subtests.test(name):
+            device = load_hardware(name)
+            assert device.name == name
+            assert min(device.memory_bytes, device.memory_bytes_per_s, device.gpus_per_node) >= 1
 
 
-@for_each("name", list_hardware_names())
-def test_lower_precision_is_never_slower(name: str) -> None:
-    peaks = dict(load_hardware(name).peaks_flops_per_s)
-    order = [peaks[dtype] for dtype in ("fp32", "tf32", "fp16", "fp8") if dtype in peaks]
-    assert order == sorted(order)
+def test_lower_precision_is_never_slower(subtests: pytest.Subtests) -> None:
+    for name in list_hardware_names():
+        with subtests.test(name):
+            peaks = dict(load_hardware(name).peaks_flops_per_s)
+            order = [peaks[dtype] for dtype in ("fp32", "tf32", "fp16", "fp8") if dtype in peaks]
+            assert order == sorted(order)
 
 
-@for_each("name", list_link_names())
-def test_a_ring_reaches_at_most_the_rate_of_the_link(name: str) -> None:
-    found = load_link(name)
-    assert isinstance(found, Link) and found.name == name
-    assert 0 < found.ring <= 1 and found.latency_ns > 0 and found.bytes_per_s > 0
+def test_a_ring_reaches_at_most_the_rate_of_the_link(subtests: pytest.Subtests) -> None:
+    for name in list_link_names():
+        with subtests.test(name):
+            found = load_link(name)
+            assert isinstance(found, Link) and found.name == name
+            assert 0 < found.ring <= 1 and found.latency_ns > 0 and found.bytes_per_s > 0
 
 
 def test_nvlink_rates_are_per_direction() -> None:
@@ -159,11 +161,12 @@ def test_nvlink_rates_are_per_direction() -> None:
     ]
 
 
-@for_each("family", list_families())
-def test_no_family_reaches_more_than_its_peaks(family: str) -> None:
-    found = load_efficiency(family)
-    assert isinstance(found, Efficiency) and found.launch_ns >= 0
-    assert 0 < max(found.gemm, found.attention, found.memory) <= 1
+def test_no_family_reaches_more_than_its_peaks(subtests: pytest.Subtests) -> None:
+    for family in list_families():
+        with subtests.test(family):
+            found = load_efficiency(family)
+            assert isinstance(found, Efficiency) and found.launch_ns >= 0
+            assert 0 < max(found.gemm, found.attention, found.memory) <= 1
 
 
 def test_an_unknown_model_suggests_similar_names() -> None:
@@ -180,9 +183,10 @@ def test_an_unknown_gpu_or_link_suggests_similar_names() -> None:
         load_hardware("h100-sxm", nodes_link="ndr-400")
 
 
-@for_each("file", LISTED, ids=lambda file: file.stem)
-def test_every_number_has_a_source(file: Path) -> None:
-    assert list(_without_source(file.stem, read_table(file).values, sourced=False)) == []
+def test_every_number_has_a_source(subtests: pytest.Subtests) -> None:
+    for file in sorted(PRESETS.rglob("*.toml")):
+        with subtests.test(file.stem):
+            assert list(_without_source(file.stem, read_table(file).values, sourced=False)) == []
 
 
 def _without_source(name: str, table: Mapping[str, object], sourced: bool) -> Iterator[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (
@@ -195,7 +194,7 @@ def test_latent_attention_has_a_table() -> None:
     assert found == LatentAttention(query_rank=0, kv_rank=64, nope=32, rope=16, value=32)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("parallel", "framework", "replicate", "shard", "zero"),
     [
         ({"dp": 8}, "megatron", 8, 1, 0),
@@ -221,7 +220,7 @@ def test_sharded_weights_without_a_framework_are_fsdp2() -> None:
     assert run(parallel={"dp": 8}).training.framework == "megatron"
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("stated", "framework", "hidden"),
     [
         ({}, "megatron", set()),
@@ -249,7 +248,7 @@ def test_recomputation_settings_are_decoded(stated: str, recompute: str, every: 
     assert (recipe.recompute, recipe.recompute_every) == (recompute, every)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("stated", "states", "target"),
     [
         ({}, set(), "cpu"),
@@ -266,7 +265,7 @@ def test_offloaded_states_and_their_target_are_decoded(
     assert (recipe.offload, recipe.offload_to) == (states, target)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("framework", "dtype", "gradients", "activations"),
     [
         ("megatron", "bf16", "fp32", "bf16"),
@@ -325,7 +324,7 @@ def test_a_job_without_hardware_is_refused() -> None:
         parse_job('model.preset = "gpt2-124m"\ntraining.seq_len = 1024')
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("tables", "expected"),
     [
         (
@@ -431,7 +430,7 @@ def test_all_mistakes_of_a_file_are_listed_in_one_line() -> None:
     ]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("stated", "problem"),
     [
         (10**19, "is not a valid count"),
@@ -460,7 +459,7 @@ def test_every_error_is_one_line() -> None:
     assert "\n" not in refusal(model={"preset": "a\nb"})
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (b"[model", "not valid TOML (Expected ']'"),
@@ -496,7 +495,7 @@ def test_an_invalid_job_file_is_reported(tmp_path: Path, text: bytes, expected: 
     assert str(error.value).startswith(f"{path}: {expected}")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("device", "problem"),
     [
         (
@@ -596,7 +595,7 @@ def test_more_layers_are_not_recomputed_or_offloaded_than_the_model_has(
     assert refusal(training=stated).startswith(f"job.toml: {problem}")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("key", "value", "hint"),
     [
         ("efficiency.launch_ns", 4.5, "4.5 us are 4500 ns"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.schedule_graph import ScheduleTimeline, build_graph, simulate
@@ -44,7 +43,7 @@ def own_idle_ns(timeline: ScheduleTimeline) -> float:
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("schedule", "column"),
     [
         ("1f1b", "bubble_1F1B"),
@@ -78,8 +77,8 @@ def test_simulating_the_orders_gives_the_published_rates(schedule: Schedule, col
         assert idle / (idle + m * sum(times)) == pytest.approx(float(row[column]), abs=1e-4)
 
 
-@for_each("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
-@for_each("transfer_ns", [0.0, 0.01])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("transfer_ns", [0.0, 0.01])
 def test_the_bubble_of_equal_stages_matches_the_closed_form(
     schedule: Schedule, transfer_ns: float
 ) -> None:

@@ -6,7 +6,6 @@ import random
 from time import perf_counter
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model import schedule_period, schedule_time
@@ -86,7 +85,7 @@ def test_a_wrong_number_of_costs_is_rejected() -> None:
         compute_pipeline_time("interleaved", 2, 2, 2, UNEQUAL)
 
 
-@for_each("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equal_stages_leave_the_ideal_bubble(schedule: Schedule) -> None:
     """With equal times of the three kinds of pass, as the formulas of the V shapes assume."""
     chunks = 2 if schedule == "interleaved" else 1
@@ -115,7 +114,7 @@ def drawn_costs(dice: random.Random, stages: int) -> Costs:
     return tuple(costs[:1] * (stages - 1) + costs[-1:] if dice.random() < 0.4 else costs)
 
 
-@for_each("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_fast_path_equals_the_whole_simulation(schedule: Schedule) -> None:
     dice = random.Random(schedule)
     for _ in range(30):
@@ -130,7 +129,7 @@ def test_the_fast_path_equals_the_whole_simulation(schedule: Schedule) -> None:
         assert fast.bubbles_ns == pytest.approx(whole.bubbles_ns, abs=1e-9 * whole.makespan_ns)
 
 
-@for_each("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_far_more_microbatches_give_exactly_the_time_of_their_simulation(
     schedule: Schedule,
 ) -> None:
@@ -155,7 +154,7 @@ def test_far_more_microbatches_give_exactly_the_time_of_their_simulation(
         assert fast.makespan_ns == whole.makespan_ns
 
 
-@for_each("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_billion_microbatches_are_timed_from_a_few(
     schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate, product
 
-from support.cases import for_each
+import pytest
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule
@@ -50,7 +50,7 @@ def test_zero_bubble_schedules_have_equal_activations_on_every_rank() -> None:
     assert held("dualpipe-v", 4, 8) == [9, 9, 9, 9]
 
 
-@for_each("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_formula_matches_the_order(schedule: Schedule) -> None:
     counted = 0
     for p, m, chunks in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 7, 8, 12, 16, 24), (1, 2, 3)):

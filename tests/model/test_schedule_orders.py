@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 from simulator.schedules import SCHEDULES as SIMULATED, actions
-from support.cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule
@@ -84,7 +83,7 @@ def test_chunks_lie_every_p_stages_or_in_a_v_or_in_two_copies_of_the_model() -> 
     assert list_chunk_positions("1f1b", 3) == ((0,), (1,), (2,))
 
 
-@for_each("schedule", [one for one in SCHEDULES if one in SIMULATED])
+@pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one in SIMULATED])
 def test_the_simulator_of_traces_writes_the_same_orders(schedule: Schedule) -> None:
     for p, rounds in product((2, 4, 6), (2, 3, 5)):
         chunks = 3 if schedule == "interleaved" else 1
@@ -97,7 +96,7 @@ def test_the_simulator_of_traces_writes_the_same_orders(schedule: Schedule) -> N
             ]
 
 
-@for_each("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_chunk_does_every_microbatch_forth_and_back_once(schedule: Schedule) -> None:
     p, m = 4, 8
     chunks = 2 if schedule in TWO_STAGES or schedule == "interleaved" else 1
@@ -111,7 +110,7 @@ def test_every_chunk_does_every_microbatch_forth_and_back_once(schedule: Schedul
         assert len(forwards) == len(set(forwards)) == (m if schedule == "dualpipe" else chunks * m)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("schedule", "sizes", "line"),
     [
         ("dualpipe", (4, 6, 1), "dualpipe needs at least 2 pp = 8 microbatches, not 6"),

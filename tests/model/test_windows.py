@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 from support.work_builders import TINY, job
 
 from stepsplit.analyzer.errors import DataError
@@ -19,7 +18,7 @@ from stepsplit.analyzer.validation.tables import Published, build_recipe
 WINDOWED = replace(TINY, layers=4, window=16, full_every=2)
 
 
-@for_each("tokens", [8, 16, 17, 64, 1000])
+@pytest.mark.parametrize("tokens", [8, 16, 17, 64, 1000])
 def test_the_scores_are_those_inside_of_the_windows(tokens: int) -> None:
     """Counted one by one; half of a token is the diagonal, which sizes are rounded by."""
     inside = sum(min(query + 1, 16) for query in range(tokens))

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from support.builders import CpuTrace, GpuTrace
-from support.cases import for_each
 from support.reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
@@ -51,7 +50,7 @@ def x(**fields: Any) -> str:
     return json.dumps({"ph": "X", "name": "x", "ts": 5, "dur": 1, "cat": "kernel"} | fields)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("text", "whole", "lost"),
     [
         (f'[{A},{{"ph":"X","args":{{"l":[{{"ph":"X","ts":9}},{{"ph":"X"', ["a"], 0),
@@ -87,7 +86,7 @@ def test_digits_beyond_a_float_survive_a_cut(tmp_path: Path) -> None:
     assert cut.rows.t0_unix_ns == 1_721_000_000_000_001_123
 
 
-@for_each(
+@pytest.mark.parametrize(
     "odd",
     [
         '"ts": "NaN"', '"ts": "1E+1000000"', '"ts": 1e99999999999999999999', '"dur": "-Infinity"',
@@ -108,7 +107,7 @@ def test_an_invalid_value_is_ignored(tmp_path: Path, odd: str) -> None:
     assert report.steps[0].compute_ns >= 5_000
 
 
-@for_each("dims", [[5], [{"a": 1}], [[10**12, "x"]], [[[10**12, [1]]]], [None]])
+@pytest.mark.parametrize("dims", [[5], [{"a": 1}], [[10**12, "x"]], [[[10**12, [1]]]], [None]])
 def test_invalid_shapes_give_an_unknown_size(tmp_path: Path, dims: list[Any]) -> None:
     args = {"Input Dims": dims, "Input type": ["float"], "Collective name": "allreduce"}
     trace = GpuTrace().step(1, 0, 10).kernel("ncclDevKernel_AllReduce", 2, 5, launched=1)
@@ -147,8 +146,8 @@ def test_the_fields_after_the_events_are_read_completely(tmp_path: Path) -> None
     assert read(tmp_path, packed, "t.json.gz").header.distributed.rank == 5
 
 
-@for_each("size", [100, 1 << 16, 2 << 20])
-@for_each("at", [30, 9_000, 20_000, -5])
+@pytest.mark.parametrize("size", [100, 1 << 16, 2 << 20])
+@pytest.mark.parametrize("at", [30, 9_000, 20_000, -5])
 def test_a_gzip_gives_all_that_is_before_its_damage(tmp_path: Path, at: int, size: int) -> None:
     content = np.random.default_rng(1).integers(97, 105, 60_000, dtype=np.uint8).tobytes()
     packed = bytearray(gzip.compress(content))

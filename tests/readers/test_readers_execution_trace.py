@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.reading import on_disk
 from support.required import shared_trace
 
@@ -256,7 +255,7 @@ def test_a_truncated_compressed_trace_gives_a_note(tmp_path: Path) -> None:
     assert codes(found) == ["file_cut"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     "content",
     [b"", b'{"nodes": []}', b'{"nodes": [', b'{"nodes": [' + b"[" * 90_000, b"\x00" * 999],
 )

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.cases import for_each
 from support.reading import head_of_file, on_disk
-from support.required import SHARED_TRACES, shared_trace
+from support.required import list_shared_files, shared_trace
 
 from stepsplit.analyzer import (
     OPS,
@@ -174,7 +173,7 @@ def test_version_1_has_one_sequence_number_and_no_p2p_flag(tmp_path: Path) -> No
     assert dump.calls.world_size == 4
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "rank"),
     [
         ("_dump_14", 14), ("rank3_flight.json.gz", 3), ("rank_3", 3), ("nccl_trace_rank_3", 3),
@@ -230,7 +229,7 @@ def test_invalid_entries_are_skipped_and_counted(tmp_path: Path, write: Writer) 
     assert dump.notes == (Note("flight_odd", "6 invalid entries of the dump are skipped", 3),)
 
 
-@for_each("sizes", [None, 3, [], "x", [["a"]], [[-1]], [[2**62, 2**62]], [[1] * 99]])
+@pytest.mark.parametrize("sizes", [None, 3, [], "x", [["a"]], [[-1]], [[2**62, 2**62]], [[1] * 99]])
 def test_invalid_sizes_are_unknown(tmp_path: Path, sizes: object) -> None:
     content = modern()
     content["entries"][0]["input_sizes"] = sizes
@@ -284,7 +283,7 @@ def test_damaged_bytes_raise_nothing_but_dataerror(
         assert "\n" not in str(error)
 
 
-@for_each(
+@pytest.mark.parametrize(
     "content",
     [
         b"",
@@ -371,7 +370,7 @@ def test_a_peer_is_a_global_rank_in_every_group() -> None:
     assert set(calls.peer[calls.is_message].tolist()) == {2}
 
 
-@for_each("file", sorted(SHARED_TRACES.rglob("*.*")), ids=lambda path: path.name[:40])
-def test_no_other_file_is_recognized_as_a_dump(file: Path) -> None:
-    if file.is_file():
-        assert not is_flight_dump(head_of_file(file))
+def test_no_other_file_is_recognized_as_a_dump(subtests: pytest.Subtests) -> None:
+    for file in list_shared_files():
+        with subtests.test(file.name):  # of these files the dumps alone have no suffix
+            assert is_flight_dump(head_of_file(file)) == (not file.suffix)

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.cases import for_each
 from support.reading import head_of_file, on_disk
-from support.required import SHARED_TRACES, shared_trace
+from support.required import list_shared_files, shared_trace
 
 from stepsplit.analyzer import CategoryMemory, DataError, DeviceMemory, MemoryRecord
 from stepsplit.analyzer.readers.memory_snapshot import is_memory_snapshot, read_memory
@@ -99,7 +98,7 @@ def numbers(device: DeviceMemory) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-@for_each("protocol", range(6))
+@pytest.mark.parametrize("protocol", range(6))
 def test_a_snapshot_has_a_state_and_a_curve(tmp_path: Path, protocol: int) -> None:
     record = record_of(tmp_path, snapshot(), protocol)
     assert (record.kind, record.categories, record.notes) == ("snapshot", (), ())
@@ -114,7 +113,7 @@ def test_a_snapshot_has_a_state_and_a_curve(tmp_path: Path, protocol: int) -> No
     assert device.peak_reserved_bytes == 6 * MIB
 
 
-@for_each("lost", range(9))
+@pytest.mark.parametrize("lost", range(9))
 def test_a_trace_without_its_beginning_has_the_same_end(tmp_path: Path, lost: int) -> None:
     whole = record_of(tmp_path, snapshot()).devices[0].curve
     content = snapshot()
@@ -311,8 +310,7 @@ def test_the_real_timeline_adds_up(tmp_path: Path) -> None:
     assert record.categories[4] == CategoryMemory("activation", 2_746_497_024, 2_592_465_920)
 
 
-@for_each(
-    "file", sorted(f for f in SHARED_TRACES.rglob("*") if f.is_file()), ids=lambda f: f.name[:40]
-)
-def test_no_other_file_is_recognized_as_memory(file: Path) -> None:
-    assert is_memory_snapshot(head_of_file(file)) == (file.name == REAL)
+def test_no_other_file_is_recognized_as_memory(subtests: pytest.Subtests) -> None:
+    for file in list_shared_files():
+        with subtests.test(file.name):
+            assert is_memory_snapshot(head_of_file(file)) == (file.name == REAL)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cases import for_each
 from support.reading import on_disk
 from support.required import SHARED_TRACES, shared_trace
 
@@ -94,7 +93,7 @@ DUMPS = {
 }
 
 
-@for_each("dump", DUMPS.values(), ids=DUMPS)
+@pytest.mark.parametrize("dump", DUMPS.values(), ids=DUMPS)
 def test_all_formats_give_the_same_log(tmp_path: Path, dump: bytes) -> None:
     log = read(tmp_path, dump)
     assert rows(log) == EXPECTED
@@ -106,7 +105,7 @@ def test_all_formats_give_the_same_log(tmp_path: Path, dump: bytes) -> None:
     assert measured.busbw_bytes_per_s.tolist() == [3.75e9, 3.75e9, 1e9]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "op", "input_bytes", "message_bytes"),
     [
         ("AllReduce", "all_reduce", 100, 100),
@@ -211,7 +210,7 @@ def test_a_truncated_compressed_dump_has_a_note(tmp_path: Path) -> None:
     assert "file_cut" in [note.code for note in log.notes]
 
 
-@for_each("content", [b"", b"\n\n", b"{\n" * 9000, b"[" * 90_000, b"\x1f\x8b\x08"])
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"{\n" * 9000, b"[" * 90_000, b"\x1f\x8b\x08"])
 def test_other_files_raise_a_data_error(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DataError, match="no complete Inspector record"):
         read(tmp_path, content)

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 from support.reading import on_disk
 from support.required import shared_trace
 
@@ -98,7 +97,7 @@ def test_calls_are_matched_to_the_initialized_communicator(tmp_path: Path) -> No
     assert (log.lines, log.nccl_lines, log.torn) == (6, 6, 0)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("op", "input_bytes", "message_bytes"),
     [
         ("AllReduce", 32, 32),
@@ -121,7 +120,7 @@ def test_bytes_follow_nccl_tests(
     assert rows(calls)[0][0] != "unknown"
 
 
-@for_each(
+@pytest.mark.parametrize(
     "prefix",
     [
         "", " 0: ", "14: ", "[default0]:", "[1,0]<stdout>:", "    ", "[rank0]: ",
@@ -279,7 +278,7 @@ def test_init_messages_belong_to_their_communicator(tmp_path: Path) -> None:
     assert log.links == (TopologyLink(0, 0, 1, 1, "P2P", "CUMEM"),)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("text", "link"),
     [
         ("Channel 00 : 0[1b000] -> 1[1c000] via P2P/IPC/read", (0, 1, 0, "P2P", "IPC/read")),
@@ -375,7 +374,7 @@ def test_the_cost_table_in_blocks_of_algorithms(tmp_path: Path) -> None:
     assert first.cells[-1] == CostCell("all_reduce", "PAT", "Simple", 8_000, 2 * 10**9, 640)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("text", "choice"),
     [
         ("8 Bytes -> Algo 1 proto 0 time 9.304444",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.reading import on_disk
 from support.required import SHARED_TRACES, shared_trace
 
@@ -51,7 +50,7 @@ def read(tmp_path: Path, text: str | bytes) -> Sweeps:
     return read_sweeps(on_disk(file))
 
 
-@for_each("prefix", ["", " 0: ", "[1,0]<stdout>:", "    ", "[0] "])
+@pytest.mark.parametrize("prefix", ["", " 0: ", "[1,0]<stdout>:", "    ", "[0] "])
 def test_a_current_table(tmp_path: Path, prefix: str) -> None:
     text = "".join(prefix + line + "\r\n" for line in NEW.splitlines())
     found = read(tmp_path, text)
@@ -69,7 +68,7 @@ def test_a_current_table(tmp_path: Path, prefix: str) -> None:
     assert is_sweep(text.encode())
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("row", "op", "root"),
     [
         ("1048576 262144 float sum -1 9 9.00 12.00 0", "all_reduce", -1),
@@ -236,7 +235,7 @@ def test_torn_rows_are_counted(tmp_path: Path) -> None:
 INFO = "host:1:2 [1] NCCL INFO AllReduce: opCount 0 count 2097152 datatype 7 op 0 root 0\n"
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("host", "stamp"),
     [
         ("node7", ""),
@@ -289,7 +288,7 @@ def test_damage_does_not_raise(tmp_path: Path) -> None:
 TABLES = "nccl_tests"
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "op", "largest_busbw", "average"),
     [
         ("allreduce", "all_reduce", 235_260_000_000, 68_404_800_000),

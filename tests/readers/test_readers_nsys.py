@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.cases import for_each
 from support.nsys_builders import EPOCH_NS, NEW, OLD, Export
 from support.reading import on_disk
 from support.required import shared_trace
@@ -141,7 +140,7 @@ def export_tid(pid: int) -> int:
     return 0x2A << 56 | 0x01 << 48 | pid << 24 | pid
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "environment", "rank", "guessed"),
     [
         ("profile_node0_rank3.sqlite", "", 3, False),

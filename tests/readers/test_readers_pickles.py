@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.cases import for_each
 
 from stepsplit.analyzer import DataError
 from stepsplit.analyzer.readers import pickle as walkable
@@ -36,8 +35,8 @@ def refused(data: bytes) -> str:
     return caught.value.problem
 
 
-@for_each("protocol", range(6))
-@for_each("value", PLAIN, ids=range(len(PLAIN)))
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("value", PLAIN, ids=range(len(PLAIN)))
 def test_plain_values_come_back(value: object, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     assert is_pickle(data)
@@ -86,7 +85,7 @@ def test_a_pickle_that_requires_code_is_refused_and_does_not_run(
     assert not list(tmp_path.iterdir())
 
 
-@for_each(
+@pytest.mark.parametrize(
     "data",
     [
         b"cos\nsystem\n(S'true'\ntR.",
@@ -118,13 +117,14 @@ def test_an_extension_that_python_has_cached_is_refused_too() -> None:
         copyreg.clear_extension_cache()
 
 
-@for_each("cut", range(0, 60, 3))
-def test_a_truncated_pickle_is_an_error(cut: int) -> None:
+def test_a_truncated_pickle_is_an_error(subtests: pytest.Subtests) -> None:
     data = pickle.dumps({"version": "2.9", "entries": [{"a": (1, 2)}, "é" * 9]}, 2)
-    assert refused(data[:cut]) == "the pickle is cut off or damaged"
+    for cut in range(0, 60, 3):
+        with subtests.test(cut=cut):
+            assert refused(data[:cut]) == "the pickle is cut off or damaged"
 
 
-@for_each(
+@pytest.mark.parametrize(
     "data",
     [
         b"\x80\x05\x8e" + struct.pack("<Q", 1 << 62) + b".",
@@ -159,7 +159,7 @@ def test_more_opcodes_than_any_file_needs_are_refused(monkeypatch: pytest.Monkey
     assert "values" in refused(pickle.dumps(list(range(1000))))
 
 
-@for_each(
+@pytest.mark.parametrize(
     "data", [b"", b"{", b'{"a": 1}', b"\x1f\x8b\x08\x00", b"\x80", b"\x80\x06}.", b"[1, 2]", b"]\n"]
 )
 def test_other_files_are_not_recognized_as_pickles(data: bytes) -> None:

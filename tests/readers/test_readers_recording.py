@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import (
     OPS,
@@ -60,7 +59,7 @@ def codes(recording: Recording) -> list[str]:
     return [note.code for note in recording.notes]
 
 
-@for_each(
+@pytest.mark.parametrize(
     "names",
     [
         ["rank-0.Aug_01_10.pt.trace.json.gz", "rank-1.Aug_01_10.pt.trace.json.gz"],  # HTA
@@ -249,7 +248,7 @@ def test_a_recording_at_a_url_is_read(tmp_path: Path) -> None:
         analyze("memory://runs/exp2")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("url", "refused"),
     [
         ("nosuch://x/y", "Protocol not known: nosuch"),
@@ -412,7 +411,7 @@ def test_a_truncated_file_gives_its_complete_events_and_a_note(tmp_path: Path) -
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("odd", "compute_ns"),
     [
         (b'"dur": NaN', 2_000),

@@ -18,7 +18,6 @@ from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
 from simulator.style import Style
 from support.builders import GpuTrace
-from support.cases import for_each
 from support.ground_truth import SEED
 from test_redact_plants import LOG
 
@@ -106,7 +105,7 @@ def write_ranks(folder: Path, names: Mapping[int, str], *, stated: bool) -> Path
     return folder
 
 
-@for_each(
+@pytest.mark.parametrize(
     "names",
     [
         ("acme-0.pt.trace.json.gz", "acme-1.pt.trace.json.gz"),
@@ -126,7 +125,7 @@ def test_the_rank_in_a_file_name_is_kept(tmp_path: Path, names: tuple[str, ...])
         compare_copy(source, tmp_path / f"copy{stated}")
 
 
-@for_each(
+@pytest.mark.parametrize(
     "pattern",
     ["acme_rank{rank}_step{n}00.json.gz", "capture{n}/acme_rank{rank}.json.gz",
      "acme{rank}_17.172100000000{n}.pt.trace.json.gz"],

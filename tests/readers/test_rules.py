@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 from support.reading import on_disk
 
 from stepsplit.analyzer import (
@@ -28,7 +27,7 @@ from stepsplit.dashboard import cli
 NORM = "void at::native::batch_norm_gather_stats_kernel<float>(int, float const*)"
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "kind", "op"),
     [
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "communication", "all_reduce"),
@@ -137,7 +136,7 @@ def test_a_users_rules_come_before_the_built_in_ones_which_stay(tmp_path: Path) 
     assert found.find_family("nvjet_hsh") == "gemm"
 
 
-@for_each("match", ["mykernel", "MyKernel", r"\x4dykernel", r"My\w+el", "[L-N]yk"])
+@pytest.mark.parametrize("match", ["mykernel", "MyKernel", r"\x4dykernel", r"My\w+el", "[L-N]yk"])
 def test_rules_match_case_insensitively(tmp_path: Path, match: str) -> None:
     found = read_rules(written(tmp_path, f"[[kernel]]\nmatch = '{match}'\nis = 'fused'\n"))
     names = ("void mykernel<1>", "MYKERNEL", "MyKernel")
@@ -162,7 +161,7 @@ def test_rules_can_be_sent_to_another_process() -> None:
 KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("text", "problem", "hint"),
     [
         ("kernel =", "not valid TOML", "docs/rules.md"),

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from stepsplit.analyzer import DataError, UsageError, examine, read_files
-from stepsplit.analyzer.diagnose.hang import read_dumps, read_states
+from stepsplit.analyzer.diagnose.hang.find import read_dumps
+from stepsplit.analyzer.diagnose.hang.rank_states import read_states
 from stepsplit.analyzer.errors import read_toml
 from stepsplit.analyzer.model.config_file import read_job
 from stepsplit.analyzer.readers.reduction import reduce_recording

@@ -6,14 +6,13 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer import DataError, UsageError
 from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
 from stepsplit.analyzer.regression.checks import Budget, parse_budget, parse_budgets
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("rule", "budget"),
     [
         ("exposed_comm:5%", Budget("exposed_comm", "5%", "baseline", ratio=0.05)),
@@ -37,7 +36,7 @@ def test_a_rule(rule: str, budget: Budget) -> None:
     assert parse_budget(rule) == budget
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("rule", "words"),
     [
         ("exposed_comm", "has no limit; write for example exposed_comm:5%"),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from scipy import stats
-from support.cases import for_each
 from support.gate_builders import BLAME, CALLS, MS, SETUP, TIMES, check, run, runs
 
 from stepsplit.analyzer import CheckedMetric, DataError, UsageError
@@ -33,7 +32,7 @@ def judged(candidate: list, baseline: list, *rules: str) -> CheckedMetric:
     return verdict.gated[0]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("values", "rule", "answer"),
     [
         (MORE, "exposed_comm:5%", "regressed"),
@@ -273,7 +272,7 @@ def test_significant_changes_without_a_budget_are_listed() -> None:
     assert [one.metric for one in verdict.others] == ["idle"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("setting", "words"),
     [
         ({"mesh": "tp 4"}, "mesh is dp_replicate 2 tp 2 in base0, tp 4 in own0"),
@@ -355,7 +354,7 @@ def reduction(axis: str, calls: int, message_bytes: int) -> CallMetrics:
     return CallMetrics(axis, "all_reduce", "float32", message_bytes, calls, False, 1000, 0)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("axis", "mesh"),
     [("tp", "tp 4"), (None, None), ("dp_replicate", "dp_replicate 4")],
     ids=["another axis", "none", "the same"],

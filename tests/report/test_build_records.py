@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import MemoryRow, Report, analyze
 from stepsplit.collectors.formats.rank_record import (
@@ -83,7 +82,7 @@ def test_steps_that_stay_slower_on_a_gpu_are_a_warning(
     assert not warned or "12.0% longer than before it: CUPTI stays attached" in texts[0]
 
 
-@for_each(
+@pytest.mark.parametrize(
     "record",
     [RANK, timed((100,), (120, 120), (100,)), timed((100, 100, 100), (), ())],
     ids=["no times", "too few without the profiler", "none under it"],

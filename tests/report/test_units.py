@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from support.cases import for_each
+import pytest
 
 from stepsplit.analyzer import units
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("shown", "expected"),
     [
         (units.format_milliseconds(1_234_567), "1.23 ms"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support.cases import for_each
 
 from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, Action, actions
@@ -69,7 +68,7 @@ def test_dualpipe_feeds_two_models_from_both_ends() -> None:
     ]
 
 
-@for_each(("stages", "microbatches"), [(1, 3), (2, 2), (4, 3), (4, 8), (8, 32)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (4, 3), (4, 8), (8, 32)])
 def test_gpipe_and_1f1b_take_m_plus_p_less_1_forwards_and_backwards(
     stages: int, microbatches: int
 ) -> None:
@@ -112,7 +111,7 @@ def test_dualpipe_only_loses_the_time_that_its_middle_waits_for_its_first_forwar
     assert runnable(actions("dualpipe", 8, 16), SPLIT) == 3 * 16 + 8 // 2 - 1
 
 
-@for_each("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_runs_at_many_sizes(schedule: str) -> None:
     for stages in (2, 4, 6):
         for microbatches in (2 * stages, 3 * stages, 8 * stages):

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 from support.builders import BASE_NS, COMM_STREAM, GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import BlameRow, ExposedRow, Report, Split, analyze, collective_time
 from stepsplit.analyzer.readers.kineto import schema
@@ -139,7 +138,7 @@ def test_one_rank_alone_has_waited_for_longer_than_its_message_can_take(tmp_path
     assert step.estimated
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("group", "gpus", "nelems"),
     [
         ([0, 1], 1, 1_000),  # the other rank may be anywhere

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.builders import CpuTrace, GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import DataError, Report, analyze
 
@@ -55,7 +54,7 @@ CALLS = [
 ]
 
 
-@for_each("call", CALLS)
+@pytest.mark.parametrize("call", CALLS)
 def test_launches_without_any_device_event_are_refused(tmp_path: Path, call: str) -> None:
     trace = GpuTrace().step(1, 0, 100).op("aten::mm", 10, 90)
     file = launch_without_work(launch_without_work(trace, 20, call), 40, call).write(tmp_path)
@@ -67,7 +66,9 @@ def test_launches_without_any_device_event_are_refused(tmp_path: Path, call: str
     )
 
 
-@for_each("call", ["cudaDeviceSynchronize", "cudaGetDeviceCount", "cudaLaunchHostFunc"])
+@pytest.mark.parametrize(
+    "call", ["cudaDeviceSynchronize", "cudaGetDeviceCount", "cudaLaunchHostFunc"]
+)
 def test_a_cpu_run_on_a_machine_with_a_device_stays_one(tmp_path: Path, call: str) -> None:
     trace = GpuTrace().step(1, 0, 100).op("aten::mm", 10, 90).call(call, 95, 96)
     body = trace.body() | {"distributedInfo": {}}
@@ -170,7 +171,7 @@ def test_a_launch_that_the_runtime_passes_to_the_driver_is_one(tmp_path: Path) -
     assert warned(report, "device_work_lost") == []
 
 
-@for_each("longer_us", [0, 1])
+@pytest.mark.parametrize("longer_us", [0, 1])
 def test_launches_that_follow_each_other_are_several_even_if_they_overlap(
     tmp_path: Path, longer_us: int
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.builders import CpuTrace, GpuTrace
-from support.cases import for_each
 from support.required import shared_trace
 from support.splitting import recording_of, split_of
 
@@ -74,7 +73,7 @@ def test_a_kernel_without_a_rule_is_other(tmp_path: Path) -> None:
     assert analyzed(tmp_path, trace).kernels == (KernelFamily(0, "other", 1, 10_000, 1.0),)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("family", "names"),
     [
         ("gemm", ["Cijk_Alik_Bljk_BBS_BH_MT256x192x64", "nvjet_hsh_128x64", "gemvNSP_kernel<float>",
@@ -318,7 +317,7 @@ def test_too_few_comparable_kernels_give_no_result(tmp_path: Path) -> None:
     assert slowed(tmp_path, [[100] * 9, [130] * 9, [100] * 9]) == []
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "dtype"),
     [
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "bf16"),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.builders import CpuTrace, GpuTrace
-from support.cases import for_each
 from support.required import shared_repro
 from support.splitting import recording_of
 
@@ -133,7 +132,7 @@ def recorded(folder: Path) -> tuple[RankTrace, ...]:
     return recording_of(folder).traces
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("description", "found"),
     [
         ("mesh_tp", GroupName(("tp",), whole=True)),
@@ -187,7 +186,7 @@ def test_a_group_of_experts_lies_along_ep_even_if_the_mesh_lacks_it() -> None:
     assert axes(layout, *pairs) == ["ep", "dp_replicate"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("mesh", "contradiction"),
     [
         ("dp=2,tp=2", ""),
@@ -221,7 +220,7 @@ def test_ranks_may_have_a_group_of_another_axis_beside_the_stated_one() -> None:
     assert infer_layout(RunSpec("run", 4, "nccl", groups=groups), [], stated).notes == ()
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("mesh", "contradiction"),
     [
         ("dp=2", ""),
@@ -324,7 +323,7 @@ def test_sums_in_both_passes_are_tp_and_sums_after_the_backward_are_dp(tmp_path:
     assert [note.code for note in layout.notes] == ["mesh_inferred"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("forward", "floats"),
     [([("allreduce", "0")] * 4, 1000), ([("allreduce", "0")], 1000), ([], 10)],
     ids=["a sum per layer", "one sum", "tiny gradients"],
@@ -385,7 +384,7 @@ def test_sharded_weights_stay_sharded_with_a_reduced_metric(tmp_path: Path) -> N
     assert read(tmp_path, trace).mesh == Mesh.of({"fsdp": 2})
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("layer", "at", "mesh"),
     [
         ("_ReduceFromModelParallelRegion", 10, Mesh.of({"tp": 8})),
@@ -424,7 +423,7 @@ def test_calls_without_a_group_in_layers_of_tensor_parallelism_are_tp(tmp_path: 
     assert {row.code for row in report.warnings} >= {"groups_inferred", "mesh_inferred"}
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("mark", "backward", "mesh"),
     [
         ("FSDP::all_gather", ["_reduce_scatter_base"], {"fsdp": 2}),
@@ -446,7 +445,7 @@ def test_megatrons_data_parallel_group_is_dp_shard_where_it_gathers_weights_for_
     assert axes(layout, *((d, tuple(ranks)) for _, d, ranks in groups)) == [axis, "tp"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "strategy"),
     [
         ("ddptut", "ddp 2 on dp_replicate"),

@@ -12,7 +12,6 @@ import pytest
 from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, actions
 from support.builders import BASE_NS, COMM_STREAM, CpuTrace, GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
@@ -100,7 +99,7 @@ def test_the_ideal_bubble_of_each_schedule_on_four_ranks_with_eight_microbatches
     assert compute_ideal_bubble_fraction("interleaved", 4, 2, 2) == 5 / 9
 
 
-@for_each("schedule", [name for name in SCHEDULES if "dualpipe" not in name])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if "dualpipe" not in name])
 def test_the_ideal_bubble_matches_a_replay_of_the_order(schedule: str) -> None:
     """Not of dualpipe, whose two actions at once are played one after the other."""
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
@@ -109,8 +108,8 @@ def test_the_ideal_bubble_matches_a_replay_of_the_order(schedule: str) -> None:
     assert compute_ideal_bubble_fraction(schedule, 4, 12, chunks, EQUAL) == pytest.approx(holes)
 
 
-@for_each("schedule", ["zb-h1", "zb-v"])
-@for_each("times", [(10, 12, 8), (10, 8, 12), (10, 15, 5), (10, 10, 3)])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("times", [(10, 12, 8), (10, 8, 12), (10, 15, 5), (10, 10, 3)])
 def test_so_does_that_of_unequal_forwards_and_gradients(
     schedule: str, times: tuple[int, int, int]
 ) -> None:
@@ -141,8 +140,8 @@ def test_the_ideal_is_none_where_it_is_not_known() -> None:
 # Which schedule.
 
 
-@for_each("schedule", SCHEDULES)
-@for_each(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
 def test_every_schedule_is_detected_from_its_boxes(
     schedule: str, ranks: int, microbatches: int
 ) -> None:

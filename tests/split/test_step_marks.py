@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from support.builders import CpuTrace, GpuTrace
-from support.cases import for_each
 from support.nsys_builders import Export
 from support.required import shared_repro
 
@@ -30,7 +29,7 @@ def two_ranges(first: str, second: str) -> GpuTrace:
     return trace.kernel("gemm", 10, 90).kernel("gemm", 120, 190)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("first", "second", "numbers"),
     [
         ("Step 7", "Step 8", [7, 8]),
@@ -55,7 +54,7 @@ def test_ranges_named_after_steps_are_steps(
     assert warning.message.endswith(f"steps were inferred from ranges such as {first!r}")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("first", "second"),
     [
         ("microbatch 0", "microbatch 1"),
@@ -180,7 +179,7 @@ def stepping(*optimizer_in: int, count: int = 4) -> CpuTrace:
     return trace
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("optimizer_in", "last"),
     [
         ((0, 1, 2), "partial"),  # a crash before the optimizer of step 3
@@ -211,7 +210,7 @@ def test_marks_of_microbatches_are_merged_to_optimizer_steps(tmp_path: Path) -> 
     assert "steps_merged" in codes(report)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("optimizer_in", "count"),
     [
         ((1, 2, 4, 5), 6),  # one was skipped

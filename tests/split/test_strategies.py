@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 from support.required import shared_trace
 
 from stepsplit.analyzer import Strategy, analyze
@@ -183,7 +182,7 @@ STORIES = {
 }  # fmt: skip
 
 
-@for_each(("story", "expected"), STORIES.values(), ids=STORIES)
+@pytest.mark.parametrize(("story", "expected"), STORIES.values(), ids=STORIES)
 def test_the_strategy_of_a_call_sequence_is_detected(
     story: str, expected: list[tuple], tmp_path: Path
 ) -> None:
@@ -301,7 +300,7 @@ def test_saved_results_of_a_checkpoint_are_not_recomputed(tmp_path: Path) -> Non
     assert analyze(tmp_path).run.strategies == (Strategy("recompute", detail="selective"),)
 
 
-@for_each("name", KNOWN)
+@pytest.mark.parametrize("name", KNOWN)
 def test_a_sample_is_recognized_without_its_run_json(name: str, tmp_path: Path) -> None:
     copy = tmp_path / name
     shutil.copytree(SAMPLES / name, copy)

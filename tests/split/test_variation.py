@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 from support.builders import GpuTrace
-from support.cases import for_each
 
 from stepsplit.analyzer import Report, SlowStep, StepDurations, analyze
 
@@ -76,7 +76,7 @@ def test_a_wait_is_the_cause_if_no_other_bucket_explains_the_step(tmp_path: Path
     assert found.slow_steps == (SlowStep(6, 165_000, 50_000, 0, "skew", 45_000),)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("what", "lengths"),
     [
         ("a few nanoseconds in even steps", [1.02 if n == 3 else 1.0 for n in range(8)]),

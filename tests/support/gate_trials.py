@@ -60,7 +60,11 @@ class Cell:
 
 def answers(cell: Cell, trials: int, seed: int, rules: Sequence[Budget] = RULES) -> Counter[str]:
     """How often the gate says what in so many trials."""
-    dice = np.random.default_rng([seed, *cell_seed(cell)])
+    # Each cell draws numbers of its own.
+    shape = list(SHAPES).index(cell.shape)
+    ratios = (round(cell.sd * 1e4), round(cell.effect * 1e4))
+    own_seed = (cell.baseline, cell.candidate, shape, *ratios, int(cell.added))
+    dice = np.random.default_rng([seed, *own_seed])
     found: Counter[str] = Counter()
     for _ in range(trials):
         before = _side("base", cell.baseline, cell, 0.0, CALLS, dice)
@@ -68,13 +72,6 @@ def answers(cell: Cell, trials: int, seed: int, rules: Sequence[Budget] = RULES)
         own = _side("own", cell.candidate, cell, cell.effect, calls, dice)
         found[check_candidate(own, before, rules).answer] += 1
     return found
-
-
-def cell_seed(cell: Cell) -> tuple[int, ...]:
-    """Numbers that tell the cell from the others."""
-    shape = list(SHAPES).index(cell.shape)
-    ratios = (round(cell.sd * 1e4), round(cell.effect * 1e4))
-    return (cell.baseline, cell.candidate, shape, *ratios, int(cell.added))
 
 
 def _side(

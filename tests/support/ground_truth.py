@@ -19,7 +19,6 @@ from simulator.truth import TrueSplit, truth_of
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.step_rows import StepRow
 
 SEED = int(os.environ.get("STEPSPLIT_SEED") or 1)
 """The same in every run, unless STEPSPLIT_SEED names another."""
@@ -67,14 +66,14 @@ def misses(found: Trial, truth: Collection[TrueSplit] | None = None) -> list[Mis
     full = [row for row in found.report.steps if row.kind == "full"]
     rows = [row for row in full if (row.rank, row.step) in true]
     assert rows, "no full step to compare"
-    missed = [miss for row in rows for miss in _of_step(row, true[row.rank, row.step])]
+    missed = []
+    for row in rows:
+        step = true[row.rank, row.step]
+        for name in BUCKETS:
+            off_ns = getattr(row, f"{name}_ns") - getattr(step, f"{name}_ns")
+            share = off_ns / (step.end_ns - step.start_ns)
+            missed.append(Miss(row.rank, row.step, name, share, row.estimated))
     return sorted(missed, key=lambda miss: -abs(miss.share))
-
-
-def _of_step(row: StepRow, true: TrueSplit) -> list[Miss]:
-    step_ns = true.end_ns - true.start_ns
-    off = {name: getattr(row, f"{name}_ns") - getattr(true, f"{name}_ns") for name in BUCKETS}
-    return [Miss(row.rank, row.step, name, ns / step_ns, row.estimated) for name, ns in off.items()]
 
 
 def clock_misses(found: Trial) -> list[tuple[int, int, int]]:

@@ -28,12 +28,7 @@ def usual_seconds(pieces: Iterable[Callable[[], object]]) -> float:
 
 def slowness() -> float:
     """How many times as slow the machine is right now as it usually is, 1 at least."""
-    return max(1.0, pace_s() / _USUAL_S)
-
-
-def pace_s() -> float:
-    """What a fixed piece of work takes of the processor's time right now."""
-    return min(_took(_making) for _ in range(2))
+    return max(1.0, min(_took(_making) for _ in range(2)) / _USUAL_S)
 
 
 def _took(work: Callable[[], object]) -> float:

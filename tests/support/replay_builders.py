@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     DependencyGraph,
     build_dependency_graph,
 )
-from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, build_context, replay
+from stepsplit.analyzer.diagnose.graph.replay import replay
 from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
 from support.builders import CpuTrace, GpuTrace
 from support.splitting import recording_of, split_of
 
 
-def scene(folder: Path, *traces: GpuTrace | CpuTrace) -> ReplayContext:
+def scene(folder: Path, *traces: GpuTrace | CpuTrace) -> CauseContext:
     """The scene of traces built by hand."""
     split = split_of(recording_of(*(trace.write(folder) for trace in traces)))
-    return build_context(split, build_dependency_graph(split), find_slow_kernels(split))
+    return CauseContext.build(split, build_dependency_graph(split), find_slow_kernels(split))
 
 
 def steps_us(graph: DependencyGraph) -> list[float]:

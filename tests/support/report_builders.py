@@ -109,7 +109,10 @@ def analysis(paths: Sequence[Path] = ()) -> Analysis:
             own = [box for box in placed if box.stage == rank // 2]
             parts = band(rank, own, end)
             rows.append(_row(rank, step, start, parts))
-            segments += _segments(rank, step, start, parts)
+            at = start
+            for bucket, dur in parts:
+                segments.append((rank, step, BUCKETS.index(bucket), at, dur))
+                at += dur
             boxes += [
                 (rank, step, b.stage, b.microbatch, b.phase, start + b.start_ns, b.dur_ns)
                 for b in own
@@ -124,16 +127,6 @@ def _row(rank: int, step: int, start: int, parts: list[tuple[str, int]]) -> Step
     memos = {"overlapped_ns": 4 * MS, "bubble_covered_ns": 0, "fused_ns": 0}
     total = sum(sums.values())
     return StepRow(rank, step, kind, start, total, **sums, **memos, estimated=False)
-
-
-def _segments(
-    rank: int, step: int, start: int, parts: list[tuple[str, int]]
-) -> list[tuple[int, ...]]:
-    rows = []
-    for bucket, dur in parts:
-        rows.append((rank, step, BUCKETS.index(bucket), start, dur))
-        start += dur
-    return rows
 
 
 def _columns(kind: type, rows: list[tuple[int, ...]]):

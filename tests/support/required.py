@@ -25,6 +25,14 @@ def shared_trace(name: str) -> Path:
     return folder
 
 
+def list_shared_files() -> list[Path]:
+    """All files of those traces."""
+    files = sorted(file for file in SHARED_TRACES.rglob("*") if file.is_file())
+    if not files:
+        absent("traces", "no traces are next to the project")
+    return files
+
+
 def shared_repro(name: str) -> Path:
     """A folder of recordings that were once analyzed wrongly, beside the project and not in it."""
     folder = SHARED_TRACES.parent / "repro" / name

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cases import for_each
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import ParallelConfig, TrainingConfig
@@ -110,7 +109,7 @@ def test_the_ends_of_a_recipe_have_a_layer_less() -> None:
     assert build_recipe(row).job.parallel.layers_per_stage == (1, *[2] * 62, 1)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("release", "gpu", "ran"),
     [
         ("26.06 NeMo", "DGX-GB200", ("hybridep", "step", "cudnn-fp8", True)),
@@ -158,7 +157,7 @@ def test_grok_splits_its_experts_as_the_scripts_of_the_release_say() -> None:
     assert build_recipe(sft).job.training.document_tokens == 200
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("values", "problem"),
     [
         ({"model": "Mamba 3"}, "no preset of Mamba 3"),
@@ -175,7 +174,7 @@ def test_a_recipe_that_has_no_model_is_refused(values: dict[str, str], problem: 
         build_recipe(changed("training_runs", RECIPE, **values))
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("printed", "preset"),
     [
         ("LLAMA3.1-405B", "llama-3.1-405b"),

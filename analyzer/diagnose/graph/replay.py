@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +17,15 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, Levels, Needs
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
-from stepsplit.analyzer.report.report import EventRef, Finding
+from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 # A graph with something changed.
 
-Float = npt.NDArray[np.float64]
+Change = Callable[[DependencyGraph], DependencyGraph]
+"""Changes a graph, as a fix would."""
 
 
 def scale_work(graph: DependencyGraph, work: str, times: Float) -> DependencyGraph:
@@ -224,11 +226,40 @@ class ReplayContext:
     origin_ns: int
     records: tuple[RankRecord, ...] = ()
 
+    @classmethod
+    def build(
+        cls,
+        split: RunSplit,
+        graph: DependencyGraph,
+        slow_kernels: Sequence[SlowKernel],
+        origin_ns: int = 0,
+        records: Sequence[RankRecord] = (),
+    ) -> Self:
+        """Build the context of a recording with at least one step."""
+        splits = [step.split.buckets_ns for rank in split.ranks for step in rank.steps]
+        numbers = np.array([rank.trace.rank for rank in split.ranks], dtype=np.int64)
+        stages = [split.layout.find_stage(rank) for rank in numbers.tolist()]
+        return cls(
+            split=split,
+            graph=graph,
+            mean_ns=replay(graph).mean_ns,
+            ranks=numbers,
+            stage=np.array(stages, dtype=np.int64)[graph.steps.rank],
+            split_ns=np.array(splits, dtype=np.int64).reshape(-1, len(BUCKETS)),
+            slow_kernels=tuple(slow_kernels),
+            origin_ns=origin_ns,
+            records=tuple(records),
+        )
+
     @property
     def counted(self) -> Bool:
         """The rows that enter the mean step: the full ones, or all if none is full."""
         full = self.graph.steps.full
         return full if full.any() else np.ones_like(full)
+
+    def list_records(self, index: int) -> list[RankRecord]:
+        """What the rank of this index recorded about its own device."""
+        return [one for one in self.records if one.rank.rank == self.ranks[index]]
 
     def select_bucket_ns(self, bucket: str) -> Int64:
         """One bucket of every row, in ns."""
@@ -282,7 +313,7 @@ class ReplayContext:
         """The reduction of the mean step with the changed graph, in ns."""
         return round(self.mean_ns - replay(changed).mean_ns)
 
-    def replay_with(self, changed: DependencyGraph) -> ReplayContext:
+    def replay_with(self, changed: DependencyGraph) -> Self:
         """The same context with the changed graph."""
         return replace(self, graph=changed, mean_ns=replay(changed).mean_ns)
 
@@ -321,37 +352,6 @@ class ReplayContext:
         ]
         longest = sorted(events, key=lambda at: -int(ranks[at[0]].trace.events.dur_ns[at[1]]))
         return tuple(self.make_event_ref(*at) for at in longest[:most])
-
-
-class Remedy(Struct, frozen=True):
-    """A finding and the change of the graph that would fix it."""
-
-    finding: Finding
-    change: Callable[[DependencyGraph], DependencyGraph]
-
-
-def build_context(
-    split: RunSplit,
-    graph: DependencyGraph,
-    slow_kernels: Sequence[SlowKernel],
-    origin_ns: int = 0,
-    records: Sequence[RankRecord] = (),
-) -> ReplayContext:
-    """Build the context of a recording with at least one step."""
-    splits = [step.split.buckets_ns for rank in split.ranks for step in rank.steps]
-    numbers = np.array([rank.trace.rank for rank in split.ranks], dtype=np.int64)
-    stages = np.array([split.layout.find_stage(rank) for rank in numbers.tolist()], dtype=np.int64)
-    return ReplayContext(
-        split=split,
-        graph=graph,
-        mean_ns=replay(graph).mean_ns,
-        ranks=numbers,
-        stage=stages[graph.steps.rank],
-        split_ns=np.array(splits, dtype=np.int64).reshape(-1, len(BUCKETS)),
-        slow_kernels=tuple(slow_kernels),
-        origin_ns=origin_ns,
-        records=tuple(records),
-    )
 
 
 # Replay: the time of each node of a graph.

@@ -17,6 +17,10 @@ _NO_DESCRIPTION = "undefined"
 """torch's description of a group that was given none."""
 
 
+STUCK, LATE, MOVING, CLEAR = "stuck", "late", "moving", "clear"
+"""What is known of the job: stuck; late, which may end by itself; moving; or no call is open."""
+
+
 class StuckGroup(Struct, frozen=True):
     """A process group.
 

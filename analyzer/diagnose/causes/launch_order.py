@@ -24,15 +24,15 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import union
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.replay import (
     HoistedCalls,
-    ReplayContext,
     WeightedSpans,
     hoist_collectives,
     measure_spans,
     reduce_work,
 )
-from stepsplit.analyzer.report.report import Finding
 from stepsplit.analyzer.split.event_waits import Awaited, find_awaited
 from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import Int64
@@ -51,18 +51,17 @@ _MOST_CALLS = 0.5
 started during compute that was launched later."""
 
 
-def find_launch_order_causes(context: ReplayContext) -> list[Finding]:
+def find_launch_order(context: CauseContext) -> Iterator[Remedy]:
     """Find compute that starts only when a collective ends, and the reverse, without need."""
-    if not context.split.ranks[0].trace.on_device:
-        return []
-    found = [_find_held_compute(context), _find_late_collectives(context)]
-    return [one for one in found if one is not None]
+    if context.split.ranks[0].trace.on_device:
+        yield from _find_held_compute(context)
+        yield from _find_late_collectives(context)
 
 
 # Compute that was launched, and needed nothing, while a collective was running.
 
 
-def _find_held_compute(context: ReplayContext) -> Finding | None:
+def _find_held_compute(context: CauseContext) -> Iterator[Remedy]:
     spans, kernels, held_ns = [], [], 0
     for index, rank in enumerate(context.split.ranks):
         held = _HeldCompute.find(rank)
@@ -74,25 +73,24 @@ def _find_held_compute(context: ReplayContext) -> Finding | None:
         events = rank.trace.calls.event[context.graph.kernels.call[mine]]
         kernels.append(mine[np.isin(events, held.comm)])
     if not held_ns:
-        return None
+        return
     chosen = np.concatenate(kernels)
     cut_ns = np.rint(measure_spans(context.graph, spans)).astype(np.int64)
     steps = max(1, int(context.counted.sum()))
-    return Finding(
-        code="launch_order",
+    yield replay_remedy(
+        context,
+        lambda graph: reduce_work(graph, "idle", cut_ns),
         bucket="idle",
-        gain_ns=context.compute_gain_ns(reduce_work(context.graph, "idle", cut_ns)),
         measured_ns=held_ns // steps,
         predicted_ns=0,
-        ranks=(),
-        steps=context.list_steps(context.counted),
-        events=context.list_longest_calls(chosen),
+        rows=context.counted,
         message=(
             f"lost overlap: compute that is launched, and waits for no event, starts only when a"
             f" collective{_name_axis(context, chosen)} ends,"
             f" {units.format_milliseconds(held_ns // steps)} per step"
             f"{_describe_setting(context, one_queue=True)}"
         ),
+        events=context.list_longest_calls(chosen),
     )
 
 
@@ -177,32 +175,29 @@ class _Kernels(Struct, frozen=True):
 # Collectives that were launched before compute, and start only when that ends.
 
 
-def _find_late_collectives(context: ReplayContext) -> Finding | None:
+def _find_late_collectives(context: CauseContext) -> Iterator[Remedy]:
     moves = list(_list_late_calls(context))
     if not moves:
-        return None
+        return
     kernels = np.concatenate([move.kernels for move in moves])
     steps = max(1, int(context.counted.sum()))
-    exposed = int(context.sum_exposed_ns()[kernels].sum()) // steps
-    rows = np.isin(context.graph.steps.rank, context.graph.kernels.rank[kernels])
-    return Finding(
-        code="launch_order",
+    yield replay_remedy(
+        context,
+        lambda graph: hoist_collectives(graph, moves),
         bucket="collective",
-        gain_ns=context.compute_gain_ns(hoist_collectives(context.graph, moves)),
-        measured_ns=exposed,
+        measured_ns=int(context.sum_exposed_ns()[kernels].sum()) // steps,
         predicted_ns=None,
-        ranks=(),
-        steps=context.list_steps(rows),
-        events=context.list_longest_calls(kernels),
+        rows=np.isin(context.graph.steps.rank, context.graph.kernels.rank[kernels]),
         message=(
             f"lost overlap: {len(kernels) / steps:.0f} collectives per step"
             f"{_name_axis(context, kernels)} are launched before a compute kernel, and start only"
             f" when it ends{_describe_setting(context, one_queue=False)}"
         ),
+        events=context.list_longest_calls(kernels),
     )
 
 
-def _list_late_calls(context: ReplayContext) -> Iterator[HoistedCalls]:
+def _list_late_calls(context: CauseContext) -> Iterator[HoistedCalls]:
     """The late collectives of the axes on which most are, each with the time it could start."""
     table, matched = context.graph.kernels, context.split.matched
     late: list[tuple[int, int, int]] = []
@@ -270,7 +265,7 @@ def _find_stream_free_ns(rank: RankSplit, comms: Int64) -> Int64:
 # Words.
 
 
-def _name_axis(context: ReplayContext, kernels: Int64) -> str:
+def _name_axis(context: CauseContext, kernels: Int64) -> str:
     groups = context.split.matched.group[context.graph.kernels.row[kernels]]
     axes = {
         " x ".join(sorted(context.split.layout.find_axes(context.split.matched.groups[group])))
@@ -280,7 +275,7 @@ def _name_axis(context: ReplayContext, kernels: Int64) -> str:
     return f" on {' and '.join(named)}" if named else ""
 
 
-def _describe_setting(context: ReplayContext, one_queue: bool) -> str:
+def _describe_setting(context: CauseContext, one_queue: bool) -> str:
     """The value of CUDA_DEVICE_MAX_CONNECTIONS that explains it; "" if it has another one."""
     values = {one.max_connections for one in context.records}
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -296,3 +291,6 @@ def _describe_setting(context: ReplayContext, one_queue: bool) -> str:
     value = ", ".join(map(str, numbers)) or "not set"
     was = f"{name} is {value}" if known else f"{name} is not recorded here"
     return f"; {was}: before Blackwell, 1 makes kernels start in the order of their launches"
+
+
+LAUNCH_ORDER = CauseEntry("launch_order", find_launch_order)

@@ -1,0 +1,39 @@
+"""What every cause is looked for in: the recording, its graph, and what several causes need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from stepsplit.analyzer.diagnose.causes.host_time import HostTime
+from stepsplit.analyzer.diagnose.causes.peer_speed import measure_peer_speed
+from stepsplit.analyzer.diagnose.causes.unusual_steps import UnusualSteps, find_unusual_steps
+from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
+from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
+from stepsplit.analyzer.trace import Float
+
+
+@dataclass(frozen=True)
+class CauseContext(ReplayContext):
+    """The input of every search for a cause; what costs time to compute is computed once."""
+
+    @cached_property
+    def host(self) -> HostTime:
+        """The idle time that hosts cause, and what of it has a cause with a name."""
+        return HostTime.measure(self)
+
+    @cached_property
+    def peer_speed(self) -> Float:
+        """For each row of the steps, its compute at the speed of its peers over the measured
+        one."""
+        return measure_peer_speed(self)
+
+    @cached_property
+    def unusual_steps(self) -> tuple[UnusualSteps, ...]:
+        """The steps in which a rank computes longer than in its others."""
+        return find_unusual_steps(self)
+
+    @cached_property
+    def compute_segments(self) -> WorkSegments:
+        """The compute between the calls of each step."""
+        return WorkSegments.measure(self.graph, "compute")

@@ -1,0 +1,52 @@
+"""Extra reductions: data parallelism reduces only gradients, and a pipeline sends messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.diagnose.causes.gradient_calls import (
+    REDUCTION_OPS,
+    find_forward_kernels,
+    find_ops,
+)
+from stepsplit.analyzer.diagnose.causes.removed_calls import remove_calls_remedy
+from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+
+
+def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
+    """Find the axes with exposed reductions that their parallelism does not need.
+
+    These are reductions of data parallel ranks in the forward, and all-reduces of tensors across
+    pipeline stages, which only tied embeddings need.
+    """
+    table, matched = context.graph.kernels, context.split.matched
+    row = table.row
+    forward_sums = find_forward_kernels(context) & find_ops(context, REDUCTION_OPS)
+    tensors = find_ops(context, ("all_reduce",)) & (matched.message_bytes[row] > SCALAR_BYTES)
+    for axes in dict.fromkeys(map(context.split.layout.find_axes, matched.groups)):
+        axis = " x ".join(sorted(axes))
+        if axes == {"pp"}:
+            extra, why = tensors, "across pipeline stages, which only tied embeddings need"
+        elif axes and axes <= DATA_AXES and axes != {"cp"}:
+            why = f"on {axis} in the forward, where data parallelism needs none"
+            extra = forward_sums
+        else:
+            continue
+        on_axes = context.find_kernels(axes.__eq__)
+        kernels = on_axes[extra[on_axes]]
+        if not len(kernels):
+            continue
+        steps = max(1, len(np.unique(table.step[kernels])))
+        size = int(np.median(matched.message_bytes[row[kernels]]))
+        each = f" of {units.format_size(size)}" if size >= 0 else ""
+        message = f"extra reductions {why}: {len(kernels) / steps:.0f} per step{each}"
+        yield remove_calls_remedy(context, kernels, steps, message)
+
+
+EXTRA_REDUCTIONS = CauseEntry("extra_reductions", find_extra_reductions)

@@ -1,0 +1,52 @@
+"""Few microbatches: the bubble of the pipeline's schedule, compared with twice as many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Finding
+
+
+def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
+    """Estimate the gain of twice as many microbatches of the same size for the same work.
+
+    The busy time of the pipeline stays the same; only the ideal bubble fraction changes.
+    """
+    schedule, holes = context.split.schedule, context.split.stage_bubbles
+    now = schedule.ideal_bubble_fraction if schedule else None
+    if schedule is None or now is None or not holes:
+        return
+    stages = len(context.split.layout.pipelines[0])
+    then = compute_ideal_bubble_fraction(
+        schedule.name, stages, 2 * schedule.microbatches, schedule.chunks, schedule.times_ns
+    )
+    if then is None or then >= now:
+        return
+    busy_ns = float(np.mean([hole.window_ns - hole.bubble_ns for hole in holes]))
+    costs, would_cost = (busy_ns * idle / (1 - idle) for idle in (now, then))
+    finding = Finding(
+        code="",
+        bucket="bubble",
+        gain_ns=round(costs - would_cost),
+        measured_ns=round(costs),
+        predicted_ns=round(would_cost),
+        ranks=(),
+        steps=context.list_steps(context.counted),
+        events=(),
+        message=(
+            f"{SCHEDULE_NAMES.get(schedule.name, schedule.name)} bubble is "
+            f"{units.format_percent(now)} of the pipeline window with "
+            f"{schedule.microbatches} microbatches; {2 * schedule.microbatches} would reduce "
+            f"it to {units.format_percent(then)}"
+        ),
+    )
+    yield Remedy(finding, change=None)
+
+
+FEW_MICROBATCHES = CauseEntry("few_microbatches", find_few_microbatches)

@@ -1,0 +1,102 @@
+"""The bottlenecks of a run: what CAUSES find, the largest gain first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.diagnose.causes import CAUSES
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.diagnose.causes.unmask import unmask
+from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
+from stepsplit.analyzer.report.build import compute_profiling_slowdown
+from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
+from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Finding
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.trace import Note
+from stepsplit.collectors.formats.rank_record import RankRecord
+
+MAX_FINDINGS = 5
+
+MAX_REPLAYED_CALLS, MAX_REPLAYED_CALLS_AT_ONCE = 1_500_000, 20_000_000
+"""Upper limits of a replay, node by node and, of many ranks, by whole levels: a million calls take
+about 60 s and 13 s."""
+
+
+class Bottlenecks(Struct, frozen=True):
+    """The bottlenecks of a recording, largest gain first; notes list analyses that were skipped."""
+
+    findings: tuple[Finding, ...]
+    notes: tuple[Note, ...] = ()
+
+
+def find_bottlenecks(
+    split: RunSplit,
+    graph: DependencyGraph,
+    origin_ns: int,
+    records: Sequence[RankRecord],
+    slow_kernels: Sequence[SlowKernel],
+) -> Bottlenecks:
+    """Find the bottlenecks of a recording.
+
+    A gain is the reduction of the mean full step if that one cause were fixed, estimated by a
+    replay of the recording without it. Gains are not additive.
+
+    Args:
+        split: the split recording.
+        graph: its dependency graph.
+        origin_ns: the report's t0 on the common clock.
+        records: what each rank recorded about its own device (clocks, throttling).
+        slow_kernels: the kernels that are slower on one rank than on its peers.
+    """
+    if not len(graph.steps.step):
+        return Bottlenecks(())
+    calls = sum(len(rank.trace.calls) for rank in split.ranks)
+    if calls > (MAX_REPLAYED_CALLS_AT_ONCE if graph.levels.is_wide else MAX_REPLAYED_CALLS):
+        text = (
+            f"bottlenecks not analyzed: {calls:,} calls are too many to replay; record fewer steps"
+        )
+        return Bottlenecks((), (Note("not_replayed", text),))
+    context = CauseContext.build(split, graph, slow_kernels, origin_ns, records)
+    if context.mean_ns <= 0:
+        return Bottlenecks(())
+    found = [remedy for cause in CAUSES for remedy in cause.list_remedies(context)]
+    # Causes of single ranks may mask each other; one of the whole job stands for itself.
+    masking = unmask(context, [remedy for remedy in found if remedy.as_set])
+    findings = [*masking.findings, *(one.finding for one in found if not one.as_set)]
+    most_ns = {one.code: one.gain_ns for one in sorted(findings, key=lambda one: one.gain_ns)}
+    of_code = {cause.code: cause for cause in CAUSES}
+    on_device = split.ranks[0].trace.on_device
+    least_ns, ranked = MIN_GAIN_SHARE * context.mean_ns, []
+    for finding in findings:
+        cause = of_code[finding.code]
+        if cause.explained_by and finding.gain_ns <= most_ns.get(cause.explained_by, 0):
+            continue
+        # Last what gains nothing before another cause is fixed, and the time of a CPU between ops,
+        # most of which cannot be removed.
+        is_hidden = any(finding is one for one in masking.hidden)
+        is_last = cause.last_on_cpu and not on_device
+        # The profiler slows all the work of a CPU alike; on a device its time goes with it.
+        if cause.with_profiler and on_device:
+            finding = _leave_out_profiler(context, finding)
+        if finding.gain_ns >= least_ns:
+            ranked.append(((is_last, is_hidden, -finding.gain_ns), finding))
+    ranked.sort(key=lambda one: one[0])
+    return Bottlenecks(tuple(finding for _, finding in ranked[:MAX_FINDINGS]))
+
+
+def _leave_out_profiler(context: CauseContext, finding: Finding) -> Finding:
+    """The finding without what the profiler itself costs a step: it ends with the recording."""
+    slowdown = compute_profiling_slowdown(context.records) or 0.0
+    if slowdown <= 0:
+        return finding
+    own_ns = round(context.mean_ns * slowdown / (1 + slowdown))
+    return replace(
+        finding,
+        gain_ns=max(0, finding.gain_ns - own_ns),
+        message=f"{finding.message}; the saving leaves out {units.format_milliseconds(own_ns)} of "
+        "the profiler's own",
+    )

@@ -1,0 +1,44 @@
+"""Host-bound: the idle time that hosts cause on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
+from stepsplit.analyzer.diagnose.causes.code_places import describe_place
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.diagnose.causes.host_time import compute_step_median
+from stepsplit.analyzer.diagnose.graph.replay import measure_excess, reduce_work
+from stepsplit.analyzer.report.explain import explain_idle
+
+
+def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
+    """Find the idle time that all ranks have in common."""
+    host = context.host
+    common = compute_step_median(context, host.sum_rest_ns(context))
+    idle = replace(context, graph=host.rest).sum_work_ns("idle")
+    cut_ns = measure_excess(host.rest, "idle", np.maximum(idle - common, 0))
+    share = float(common[context.counted].mean()) / context.mean_ns
+    what = "GPU idle" if context.split.ranks[0].trace.on_device else "idle"
+    where = {1: "", 2: " on both ranks"}.get(len(context.ranks), " on most ranks")
+    causes = [one for causes in context.split.detail.idle for one in causes]
+    rest = host.select_rest().list_spans(len(context.ranks))
+    yield replay_remedy(
+        context,
+        lambda graph: reduce_work(graph, "idle", cut_ns),
+        bucket="idle",
+        measured_ns=idle[context.counted].mean(),
+        predicted_ns=None,
+        rows=context.counted,
+        message=(
+            f"{what} {units.format_percent(share)} of the step{where} (host-bound); "
+            f"{explain_idle(host.list_causes(causes))}{describe_place(context, rest, common=True)}"
+        ),
+    )
+
+
+HOST_BOUND = CauseEntry("host_bound", find_host_bound, with_profiler=True, last_on_cpu=True)

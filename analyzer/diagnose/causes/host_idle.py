@@ -1,0 +1,144 @@
+"""Idle time of the host that has a name: data loading, allocation, garbage collection, and
+synchronization that all ranks have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
+from stepsplit.analyzer.diagnose.causes.code_places import describe_place
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.diagnose.causes.host_time import MIN_LATE_SHARE, HostIdle
+from stepsplit.analyzer.report.report import EventRef
+from stepsplit.analyzer.trace import Int64
+
+_IN_PROCESS_LOADER = "_SingleProcessDataLoaderIter"
+
+
+def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Remedy]:
+    """Find all idle time with one cause of HostTime.named; text begins the message."""
+    named = context.host.named.get(cause)
+    if named is None:
+        return
+    ranks = np.flatnonzero(named.mean_ns > MIN_LATE_SHARE * context.mean_ns)
+    numbers = context.ranks[ranks].tolist()
+    who = f"each of ranks {units.format_number_list(numbers)}"
+    if len(ranks) == 1:
+        who = f"rank {numbers[0]}"
+    elif len(ranks) == len(context.ranks):
+        who = "every rank"
+    mean_ns = float(named.mean_ns[ranks].mean())
+    share = units.format_percent(mean_ns / context.mean_ns)
+    own = named.idle.select(np.isin(named.idle.rank, ranks))
+    mine = np.isin(context.graph.steps.rank, ranks) & (named.removed_ns > 0) & context.counted
+    yield replay_remedy(
+        context,
+        named.remove,
+        bucket="idle",
+        measured_ns=mean_ns,
+        predicted_ns=0,
+        rows=mine,
+        message=text.format(who=who, share=share)
+        + _describe(context, cause, ranks)
+        + describe_place(context, own.list_spans()),
+        ranks=() if len(ranks) == len(context.ranks) else tuple(numbers),
+        events=_list_longest(context, named.idle),
+        gain_ns=named.gain_ns,
+    )
+
+
+def _list_longest(context: CauseContext, idle: HostIdle) -> tuple[EventRef, ...]:
+    longest = np.argsort(idle.start_ns - idle.end_ns, kind="stable")[:3]
+    return tuple(
+        EventRef(
+            context.split.ranks[rank].trace.rank,
+            context.split.ranks[rank].clock.map_instant_to_common_ns(start) - context.origin_ns,
+            end - start,
+            "idle",
+        )
+        for rank, start, end in zip(
+            idle.rank[longest].tolist(),
+            idle.start_ns[longest].tolist(),
+            idle.end_ns[longest].tolist(),
+            strict=True,
+        )
+    )
+
+
+def _describe(context: CauseContext, cause: str, ranks: Int64) -> str:
+    """What is known of the cause besides its time; "" if nothing."""
+    if cause == "gc_pause":
+        pauses = [
+            pause
+            for rank in ranks.tolist()
+            for one in context.list_records(rank)
+            for pause in one.host.gc_pauses
+        ]
+        longest = max(pauses, key=lambda pause: pause.took_ns)
+        return (
+            f" (up to {units.format_milliseconds(longest.took_ns)} at once, generation "
+            f"{longest.generation}); gc.freeze() after the setup shortens it"
+        )
+    ops = Counter[str]()
+    for rank in ranks.tolist():
+        for one in context.split.detail.idle[rank]:
+            if one.cause == cause and one.op:
+                ops[one.op] += one.idle_ns
+    op = max(ops, key=lambda name: ops[name], default="")
+    if cause == "data_loading":
+        in_process = "; it loads in the training process (num_workers=0)"
+        return in_process if _IN_PROCESS_LOADER in op else ""
+    text = f"; mostly in {op}" if op else ""
+    if cause == "allocation":
+        memories = [
+            one.memory
+            for rank in ranks.tolist()
+            for one in context.list_records(rank)
+            if one.memory is not None
+        ]
+        retries = sum(memory.allocation_retries or 0 for memory in memories)
+        if retries:
+            text += f"; the allocator ran full {retries} times and freed its cache"
+    return text
+
+
+DATA_LOADING = CauseEntry(
+    "data_loading",
+    partial(
+        find_named_idle,
+        cause="data_loading",
+        text="{who} waits for its data loader {share} of the step",
+    ),
+    as_set="waiting for their data loaders",
+)
+ALLOCATION = CauseEntry(
+    "allocation",
+    partial(
+        find_named_idle,
+        cause="allocation",
+        text="{who} allocates or frees memory within the step: GPU idle {share} of it",
+    ),
+    as_set="allocating memory",
+)
+GC_PAUSE = CauseEntry(
+    "gc_pause",
+    partial(
+        find_named_idle,
+        cause="gc_pause",
+        text="Python's garbage collector stops {who} for {share} of the step",
+    ),
+    as_set="stopped by garbage collection",
+)
+HOST_SYNC = CauseEntry(
+    "host_sync",
+    partial(
+        find_named_idle,
+        cause="synchronize",
+        text="{who} waits for its device and launches late: GPU idle {share} of the step",
+    ),
+)

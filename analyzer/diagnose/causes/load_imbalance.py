@@ -1,0 +1,272 @@
+"""Load imbalance: more work on one rank than on the others of its stage, or on one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import group_ids, group_max, group_mean
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.diagnose.causes.expert_load import (
+    MORE_TOKENS,
+    balance_experts,
+    compare_sent_tokens,
+)
+from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
+from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.split.mesh import STAGE_AXES
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.trace import Float, Int64
+
+_IMBALANCE_RATIO = 1.02
+"""A rank or stage counts as imbalanced above this multiple of the mean work."""
+
+_MIN_STEPS, _MIN_SIGMAS = 3, 3.0
+"""With this many steps, more work must exceed its noise by so many standard errors."""
+
+
+def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
+    """Find the ranks with more work than the others of their stage: in most steps, else in some.
+
+    A single rank gets the work of the others, between the same calls; of several, all have the
+    same.
+    """
+    work, of_stage = _measure_work(context)
+    found = _find_heavy(
+        context, context.ranks[context.graph.steps.rank], work / np.maximum(of_stage, 1)
+    )
+    heavy: tuple[int, ...] = ()
+    if found is not None:
+        yield _balance_ranks(context, work, of_stage, found)
+        heavy = found[2]
+    for one in context.unusual_steps:
+        rank = int(context.ranks[one.index])
+        if one.equal_work or rank in heavy:
+            continue
+        work_ns = context.select_bucket_ns("compute")
+        counted = one.rows & context.counted
+        steps = ", ".join(map(str, context.list_steps(one.rows)))
+        more, usual = one.kernels
+        yield replay_remedy(
+            context,
+            partial(one.restore, segments=context.compute_segments),
+            bucket="skew",
+            measured_ns=work_ns[counted].mean(),
+            predicted_ns=(work_ns * one.pace)[counted].mean(),
+            rows=one.rows,
+            message=(
+                f"load imbalance: rank {rank} has {units.format_percent(one.ratio - 1)} more "
+                f"compute in {int(one.rows.sum())} of {one.steps} steps ({steps}) than in its "
+                f"others: {more:,.0f} kernels instead of {usual:,.0f}"
+            ),
+            ranks=(rank,),
+            events=one.longest,
+        )
+
+
+def _balance_ranks(
+    context: CauseContext,
+    work: Float,
+    of_stage: Float,
+    found: tuple[int, float, tuple[int, ...]],
+) -> Remedy:
+    steps = context.graph.steps
+    rank = context.ranks[steps.rank]
+    worst, ratio, heavy = found
+    mine = (rank == worst) & context.counted
+    # The rows that share their work: ranks of a stage in a step.
+    label = group_ids(steps.step, context.stage)
+    usual, peers = of_stage, "average rank"
+    who = f"ranks {units.format_number_list(heavy)}"
+    if len(heavy) == 1:
+        who = f"rank {worst}"
+        count = np.bincount(label)[label]
+        others = (of_stage * count - work) / np.maximum(count - 1, 1)
+        usual, peers = np.where(rank == worst, others, work), "other ranks"
+        ratio = float(work[mine].mean() / max(others[mine].mean(), 1.0))
+    more = ("up to " if len(heavy) > 1 else "") + units.format_percent(ratio - 1)
+    than = f"the {peers} of {'its' if len(heavy) == 1 else 'their'} stage"
+    more_tokens = compare_sent_tokens(context, worst)
+    if more_tokens > MORE_TOKENS:
+        usual = of_stage
+        doubt = ""
+        reason = (
+            f"; it sends {units.format_percent(more_tokens)} more in all_to_all on ep: its experts "
+            "receive more tokens"
+        )
+    else:
+        same_stage = context.ranks[np.unique(steps.rank[context.stage == context.stage[mine][0]])]
+        doubt, reason = _describe_doubt(context, (worst,), same_stage.tolist()), ""
+
+    def balance(graph: DependencyGraph) -> DependencyGraph:
+        if more_tokens > MORE_TOKENS:
+            return balance_experts(context, graph)
+        segments = context.compute_segments
+        if not _have_equal_calls(segments.calls, label):
+            return scale_work(graph, "compute", usual / np.maximum(work, 1))
+        spent = segments.spent_ns * context.peer_speed[:, np.newaxis]
+        mean = np.stack([group_mean(label, column) for column in spent.T], axis=1)
+        if len(heavy) > 1:
+            return segments.set_work(graph, "compute", np.ones_like(mine), mean)
+        count = np.bincount(label)[label][:, np.newaxis]
+        others = (mean * count - spent) / np.maximum(count - 1, 1)
+        return segments.set_work(graph, "compute", rank == worst, others)
+
+    verb = "have" if len(heavy) > 1 else "has"
+    message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
+    if doubt:
+        verb = "compute" if len(heavy) > 1 else "computes"
+        message = f"load imbalance: {who} {verb} {more} longer than {than}: {doubt}"
+    return replay_remedy(
+        context,
+        balance,
+        bucket="skew",
+        measured_ns=work[mine].mean(),
+        predicted_ns=usual[mine].mean(),
+        rows=mine,
+        message=message,
+        ranks=heavy,
+    )
+
+
+def _have_equal_calls(calls: Int64, label: Int64) -> bool:
+    """Whether all rows of each label have as many calls."""
+    least, most = (
+        np.full(int(label.max(initial=-1)) + 1, 1 << 60),
+        group_max(label, calls, int(label.max(initial=-1)) + 1),
+    )
+    np.minimum.at(least, label, calls)
+    return bool((least == most).all())
+
+
+def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
+    """Find the pipeline stage with more work than the average one."""
+    if len(np.unique(context.stage)) < 2:
+        return
+    _, of_stage = _measure_work(context)
+    mean = group_mean(group_ids(context.graph.steps.step), of_stage)
+    found = _find_heavy(context, context.stage, of_stage / np.maximum(mean, 1))
+    if found is None:
+        return
+    stage, ratio, _ = found
+    mine = (context.stage == stage) & context.counted
+    ranks = tuple(context.ranks[np.unique(context.graph.steps.rank[mine])].tolist())
+    times = mean / np.maximum(of_stage, 1)
+    doubt = _describe_doubt(context, ranks, context.ranks.tolist())
+
+    def balance(graph: DependencyGraph) -> DependencyGraph:
+        # Communication within a stage scales with its number of layers.
+        kernels = context.find_kernels(lambda axes: bool(axes) and axes <= STAGE_AXES)
+        own = times[graph.kernels.step[kernels]]
+        return scale_transfers(scale_work(graph, "compute", times), kernels, own)
+
+    yield replay_remedy(
+        context,
+        balance,
+        bucket="bubble",
+        measured_ns=of_stage[mine].mean(),
+        predicted_ns=mean[mine].mean(),
+        rows=mine,
+        message=(
+            f"pipeline imbalance: stage {stage} computes {units.format_percent(ratio - 1)} longer "
+            f"than average: {doubt}"
+            if doubt
+            else f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} more "
+            "compute than average; move layers off it"
+        ),
+        ranks=ranks,
+    )
+
+
+def _measure_work(context: CauseContext) -> tuple[Float, Float]:
+    """(the compute of each row, the mean of the ranks of its stage in the same step), at the speed
+    of the peers, so that a slow device does not count as more work."""
+    work = context.select_bucket_ns("compute") * context.peer_speed
+    return work, group_mean(group_ids(context.graph.steps.step, context.stage), work)
+
+
+def _find_heavy(
+    context: CauseContext, labels: Int64, ratio: Float
+) -> tuple[int, float, tuple[int, ...]] | None:
+    """(the label with the most work on average, its ratio to the mean, all labels with more work
+    than the mean); None if balanced, up to the noise between steps."""
+    rows = context.counted
+    numbers, place = np.unique(labels[rows], return_inverse=True)
+    count = np.bincount(place)
+    mean = np.bincount(place, ratio[rows]) / count
+    sigma = np.sqrt(np.bincount(place, (ratio[rows] - mean[place]) ** 2) / count)
+    steps = len(np.unique(context.graph.steps.step[rows]))
+    noise = _MIN_SIGMAS * sigma / np.sqrt(steps - 1) if steps >= _MIN_STEPS else 0 * sigma
+    heavy = mean > np.maximum(_IMBALANCE_RATIO, 1 + noise)
+    if not heavy.any():
+        return None
+    most = int(np.where(heavy, mean, 0.0).argmax())
+    return int(numbers[most]), float(mean[most]), tuple(numbers[heavy].tolist())
+
+
+def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence[int]) -> str:
+    """That these ranks may have more work, or be slower.
+
+    It is "" if more kernels, or kernels of other shapes where these are recorded, explain most of
+    what they compute longer than their peers.
+    """
+    split = context.split
+    known = any(len(rank.trace.shapes) for rank in split.ranks if rank.trace.rank in ranks)
+    if known:
+        work = _list_work(split)
+    else:
+        families = split.detail.families
+        work = [_Work(one.rank, one.family, one.count, one.total_ns) for one in families]
+    own = _average_work([one for one in work if one.rank in ranks], len(ranks))
+    others = [one for one in work if one.rank in peers and one.rank not in ranks]
+    usual = _average_work(others, len(peers) - len(ranks))
+    longer_ns = sum(total for _, total in own.values()) - sum(total for _, total in usual.values())
+    more_ns = sum(
+        max(count - usual.get(kind, (0.0, 0.0))[0], 0.0) / count * total
+        for kind, (count, total) in own.items()
+    )
+    if 2 * more_ns > longer_ns:
+        return ""
+    device = "a slower device" if len(ranks) == 1 else "slower devices"
+    why = "as many kernels of equal shapes, too few to tell" if known else "no shapes recorded"
+    return f"more work, or {device} ({why})"
+
+
+class _Work(NamedTuple):
+    """The runs of one kind of kernel on one rank."""
+
+    rank: int
+    kind: KernelWork | str
+    runs: int
+    total_ns: int
+
+
+def _list_work(split: RunSplit) -> list[_Work]:
+    """The runs of each kernel of each shape."""
+    rows = []
+    for rank in split.ranks:
+        compute = collect_compute(rank.trace, rank.windows)
+        kinds, kind = find_kernel_work(rank.trace, compute.row)
+        count = np.bincount(kind, minlength=len(kinds)).tolist()
+        total = np.bincount(kind, compute.took_ns, minlength=len(kinds)).tolist()
+        rows += [_Work(rank.trace.rank, *one) for one in zip(kinds, count, total, strict=True)]
+    return rows
+
+
+def _average_work(rows: Sequence[_Work], ranks: int) -> dict[KernelWork | str, tuple[float, float]]:
+    """(number of kernels, their time in ns) of each kind, a rank."""
+    sums: dict[KernelWork | str, tuple[float, float]] = {}
+    for one in rows:
+        count, total = sums.get(one.kind, (0.0, 0.0))
+        sums[one.kind] = (count + one.runs / ranks, total + one.total_ns / ranks)
+    return sums
+
+
+UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks)
+UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages)

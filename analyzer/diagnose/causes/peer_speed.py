@@ -1,0 +1,45 @@
+"""The compute of each rank at the speed of its peers: its work, without what its device adds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from stepsplit.analyzer.diagnose.causes.expert_load import MORE_TOKENS, compare_sent_tokens
+from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
+from stepsplit.analyzer.diagnose.slow_devices import find_slow_devices
+from stepsplit.analyzer.trace import Float
+
+
+def measure_peer_speed(context: ReplayContext) -> Float:
+    """For each row of the steps, its compute time at the speed of its peers over the measured one.
+
+    A slow device is known by all its kernels (slow_devices.py), else by some (slow_kernels.py): a
+    slowdown of some that all ranks of a stage share counts as work of the stage. Kernels of a rank
+    whose experts receive more tokens are larger, though their grids may be equal.
+    """
+    of_row = context.graph.steps.rank
+    tokens = {
+        rank
+        for rank in {one.rank for one in context.slow_kernels}
+        if compare_sent_tokens(context, rank) > MORE_TOKENS
+    }
+    lost: dict[int, int] = defaultdict(int)
+    for one in context.slow_kernels:
+        lost[one.rank] += one.lost_ns if one.rank not in tokens else 0
+    lost_ns = np.array([lost[rank] for rank in context.ranks.tolist()], dtype=np.int64)
+    # The mean compute of each rank over the counted steps.
+    compute, counted = context.select_bucket_ns("compute"), context.counted
+    count = np.bincount(of_row[counted], minlength=len(context.ranks))
+    total = np.bincount(of_row[counted], compute[counted], minlength=len(context.ranks))
+    share = lost_ns[of_row] / np.maximum(total / np.maximum(count, 1), 1.0)[of_row]
+    for stage in np.unique(context.stage).tolist():
+        mine = context.stage == stage
+        if len(np.unique(of_row[mine])) > 1:
+            share[mine] -= share[mine].min()
+    ratio = np.clip(1 - share, 0.0, 1.0)
+    for index, pace in find_slow_devices(context.split).items():
+        if int(context.ranks[index]) not in tokens:
+            ratio[of_row == index] = pace
+    return ratio

@@ -1,0 +1,131 @@
+"""Slow GEMMs: those that run outside of the tensor cores, or on them by slow kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import union
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.diagnose.graph.replay import WeightedSpans, measure_spans, reduce_work
+from stepsplit.analyzer.split.kernels import find_kernel_work
+from stepsplit.analyzer.trace import Int64, RankTrace
+
+
+@dataclass(frozen=True, slots=True)
+class SlowKernels:
+    """Kernels of GEMMs that others would be faster than.
+
+    Attributes:
+        pattern: Their names.
+        saved: How much of their time the fast ones would save.
+        what: What they do.
+        remedy: What to change.
+        op, op_remedy: An op that leads to them, "" for none, and what is known to help where the
+            recording has it.
+    """
+
+    pattern: re.Pattern[str]
+    saved: float
+    what: str
+    remedy: str
+    op: str = ""
+    op_remedy: str = ""
+
+
+FP32 = SlowKernels(
+    pattern=re.compile(r"simt_sgemm|_ffma_|(?:ampere|volta|maxwell|turing)_sgemm"),
+    saved=7 / 8,
+    what="run in fp32, outside of the tensor cores",
+    remedy="bf16 has 16 times the FLOP/s, TF32 (torch.set_float32_matmul_precision) 8 times",
+    op="grouped_mm",
+    op_remedy="autocast does not cast torch's grouped_mm, which experts call: load the model in "
+    "bf16",
+)
+"""Saved: TF32 has 8 times the FLOP/s of fp32 on A100, 7.4 on H100 (NVIDIA's data sheets)."""
+
+UNALIGNED = SlowKernels(
+    pattern=re.compile(r"tensorop\w*_align[12]\b"),
+    saved=1 / 2,
+    what="have rows that are not multiples of 16 bytes, for which tensor cores have no fast "
+    "kernels",
+    remedy="pad that size to a multiple of 8, a vocabulary to one of 64",
+)
+"""Saved: at least half. GPT-2's head runs at 124 TFLOP/s on an H200, others at 800; padding it made
+the whole step of nanoGPT a quarter faster on an A100 (A. Karpathy, 2023)."""
+
+_NAME_CHARACTERS = 60
+
+
+def find_slow_gemms(context: CauseContext, kind: SlowKernels) -> Iterator[Remedy]:
+    """Find kernels of this kind, replayed with the time that others would save."""
+    traces = [rank.trace for rank in context.split.ranks]
+    kernels = [_find_kernels(trace, kind) for trace in traces]
+    if not any(map(len, kernels)):
+        return
+    spans = []
+    for rank, rows in zip(context.split.ranks, kernels, strict=True):
+        events, to_common = rank.trace.events, rank.clock.map_to_common_ns
+        own = union(events.start_ns[rows], events.ends_of(rows))
+        spans.append(
+            WeightedSpans(to_common(own.start_ns), to_common(own.end_ns), np.ones(len(own)))
+        )
+    # spent_ns: before each node of the graph.
+    spent_ns = measure_spans(context.graph, spans)
+    cut_ns = np.rint(spent_ns * kind.saved).astype(np.int64)
+    with_some = np.flatnonzero([len(rows) > 0 for rows in kernels])
+    total_ns = [
+        int(trace.events.dur_ns[rows].sum()) for trace, rows in zip(traces, kernels, strict=True)
+    ]
+    index = max(with_some.tolist(), key=lambda one: total_ns[one])
+    # Time of these kernels in a counted step, mean of the ranks that have any.
+    step = context.graph.step
+    of_step = np.bincount(step[step >= 0], spent_ns[step >= 0], minlength=len(context.split_ns))
+    counted = of_step[context.counted & (of_step > 0)]
+    step_ns = float(counted.mean()) if len(counted) else 0.0
+    events = traces[index].events
+    longest = kernels[index][np.argsort(-events.dur_ns[kernels[index]], kind="stable")][:3]
+    has_op = kind.op and any(kind.op in name for trace in traces for name in trace.events.names)
+    yield replay_remedy(
+        context,
+        lambda graph: reduce_work(graph, "compute", cut_ns),
+        bucket="compute",
+        measured_ns=round(step_ns),
+        predicted_ns=round(step_ns * (1 - kind.saved)),
+        rows=np.isin(context.graph.steps.rank, with_some) & context.counted,
+        message=f"GEMMs {kind.what}: {units.format_milliseconds(round(step_ns))} of a step"
+        f"{_describe_longest(traces[index], longest)}; {kind.remedy}"
+        f"{f'; {kind.op_remedy}' if has_op else ''}",
+        ranks=() if len(with_some) == len(traces) else tuple(context.ranks[with_some].tolist()),
+        events=tuple(context.make_event_ref(index, row) for row in longest.tolist()),
+    )
+
+
+def _find_kernels(trace: RankTrace, kind: SlowKernels) -> Int64:
+    """The rows of its kernels of this kind."""
+    names = trace.events.names
+    slow = [index for index, name in enumerate(names) if kind.pattern.search(name)]
+    if not slow or not trace.on_device:
+        return np.empty(0, dtype=np.int64)
+    rows = np.flatnonzero(trace.kinds.computes)
+    return rows[np.isin(trace.events.name_id[rows], slow)]
+
+
+def _describe_longest(trace: RankTrace, rows: Int64) -> str:
+    """Name of the longest kernel, and the shapes of its GEMM if they were recorded."""
+    (work, *_), _ = find_kernel_work(trace, rows[:1])
+    found = re.search(r"cutlass_\d\w+|\w*gemm\w*", work.name)
+    name = (found.group(0) if found else work.name)[:_NAME_CHARACTERS]
+    # Without recorded shapes there is the grid, which says nothing to a reader.
+    shapes = f" of {work.shapes}" if (work.shapes or "").startswith("[") else ""
+    return f" ({name}{shapes})"
+
+
+FP32_GEMMS = CauseEntry("fp32_gemms", partial(find_slow_gemms, kind=FP32))
+UNALIGNED_GEMMS = CauseEntry("unaligned_gemms", partial(find_slow_gemms, kind=UNALIGNED))

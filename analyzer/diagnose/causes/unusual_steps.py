@@ -1,0 +1,142 @@
+"""Steps in which a rank computes longer than in its others, and no rank with it: what happens now
+and then, such as a throttled device, an evaluation on one rank, or one slow kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, scale_work
+from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
+from stepsplit.analyzer.report.report import EventRef
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
+from stepsplit.analyzer.split.kernels import collect_compute, find_kernel_work
+from stepsplit.analyzer.trace import Bool, Float, Int64
+
+_MIN_STEPS = 3
+"""Of fewer steps, none is compared with the rank's others."""
+
+_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS = 0.05, 6.0
+"""In such a step a rank's compute exceeds its usual one by this fraction, and by so many standard
+deviations of all ranks and steps."""
+
+_MAX_MORE_KERNELS = 0.02
+"""As many kernels: at most this fraction more, or of other kinds."""
+
+
+class UnusualSteps(Struct, frozen=True):
+    """The steps in which one rank computes longer than in its others.
+
+    Attributes:
+        index: The index of the rank.
+        rows: These steps among the rows of the graph's.
+        steps: The number of its steps that were compared.
+        ratio: Its compute in them over what it usually is.
+        equal_work: Whether it runs as many kernels in them, of the same kinds.
+        kernels: Its kernels in such a step, and in a usual one.
+        target_ns: The usual compute of each segment (segments.py), in these rows.
+        pace: The time that each row should take over that it takes.
+        longest: The kernels that exceed their usual time most.
+    """
+
+    index: int
+    rows: Bool
+    steps: int
+    ratio: float
+    equal_work: bool
+    kernels: tuple[float, float]
+    target_ns: Float
+    pace: Float
+    longest: tuple[EventRef, ...]
+
+    def restore(self, graph: DependencyGraph, segments: WorkSegments) -> DependencyGraph:
+        """The graph with the usual compute in these steps: between the same calls where the steps
+        have equal calls, else of the whole step."""
+        calls = segments.calls[self.rows]
+        usual = segments.calls[~self.rows & (self.target_ns.sum(axis=1) > 0)]
+        if len(set(calls.tolist()) | set(usual.tolist())) <= 1 and self.target_ns.any():
+            return segments.set_work(graph, "compute", self.rows, self.target_ns)
+        return scale_work(graph, "compute", self.pace)
+
+
+def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
+    """Find the ranks that compute longer in fewer than half of their steps; on a device only: on a
+    CPU other processes are a reason as well."""
+    rows = np.flatnonzero(context.counted)
+    place = np.unique(context.graph.steps.step[rows], return_inverse=True)[1]
+    beyond = _measure_beyond_usual(context, rows, place)
+    count = beyond.shape[1]
+    if len(beyond) < 2 or count < _MIN_STEPS or not context.split.ranks[0].trace.on_device:
+        return ()
+    sigma = SIGMA_OF_MAD * float(np.nanmedian(np.abs(beyond)))
+    slow = beyond > max(_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS * sigma)
+    found = []
+    segments: WorkSegments | None = None
+    for index in np.flatnonzero(slow.any(axis=1)).tolist():
+        if 2 * int(slow[index].sum()) >= count:
+            continue
+        segments = segments or WorkSegments.measure(context.graph, "compute")
+        found.append(_describe(context, index, rows, place, beyond[index], slow[index], segments))
+    return tuple(found)
+
+
+def _measure_beyond_usual(context: ReplayContext, rows: Int64, place: Int64) -> Float:
+    """By how much each rank's compute exceeds that of its median step in each step, as a fraction,
+    without what the median rank has in the same step; shape (ranks, steps), nan if not counted."""
+    compute = np.full((len(context.ranks), int(place.max(initial=-1)) + 1), np.nan)
+    compute[context.graph.steps.rank[rows], place] = context.select_bucket_ns("compute")[rows]
+    compute = np.where(compute > 0, compute, np.nan)
+    if np.isnan(compute).all(axis=1).any() or np.isnan(compute).all(axis=0).any():
+        return np.zeros((0, 0))
+    beyond = compute / np.nanmedian(compute, axis=1, keepdims=True) - 1
+    # Of two ranks, the one that exceeds its usual step by less.
+    return np.asarray(beyond - np.nanquantile(beyond, 0.5, axis=0, method="lower"))
+
+
+def _describe(
+    context: ReplayContext,
+    index: int,
+    rows: Int64,
+    place: Int64,
+    beyond: Float,
+    slow: Bool,
+    segments: WorkSegments,
+) -> UnusualSteps:
+    own = context.graph.steps.rank[rows] == index
+    mine, others = rows[own & slow[place]], rows[own & ~slow[place]]
+    is_mine = np.zeros(len(context.graph.steps.rank), dtype=np.bool_)
+    is_mine[mine] = True
+    pace = np.ones(len(is_mine))
+    pace[mine] = 1 / (1 + beyond[place[own & slow[place]]])
+    compute_ns = context.select_bucket_ns("compute")[mine]
+    usual_ns = np.median(segments.spent_ns[others], axis=0)
+    target_ns = np.zeros_like(segments.spent_ns)
+    target_ns[rows[own]] = usual_ns
+    rank = context.split.ranks[index]
+    compute = collect_compute(rank.trace, rank.windows)
+    step = context.graph.steps.step
+    in_mine = np.isin(compute.step, step[mine])
+    kinds, kind = find_kernel_work(rank.trace, compute.row)
+    count = np.bincount(np.searchsorted(compute.steps, compute.step), minlength=len(compute.steps))
+    is_slow = np.isin(compute.steps, step[mine])
+    most, usual = float(count[is_slow].max()), float(np.median(count[~is_slow]))
+    is_new = ~np.isin(kind[in_mine], kind[~in_mine])
+    equal = most <= (1 + _MAX_MORE_KERNELS) * max(usual, 1.0) and is_new.mean() <= _MAX_MORE_KERNELS
+    typical = np.zeros(len(kinds))
+    for one in np.unique(kind[in_mine]).tolist():
+        elsewhere = compute.took_ns[(kind == one) & ~in_mine]
+        typical[one] = float(np.median(elsewhere)) if len(elsewhere) else 0.0
+    excess = np.where(in_mine, compute.took_ns - typical[kind], 0)
+    longest = np.argsort(-excess, kind="stable")[:3]
+    return UnusualSteps(
+        index=index,
+        rows=is_mine,
+        steps=len(slow),
+        ratio=float(compute_ns.sum() / (compute_ns * pace[mine]).sum()),
+        equal_work=bool(equal),
+        kernels=(most, usual),
+        target_ns=target_ns,
+        pace=pace,
+        longest=tuple(context.make_event_ref(index, int(compute.row[one])) for one in longest),
+    )

@@ -1,0 +1,87 @@
+"""Paths back along the binding dependencies."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.diagnose.graph.dependency_graph import (
+    LAUNCH_LATENCY_NS,
+    WORK,
+    DependencyGraph,
+)
+from stepsplit.analyzer.diagnose.graph.workload import compute_workloads
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.trace import Float, Int32, Int64
+
+BLAME_CAUSES = ("compute", "slower", "imbalance", "copy", "host", "transfer", "unexplained")
+"""Kinds of time on a path. Compute is that of a usual rank; beside it stands what the rank computes
+longer because it is slower, which is blamed as compute as well, or because it has more work. A
+collective or message that starts late, though it was launched, its stream was free and the work
+launched before it was done, is unexplained."""
+
+
+COMPUTES = 3
+"""So many of the causes, the first ones, are compute."""
+
+
+class BindingPaths(Struct, frozen=True):
+    """The binding dependencies of a graph, with the time that each node adds to its path.
+
+    spent_ns, shape (nodes + 1, BLAME_CAUSES), is the time from the binding predecessor to the node,
+    of rank (an index, -1 for a synchronization). The last row stands for the begin of the
+    recording: previous leads to it from all nodes without a predecessor.
+    """
+
+    previous: Int32
+    rank: Int32
+    spent_ns: Float
+
+    @classmethod
+    def build(cls, split: RunSplit, graph: DependencyGraph) -> BindingPaths:
+        """The paths of the recording, as measured."""
+        begin, kernels = len(graph), graph.kernels
+        spent = np.zeros((begin + 1, len(BLAME_CAUSES)))
+        along = np.flatnonzero((graph.binding == graph.before) & (graph.before >= 0))
+        work = {kind: graph.work_ns[along, i] for i, kind in enumerate(WORK)}
+        slower, more = _list_workloads(split)[graph.step[along]].T
+        spent[along, BLAME_CAUSES.index("compute")] = work["compute"] * (1 - slower - more)
+        spent[along, BLAME_CAUSES.index("slower")] = work["compute"] * slower
+        spent[along, BLAME_CAUSES.index("imbalance")] = work["compute"] * more
+        spent[along, BLAME_CAUSES.index("copy")] = work["copy"]
+        spent[along, BLAME_CAUSES.index("host")] = work["idle"]
+        bound = graph.binding >= 0
+        late, moved = (nodes[bound[nodes]] for nodes in (kernels.start, kernels.end))
+        launched = _find_launches_ns(split, graph)[bound[kernels.start]]
+        host = np.clip(launched + LAUNCH_LATENCY_NS - graph.at_ns[graph.binding[late]], 0, None)
+        delay = np.maximum(graph.rest_ns[late], 0)
+        host = np.where(delay <= LAUNCH_LATENCY_NS, delay, np.minimum(host, delay))
+        spent[late, BLAME_CAUSES.index("host")] += host
+        spent[late, BLAME_CAUSES.index("unexplained")] += delay - host
+        spent[moved, BLAME_CAUSES.index("transfer")] += np.maximum(graph.rest_ns[moved], 0)
+        previous = np.append(np.where(bound, graph.binding, begin), begin).astype(np.int32)
+        rank = np.append(graph.find_ranks(np.arange(begin)), -1).astype(np.int32)
+        return cls(previous, rank, spent)
+
+
+def _find_launches_ns(split: RunSplit, graph: DependencyGraph) -> Int64:
+    """When each collective and message was launched, on the common clock; the smallest int64 / 2 if
+    unknown."""
+    kernels = graph.kernels
+    launched = np.full(len(kernels), np.iinfo(np.int64).min // 2)
+    for i, rank in enumerate(split.ranks):
+        mine = kernels.list_rows(i)
+        own = rank.trace.events.find_launch_ns(rank.trace.calls.event[kernels.call[mine]])
+        launched[mine] = np.where(own >= 0, rank.clock.map_to_common_ns(own), launched[mine])
+    return launched
+
+
+def _list_workloads(split: RunSplit) -> Float:
+    """The slower and the additional fraction of compute in each step of all ranks."""
+    loads = compute_workloads(
+        [rank.trace for rank in split.ranks],
+        [rank.windows.windows for rank in split.ranks],
+        [split.layout.find_stage(rank.trace.rank) for rank in split.ranks],
+    )
+    both: Float = np.concatenate([np.stack((one.slower, one.more), axis=1) for one in loads])
+    return both

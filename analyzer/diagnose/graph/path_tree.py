@@ -1,0 +1,100 @@
+"""The tree of binding dependencies, along which the waits of many ranks are blamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.diagnose.graph.binding_paths import BindingPaths
+from stepsplit.analyzer.diagnose.graph.topological_order import Levels
+from stepsplit.analyzer.trace import Float, Int32, Int64
+
+_MANTISSA_BITS = 52
+
+
+class PathTree(Struct, frozen=True):
+    """A tree whose places are numbered from the begin of the recording, 0, so that each follows its
+    parent; columns by place.
+
+    place is by node. jump is an ancestor at a distance that allows a search in a logarithmic number
+    of steps (a skew-binary jump pointer), and leave the first ancestor on another rank. total_ns,
+    shape (places, causes), is the time from the begin, in a unit in which sums are exact.
+    """
+
+    place: Int32
+    parent: Int32
+    depth: Int32
+    jump: Int32
+    leave: Int32
+    rank: Int32
+    total_ns: Float
+
+    @classmethod
+    def build(cls, levels: Levels, paths: BindingPaths) -> PathTree:
+        """The tree of the nodes in these levels; takes over the memory of paths.spent_ns, of which
+        there are hundreds of megabytes."""
+        previous, rank, spent_ns = paths.previous, paths.rank, paths.spent_ns
+        count = len(previous)
+        order = np.append(np.int32(count - 1), levels.node)
+        place = np.empty(count, dtype=np.int32)
+        place[order] = np.arange(count)
+        parent = place[previous[order]]
+        for cause in range(spent_ns.shape[1]):
+            spent_ns[:, cause] = spent_ns[order, cause]
+        total_ns = _round_to_unit(spent_ns, rank[order])
+        depth, jump, leave = (np.zeros(count, dtype=np.int32) for _ in range(3))
+        own_rank = rank[order]
+        for low, high in pairwise((levels.first + 1).tolist()):
+            here, before = slice(low, high), parent[low:high]
+            far = jump[before]
+            depth[here] = depth[before] + 1
+            even = depth[before] - depth[far] == depth[far] - depth[jump[far]]
+            jump[here] = np.where(even, jump[far], before)
+            leave[here] = np.where(own_rank[here] == own_rank[before], leave[before], before)
+            total_ns[here] += total_ns[before]
+        return cls(place, parent, depth, jump, leave, own_rank, total_ns)
+
+    def find_common(self, first: Int32, second: Int32) -> Int32:
+        """The last common place of the paths of each pair of places."""
+        depth, first, second = self.depth, first.copy(), second.copy()
+        swap = depth[first] > depth[second]
+        first[swap], second[swap] = second[swap], first[swap]
+        rows = np.flatnonzero(depth[second] > depth[first])
+        while len(rows):
+            deep, wanted = second[rows], depth[first[rows]]
+            far = self.jump[deep]
+            second[rows] = np.where(depth[far] >= wanted, far, self.parent[deep])
+            rows = rows[depth[second[rows]] > wanted]
+        rows = np.flatnonzero(first != second)
+        while len(rows):
+            one, other = first[rows], second[rows]
+            apart = self.jump[one] != self.jump[other]
+            first[rows] = np.where(apart, self.jump[one], self.parent[one])
+            second[rows] = np.where(apart, self.jump[other], self.parent[other])
+            rows = rows[first[rows] != second[rows]]
+        return first
+
+    def follow(self, place: Int32, until: Int32) -> Iterator[tuple[Int64, Int64, Float]]:
+        """Yields (rows, ranks, times by cause): what the path of each row spends on one rank after
+        the other, back to a place of it."""
+        rows = np.flatnonzero(place != until)
+        at, end = place[rows], until[rows]
+        while len(rows):
+            left = np.maximum(self.leave[at], end)
+            yield rows, self.rank[at].astype(np.int64), self.total_ns[at] - self.total_ns[left]
+            ahead = left != end
+            rows, at, end = rows[ahead], left[ahead], end[ahead]
+
+
+def _round_to_unit(spent_ns: Float, rank: Int32) -> Float:
+    """The times as multiples of a power of two, so small that rounding does not count and so large
+    that the time along any path is exact; no path takes longer than some rank was recorded."""
+    longest = 4 * np.bincount(rank + 1, spent_ns.sum(axis=1)).max(initial=1.0)
+    unit = 2.0 ** (np.ceil(np.log2(longest)) - _MANTISSA_BITS)
+    spent_ns /= unit
+    np.rint(spent_ns, out=spent_ns)
+    spent_ns *= unit
+    return spent_ns

@@ -1,0 +1,82 @@
+"""The work between the calls of a step: what the n-th segment holds on each rank and in each step.
+
+Ranks that make the same calls in the same order, and the steps of one rank, are compared by
+segments: work that one of them has in addition lies in some of these, and only there a replay may
+shorten it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.trace import Bool, Float, Int64
+
+
+class WorkSegments(Struct, frozen=True):
+    """One kind of WORK between the calls of each step.
+
+    Attributes:
+        calls: The number of calls of each row of the steps.
+        spent_ns: The work of each segment, shape (rows, segments); rows with fewer calls end in
+            zeros.
+        node: The nodes that have work of steps.
+        segment: The segment of each of these.
+    """
+
+    calls: Int64
+    spent_ns: Float
+    node: Int64
+    segment: Int64
+
+    @classmethod
+    def measure(cls, graph: DependencyGraph, work: str) -> WorkSegments:
+        """A segment ends where the next call's start depends on the rank's timeline."""
+        kernels, needs = graph.kernels, graph.needs
+        timelines = int(graph.timelines.first[-1])
+        # The last node of the timeline that each call's start needs.
+        needing = np.repeat(np.arange(len(graph)), np.diff(needs.first))
+        anchor_of = np.full(len(graph), -1, dtype=np.int64)
+        own = needs.source < timelines
+        np.maximum.at(anchor_of, needing[own], needs.source[own])
+        anchor = anchor_of[kernels.start]
+        anchor = np.sort(anchor[anchor >= 0])
+        node = np.flatnonzero(graph.step[:timelines] >= 0)
+        row = graph.step[node].astype(np.int64)
+        # The anchors before a node, without those before the first node of its step.
+        before = np.searchsorted(anchor, node, side="left")
+        rows = len(graph.steps.step)
+        first = np.full(rows, len(anchor), dtype=np.int64)
+        np.minimum.at(first, row, before)
+        segment = before - first[row]
+        calls = np.zeros(rows, dtype=np.int64)
+        np.maximum.at(calls, row, segment)
+        spent = np.zeros((rows, int(calls.max(initial=0)) + 1))
+        np.add.at(spent, (row, segment), graph.work_ns[node, WORK.index(work)])
+        return cls(calls, spent, node, segment)
+
+    def set_work(
+        self, graph: DependencyGraph, work: str, rows: Bool, target_ns: Float
+    ) -> DependencyGraph:
+        """The graph in which these rows have this much work in each segment.
+
+        target_ns has the shape of spent_ns. Work that a row has not is added where the segment
+        begins; it needs a node there, which most segments have.
+        """
+        row = graph.step[self.node].astype(np.int64)
+        chosen = rows[row]
+        factor = np.ones_like(self.spent_ns)
+        np.divide(target_ns, self.spent_ns, out=factor, where=self.spent_ns > 0)
+        changed, column = graph.work_ns.copy(order="K"), WORK.index(work)
+        own = factor[row, self.segment][chosen]
+        changed[self.node[chosen], column] = np.rint(changed[self.node[chosen], column] * own)
+        # Nodes ascend, those of one segment with them.
+        begins = np.append(True, (np.diff(row) != 0) | (np.diff(self.segment) != 0))[: len(row)]
+        new = begins & chosen & (self.spent_ns[row, self.segment] == 0)
+        changed[self.node[new], column] += np.rint(target_ns[row[new], self.segment[new]]).astype(
+            np.int64
+        )
+        return replace(graph, work_ns=changed)

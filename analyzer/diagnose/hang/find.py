@@ -1,0 +1,309 @@
+"""Flight Recorder dumps and rank states: which rank is missing in which call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepsplit.analyzer.diagnose.hang.culprits import find_culprits
+from stepsplit.analyzer.diagnose.hang.inputs import HangInputs
+from stepsplit.analyzer.diagnose.hang.job_groups import JobGroups, describe_group, find_job_groups
+from stepsplit.analyzer.diagnose.hang.mismatches import find_mismatches
+from stepsplit.analyzer.diagnose.hang.progress import Progress, collect_progress
+from stepsplit.analyzer.diagnose.hang.rank_states import (
+    MAX_STATE_BYTES,
+    describe_progress,
+    describe_short_wait,
+    explain_culprit,
+    find_culprits_by_state,
+    is_peer_error,
+    read_states,
+    summarize_state,
+)
+from stepsplit.analyzer.diagnose.hang.result import (
+    CLEAR,
+    LATE,
+    MOVING,
+    STUCK,
+    Culprit,
+    Hang,
+    HangWarning,
+    LastCall,
+    StackFrame,
+    Stuck,
+)
+from stepsplit.analyzer.diagnose.hang.sentences import (
+    NO_STEP_NO_CALL,
+    NOTHING_STUCK,
+    choose_verb,
+    format_ranks,
+    format_verdict,
+)
+from stepsplit.analyzer.diagnose.hang.stuck_collectives import find_stuck_collectives
+from stepsplit.analyzer.diagnose.hang.stuck_messages import find_stuck_messages
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.compression import list_files, open_unpacked
+from stepsplit.analyzer.readers.file_kinds import FLIGHT, find_kinds
+from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
+from stepsplit.analyzer.readers.nccl.inspector import (
+    RasCommunicator,
+    RasMissingRank,
+    RasRank,
+    read_ras,
+)
+from stepsplit.analyzer.readers.sources import is_special
+from stepsplit.analyzer.trace import Group
+from stepsplit.collectors.formats.rank_state import RAISED, RAS_NAME, RankState
+from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec, from_json
+
+_MAX_RUN_BYTES = 64 << 20
+
+
+_GUESSED_TEXT = "the dumps do not list group members: inferred from the ranks that used each group"
+
+
+def find_hang(*places: str | Path) -> Hang | None:
+    """Find the cause of a hang from PyTorch Flight Recorder dumps.
+
+    Args:
+        places: files, folders, archives or URLs with the dumps of one job, one dump per rank.
+
+    Returns:
+        A `Hang` with the ranks to blame, the stuck calls and the last call of each suspect; None if
+        every call in the dumps has completed.
+
+    Raises:
+        DataError: a place is missing, contains no dump, or contains two dumps of the same rank.
+
+    Examples:
+        >>> from stepsplit.analyzer import find_hang
+        >>> hang = find_hang("/tmp/nccl_trace")  # doctest: +SKIP
+        >>> print(hang.verdict)  # doctest: +SKIP
+        rank 1 blocks all other ranks: it has not called all_reduce 5 of default_pg (group 0)
+    """
+    hang = read_calls(places)
+    return hang if hang.condition in (STUCK, LATE) else None
+
+
+def read_calls(places: Sequence[str | Path]) -> Hang:
+    """Read the dumps and examine their calls, stuck or not. Raises DataError like find_hang."""
+    dumps, warnings = read_dumps(places)
+    states = read_states(places)
+    if not dumps and not states:
+        why = f": {warnings[0].message}" if warnings else ""
+        raise DataError(places[0] if places else "no path", f"no Flight Recorder dump found{why}",
+                        "pass the folder with the dumps of the job")  # fmt: skip
+    spec = read_spec(places)
+    known = () if spec is None else spec.groups
+    groups = tuple(Group(one.name, one.ranks, one.description) for one in known)
+    hang = msgspec.structs.replace(
+        examine_dumps(dumps, warnings, states, groups), ras=_describe_ras(places)
+    )
+    if spec is None or states or hang.condition != CLEAR:
+        return hang
+    note = f"{_describe_recording_end(dumps)}: a later hang does not show in it; {_ASK_JOB}"
+    return msgspec.structs.replace(hang, note=note, verdict=note)
+
+
+def _describe_ras(places: Sequence[str | Path]) -> tuple[str, ...]:
+    """What NCCL's RAS said of the job, in words: ranks that are behind or do not answer."""
+    sentences: list[str] = []
+    with list_files([str(place) for place in places]) as sources:
+        for source in sources:
+            if source.inner.name != RAS_NAME or is_special(source):
+                continue
+            with open_unpacked(source) as content:
+                status = read_ras(content.read(MAX_STATE_BYTES).decode(errors="replace"))
+            sentences += status.findings
+            for one in sorted(status.communicators, key=lambda each: -each.size):
+                sentences += _describe_communicator(one)
+    return tuple(sentences)
+
+
+def _describe_communicator(one: RasCommunicator) -> Iterator[str]:
+    def name(rank: RasRank | RasMissingRank) -> str:
+        where = f"rank {rank.rank} of communicator {one.hash} of {one.size}"
+        return f"{where} (process {rank.pid} on {rank.host})"
+
+    for missing in one.missing_ranks:
+        dead = missing.status.considered_dead
+        yield f"{name(missing)} {'is considered dead' if dead else 'does not answer'}"
+    for op in dict.fromkeys(op for rank in one.ranks for op in rank.collective_counts):
+        counts = Counter(rank.collective_counts.get(op, 0) for rank in one.ranks)
+        most = max(counts)
+        for rank in one.ranks if len(counts) > 1 else ():
+            if (launched := rank.collective_counts.get(op, 0)) < most:
+                yield f"{name(rank)} has launched {launched} {op}, others {most}"
+
+
+_ASK_JOB = "while the job runs, stepsplit hang PID asks its ranks"
+
+
+def _describe_recording_end(dumps: Sequence[FlightDump]) -> str:
+    ends_ns = [entry.created_unix_ns for dump in dumps for entry in dump.entries[-1:]]
+    at = datetime.fromtimestamp(max(ends_ns, default=0) / 1e9, UTC)
+    return f"no call was open when this recording ended ({at:%Y-%m-%d %H:%M:%S} UTC)"
+
+
+def read_spec(places: Sequence[str | Path]) -> RunSpec | None:
+    """The run.json of the recording in the places; None without one, or if it is invalid."""
+    with list_files([str(place) for place in places]) as sources:
+        for source in (one for one in sources if one.inner.name == RUN_FILE):
+            try:
+                with open_unpacked(source) as content:
+                    return from_json(content.read(_MAX_RUN_BYTES))
+            except (DataError, ValueError):
+                continue
+    return None
+
+
+def read_dumps(
+    places: Sequence[str | Path],
+) -> tuple[tuple[FlightDump, ...], tuple[HangWarning, ...]]:
+    """The dumps in the places, and warnings about unreadable files. Raises DataError."""
+    dumps: list[FlightDump] = []
+    warnings: list[HangWarning] = []
+    with list_files([str(place) for place in places]) as sources:
+        for source in sources:
+            try:
+                if find_kinds(source, (FLIGHT,)):
+                    dumps.append(read_dump(source))
+            except DataError as error:
+                problem = f"{source.inner.name}: {error.problem}"
+                warnings.append(HangWarning("file_skipped", problem))
+    warnings += [HangWarning(n.code, n.message, n.rank) for dump in dumps for n in dump.notes]
+    return tuple(dump for dump in dumps if dump.rank >= 0), tuple(warnings)
+
+
+def examine_dumps(
+    dumps: Sequence[FlightDump],
+    warnings: Sequence[HangWarning] = (),
+    states: Sequence[RankState] = (),
+    known: Sequence[Group] = (),
+) -> Hang:
+    """Examine the calls of the dumps, one dump per rank, whether or not any call is stuck.
+
+    states: what the ranks did when a running job was looked at. known: groups that the dumps may
+    not list. Raises DataError for two dumps of the same rank, which belong to two incidents.
+    """
+    _refuse_duplicate_ranks(dumps)
+    known = [*known, *(Group(g.name, g.ranks, g.description) for one in states for g in one.groups)]
+    groups = find_job_groups(dumps, known)
+    # The ranks whose last collective raised an error, because a peer has gone.
+    ranks = collect_progress(
+        dumps,
+        groups,
+        frozenset(one.rank for one in states if one.condition == RAISED and is_peer_error(one)),
+    )
+    mismatches = find_mismatches(ranks)
+    collectives = find_stuck_collectives(ranks, mismatches)
+    collectives = tuple(_suspect_idle_ranks(one, ranks, groups.guessed) for one in collectives)
+    stuck = (*collectives, *find_stuck_messages(ranks))
+    inputs = HangInputs(stuck, mismatches if stuck else (), ranks, groups.guessed)
+    by_rank = {one.rank: one for one in states}
+    condition, culprits = _judge(inputs, by_rank)
+    note = _explain_condition(condition, states)
+    sentences = format_verdict([one.message for one in culprits])
+    return Hang(
+        verdict="; ".join(filter(None, (note, *sentences))),
+        ranks=tuple(rank.rank for rank in ranks),
+        no_dump=tuple(sorted({*groups.ranks, *by_rank} - {rank.rank for rank in ranks})),
+        culprits=culprits,
+        stuck=tuple(sorted(stuck, key=lambda call: _order_stuck(call, culprits))),
+        mismatches=inputs.mismatches,
+        last_calls=_list_last_calls(ranks, culprits, stuck),
+        warnings=(*warnings, *_warn_guessed(groups)),
+        condition=condition,
+        note=note,
+        states=tuple(map(summarize_state, states)),
+    )
+
+
+def _suspect_idle_ranks(call: Stuck, ranks: Sequence[Progress], guessed: frozenset[str]) -> Stuck:
+    """A call in which all that ever called on its group wait, so that another member is missing.
+
+    It waits for the ranks that are in no call, if there are any.
+    """
+    if call.group.name not in guessed or set(call.waiting) != set(call.group.ranks):
+        return call
+    idle = tuple(one.rank for one in ranks if one.rank not in call.group.ranks and not one.open)
+    return msgspec.structs.replace(call, waits_for=idle or call.waits_for)
+
+
+def _judge(inputs: HangInputs, states: Mapping[int, RankState]) -> tuple[str, tuple[Culprit, ...]]:
+    """Whether the job is stuck, and the ranks to blame if it is."""
+    if describe_progress(tuple(states.values())) is not None:
+        return MOVING, ()
+    culprits = tuple(explain_culprit(one, states) for one in find_culprits(inputs))
+    if not culprits and states:
+        culprits = find_culprits_by_state(tuple(states.values()), _describe_held)
+    if not culprits:
+        return CLEAR, ()
+    late = describe_short_wait(tuple(states.values())) is not None
+    return (LATE if late or all(one.cause == LATE for one in culprits) else STUCK), culprits
+
+
+def _describe_held(ranks: tuple[int, ...]) -> str:
+    return f"{format_ranks(ranks)} {choose_verb(ranks, 'blocks', 'block')} all other ranks"
+
+
+def _explain_condition(condition: str, states: Sequence[RankState]) -> str:
+    """Why the job is not known to be stuck; empty if it is."""
+    if condition == MOVING:
+        return f"not a hang: {describe_progress(states)}"
+    if condition == CLEAR:
+        return NO_STEP_NO_CALL if states else NOTHING_STUCK
+    if condition == LATE:
+        why = describe_short_wait(states) or "the rank that is late is not idle"
+        return f"not known to be a hang: {why}"
+    return ""
+
+
+def _refuse_duplicate_ranks(dumps: Sequence[FlightDump]) -> None:
+    rank, count = Counter(dump.rank for dump in dumps).most_common(1)[0] if dumps else (-1, 0)
+    if count > 1:
+        first, second = [dump.source for dump in dumps if dump.rank == rank][:2]
+        problem = f"second dump of the same rank; the first is {first}"
+        raise DataError(second, problem, "pass the dumps of one hang only", rank)
+
+
+def _order_stuck(call: Stuck, culprits: Sequence[Culprit]) -> tuple[int, int, int]:
+    """Sort key: calls that wait for a culprit, then calls in which a culprit waits, then others."""
+    to_blame = {rank for one in culprits for rank in one.ranks}
+    if to_blame & (set(call.waits_for) - set(call.waiting)):
+        level = 0
+    elif to_blame & set(call.waiting):
+        level = 1
+    else:
+        level = 2 if call.missing or call.no_dump else 3
+    return level, -len(call.waiting), int(call.called_unix_ns)
+
+
+def _list_last_calls(
+    ranks: Sequence[Progress], culprits: Sequence[Culprit], stuck: Iterable[Stuck]
+) -> tuple[LastCall, ...]:
+    """The last calls of the culprits, then of other missing ranks."""
+    to_blame = [rank for one in culprits for rank in one.ranks]
+    missing = sorted({one.rank for call in stuck for one in call.missing})
+    calls = {rank.rank: rank.calls[-1] for rank in ranks if rank.calls}
+    return tuple(
+        LastCall(
+            rank=rank,
+            group=describe_group(call.group),
+            op=call.op,
+            seq=call.seq,
+            state=call.state,
+            called_unix_ns=str(call.created_unix_ns),
+            stack=tuple(StackFrame(one.function, one.file, one.line) for one in call.stack),
+        )
+        for rank in dict.fromkeys([*to_blame, *missing])
+        if (call := calls.get(rank)) is not None
+    )
+
+
+def _warn_guessed(groups: JobGroups) -> tuple[HangWarning, ...]:
+    return (HangWarning("groups_guessed", _GUESSED_TEXT),) if groups.guessed else ()

@@ -1,0 +1,101 @@
+"""Slow devices: ranks that take longer than others for all that both compute.
+
+slow_kernels.py tests each kernel by itself, for which it needs many runs of it. Here all kernels of
+a rank are one test, so that a step of few kernels is enough, and a stage of one or two ranks: the
+same kernels with equal grids and shapes are compared wherever they ran.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+
+from stepsplit.analyzer.arrays import group_ids, group_rows
+from stepsplit.analyzer.diagnose.slow_kernels import MIN_COUNT, MIN_RATIO
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
+from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.trace import Float
+
+_LEAST_APART = log(MIN_RATIO)
+
+_AGREE = 0.8
+"""Kernels with this share of the compared time take longer: a device slows all of them, and larger
+inputs of one part of the model do not. Kernels that wait for memory slow less than others."""
+
+_MIN_SHARE = 0.5
+"""At least this share of a rank's compute is compared."""
+
+_MIN_SIGMAS = 6.0
+"""As for single kernels (slow_kernels.py)."""
+
+
+class _Excess(NamedTuple):
+    """By how much the runs of a kernel in a step take longer than on the median rank: logarithms of
+    the ratios, and their times in ns."""
+
+    step: int
+    log_ratio: Float
+    took_ns: Float
+
+
+def find_slow_devices(split: RunSplit) -> dict[int, Float]:
+    """Find the ranks that take longer for all they compute than others for the same.
+
+    The runs of a kernel in a step are compared by length, the longest with the longest: ranks of
+    different stages run the same kernels in another order.
+
+    Returns:
+        For each slow rank, by its index: the time that each of its steps should take over that it
+        takes, in the order of its windows.
+    """
+    if not split.ranks or not split.ranks[0].trace.on_device:
+        return {}
+    runs: dict[tuple[KernelWork, int], dict[int, Float]] = defaultdict(dict)
+    computed = np.zeros(len(split.ranks))
+    for index, rank in enumerate(split.ranks):
+        compute = collect_compute(rank.trace, rank.windows)
+        kinds, kind = find_kernel_work(rank.trace, compute.row)
+        computed[index] = compute.took_ns.sum()
+        order, first = group_rows(group_ids(kind, compute.step))
+        for rows in np.split(order, first[1:]) if len(order) else ():
+            work = kinds[kind[rows[0]]]
+            # Without a grid or shapes, longer may be larger.
+            if work.shapes is not None:
+                took = np.sort(np.maximum(compute.took_ns[rows], 1)).astype(np.float64)
+                runs[work, int(compute.step[rows[0]])][index] = took
+    excess: dict[int, list[_Excess]] = defaultdict(list)
+    for (_, step), by_rank in runs.items():
+        usual_count = Counter(map(len, by_rank.values())).most_common(1)[0][0]
+        alike = [index for index, took in by_rank.items() if len(took) == usual_count]
+        if len(alike) < 2:
+            continue
+        took_ns = np.stack([by_rank[index] for index in alike])
+        # Of two ranks, the faster one is the reference.
+        usual_ns = np.sort(took_ns, axis=0)[(len(alike) - 1) // 2]
+        for index, own in zip(alike, took_ns, strict=True):
+            excess[index].append(_Excess(step, np.log(own / usual_ns), own))
+    slow = {}
+    for index, parts in excess.items():
+        ratio = np.concatenate([one.log_ratio for one in parts])
+        weight = np.concatenate([one.took_ns for one in parts])
+        if weight.sum() < _MIN_SHARE * computed[index] or len(ratio) < MIN_COUNT:
+            continue
+        typical = float(np.median(ratio))
+        error = SIGMA_OF_MAD * float(np.median(np.abs(ratio - typical))) / np.sqrt(len(ratio))
+        agree = float(weight[ratio >= _LEAST_APART].sum() / weight.sum())
+        if agree < _AGREE or typical < max(_LEAST_APART, _MIN_SIGMAS * error):
+            continue
+        # In each step by itself: a device that heats up slows down from step to step.
+        pace = np.ones(len(split.ranks[index].windows.windows))
+        for at, window in enumerate(split.ranks[index].windows.windows):
+            here = [one for one in parts if one.step == window.step]
+            if here:
+                spent = sum(float(one.took_ns.sum()) for one in here)
+                should = sum(float((one.took_ns * np.exp(-one.log_ratio)).sum()) for one in here)
+                pace[at] = min(should / spent, 1.0)
+        slow[index] = pace
+    return slow

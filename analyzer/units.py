@@ -128,6 +128,17 @@ def format_tokens_per_second(rate: float) -> str:
     return f"{rate:,.{_count_decimals(rate)}f} tokens/s"
 
 
+def group_consecutive(numbers: Sequence[int]) -> list[list[int]]:
+    """The runs of consecutive numbers: (0, 1, 2, 7) -> [[0, 1, 2], [7]]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
 def format_number_list(numbers: Sequence[int]) -> str:
     """A list of ranks: (0, 2, 4) -> "0, 2, 4"; more than eight are cut to eight and "..."."""
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -123,31 +123,23 @@ def _record(options: argparse.Namespace) -> int:
     status = record(command, plan, NcclLogs(options.nccl_calls, options.nccl_inspector))
     exit_status = 128 - status if status < 0 else status
     # The ranks that srun starts next to this one have the same plan.
-    remaining = {} if is_rank(os.environ) else _find_remaining_ranks(plan)
+    remaining: dict[int, int] = {}
+    if not is_rank(os.environ) and find_ranks_of_plan(plan):
+        # The last ranks may be just about to end.
+        time.sleep(1.0)
+        remaining = find_ranks_of_plan(plan)
     if not remaining:
         # NCCL's logs are still written by ranks that go on.
         remove_if_empty(out)
     if is_rank(os.environ) and read_identity().rank != 0:
         return exit_status
     if remaining:
-        _warn_of_remaining_ranks(remaining, status, out)
+        ended = f"was killed ({signal.Signals(-status).name})" if status < 0 else "has ended"
+        ranks = ", ".join(f"{rank} (process {pid})" for rank, pid in sorted(remaining.items()))
+        warn(f"the command {ended}, but ranks {ranks} go on; what they record is in {out}")
     else:
         _report_recording(plan, start_s)
     return exit_status
-
-
-def _find_remaining_ranks(plan: RecordPlan) -> dict[int, int]:
-    """{rank: pid} of the ranks that go on although the command has ended."""
-    if find_ranks_of_plan(plan):
-        # The last ranks may be just about to end.
-        time.sleep(1.0)
-    return find_ranks_of_plan(plan)
-
-
-def _warn_of_remaining_ranks(remaining: dict[int, int], status: int, out: Path) -> None:
-    ended = f"was killed ({signal.Signals(-status).name})" if status < 0 else "has ended"
-    ranks = ", ".join(f"{rank} (process {pid})" for rank, pid in sorted(remaining.items()))
-    warn(f"the command {ended}, but ranks {ranks} go on; what they record is in {out}")
 
 
 def _report_recording(plan: RecordPlan, start_s: float) -> None:

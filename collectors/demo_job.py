@@ -68,8 +68,11 @@ class Trainer:
 
     def step(self, number: int) -> float | None:
         """Runs one optimizer step; returns the loss if this rank has the last stage."""
-        replicas = self.mesh.size("dp_replicate") * self.mesh.size("dp_shard")
-        replica = _compute_replica(self.mesh, self.rank)
+        # Each data-parallel rank reads other text, by its index among them.
+        shards = self.mesh.size("dp_shard")
+        replicas = self.mesh.size("dp_replicate") * shards
+        replica = self.mesh.coordinate(self.rank, "dp_replicate") * shards
+        replica += self.mesh.coordinate(self.rank, "dp_shard")
         sequences = self.recipe.microbatches * self.recipe.micro_batch
         data = draw_batch(self.text, sequences, self.recipe.seq_len, number * replicas + replica)
         tokens, targets = data.tokens.to(self.device), data.targets.to(self.device)
@@ -110,7 +113,8 @@ def main() -> None:
         train_for_calibration(command, "after", device)
     finally:
         distributed.destroy_process_group()
-    if losses and _is_printing_rank(command.mesh, int(os.environ.get("RANK", "0"))):
+    # Of the ranks with the last stage, and thus with losses, one prints.
+    if losses and int(os.environ.get("RANK", "0")) == command.mesh.line(0, "pp")[-1]:
         sys.stdout.write(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} over {len(losses)} steps\n")
 
 
@@ -118,7 +122,9 @@ def train(command: Command, device: Any) -> list[float]:
     """Trains and returns the losses of the steps; empty on ranks without the last stage."""
     args, mesh = command.args, command.mesh
     if device.type == "cpu":
-        _warm_allocator()
+        # Allocated and freed once: later page faults would make microbatches uneven.
+        blocks = [torch.ones(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
+        del blocks
     trainer = Trainer(args, mesh, device)
     losses: list[float] = []
     with profile_run(
@@ -142,12 +148,6 @@ def train_for_calibration(command: Command, when: str, device: Any) -> None:
     if command.calibration is not None:
         mesh = choose_calibration_mesh(command.mesh)
         train(Command(command.calibration / when, mesh, CALIBRATION), device)
-
-
-def _warm_allocator() -> None:
-    """Allocates and frees memory once: later page faults would make microbatches uneven."""
-    blocks = [torch.ones(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
-    del blocks
 
 
 def build_training(args: DemoArgs, mesh: Mesh) -> Training:
@@ -177,18 +177,14 @@ def delay_rank(module: Any, args: DemoArgs, rank: int) -> None:
     def delay(_: Any, inputs: tuple[Any, ...]) -> None:
         if args.slow_kind == "sleep":
             time.sleep(share_s)
-        else:
-            _compute_for(share_s, inputs[0].device)
+            return
+        end, device = time.perf_counter() + share_s, inputs[0].device
+        square = torch.ones(2 * (384 if device.type == "cpu" else 4096,), device=device)
+        while time.perf_counter() < end:
+            # Reading a value back synchronizes host and device, so the time is spent in the GEMM.
+            float(torch.mm(square, square)[0, 0])
 
     module.register_forward_pre_hook(delay)
-
-
-def _compute_for(seconds: float, device: Any) -> None:
-    end = time.perf_counter() + seconds
-    square = torch.ones(2 * (384 if device.type == "cpu" else 4096,), device=device)
-    while time.perf_counter() < end:
-        # Reading a value back synchronizes host and device, so the time is spent in the GEMM.
-        float(torch.mm(square, square)[0, 0])
 
 
 def _join_job() -> Any:
@@ -211,16 +207,6 @@ def _sync_only_if(last: bool, module: Any) -> Any:
     return nullcontext()
 
 
-def _compute_replica(mesh: Mesh, rank: int) -> int:
-    """The rank's index among the data-parallel ranks, which read different text."""
-    shard = mesh.coordinate(rank, "dp_shard")
-    return mesh.coordinate(rank, "dp_replicate") * mesh.size("dp_shard") + shard
-
-
-def _is_printing_rank(mesh: Mesh, rank: int) -> bool:
-    return rank == mesh.line(0, "pp")[-1]
-
-
 def _exit_with_parent() -> None:
     """Ends this process when its parent has ended, even if it was killed."""
     # Not sys.stdin: its lock would block the shutdown of the interpreter.
@@ -239,9 +225,20 @@ BUCKET_MIB = 4
 def parallelize_stage(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
     """Applies tensor parallelism to the stage, then FSDP2 or DDP."""
     if mesh.size("tp") > 1:
-        _apply_tensor_parallel(stage, device_mesh["tp"])
+        for block in stage.blocks:
+            plan = {
+                "qkv": ColwiseParallel(),
+                "proj": RowwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(),
+            }
+            parallelize_module(block, device_mesh["tp"], plan)
     if mesh.size("dp_shard") > 1:
-        return _apply_fsdp(stage, mesh, device_mesh)
+        axes = tuple(axis for axis in ("dp_replicate", "dp_shard") if mesh.size(axis) > 1)
+        dp_mesh = device_mesh[axes]
+        for block in stage.blocks:
+            fully_shard(block, mesh=dp_mesh)
+        return fully_shard(stage, mesh=dp_mesh)
     if "dp_replicate" in mesh.axes and mesh.size("tp") == 1:
         group = device_mesh["dp_replicate"].get_group()
         return nn.parallel.DistributedDataParallel(
@@ -271,36 +268,12 @@ def sync_gradients(parameters: Iterable[Any], mesh: Mesh, device_mesh: Any) -> N
     """Averages gradients over dp if neither DDP nor FSDP does: DDP does not support DTensor."""
     if mesh.size("tp") == 1 or mesh.size("dp_replicate") == 1 or mesh.size("dp_shard") > 1:
         return
-    gradients = [
-        _unwrap_dtensor(parameter.grad) for parameter in parameters if parameter.grad is not None
-    ]
+    known = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [one.to_local() if isinstance(one, DTensor) else one for one in known]
     flat = _flatten_dense_tensors(gradients)
     distributed.all_reduce(flat, group=device_mesh["dp_replicate"].get_group())
     flat /= mesh.size("dp_replicate")
     torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
-
-
-def _apply_tensor_parallel(stage: Any, tp_mesh: Any) -> None:
-    for block in stage.blocks:
-        plan = {
-            "qkv": ColwiseParallel(),
-            "proj": RowwiseParallel(),
-            "up": ColwiseParallel(),
-            "down": RowwiseParallel(),
-        }
-        parallelize_module(block, tp_mesh, plan)
-
-
-def _apply_fsdp(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
-    axes = tuple(axis for axis in ("dp_replicate", "dp_shard") if mesh.size(axis) > 1)
-    dp_mesh = device_mesh[axes]
-    for block in stage.blocks:
-        fully_shard(block, mesh=dp_mesh)
-    return fully_shard(stage, mesh=dp_mesh)
-
-
-def _unwrap_dtensor(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # The model of the demo: a small GPT split into pipeline stages, with as few ops as possible.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isqrt, lgamma, log, log1p
 
 import numpy as np
 from msgspec import Struct
@@ -11,6 +10,7 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import group_ids
 from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.report.diagnosis_rows import Lateness
+from stepsplit.analyzer.significance import compute_last_p_value
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.transfers import Arrivals
@@ -21,8 +21,8 @@ _MAX_P_VALUE = 1e-4
 _MIN_LATE_NS = 20_000
 
 _MIN_STEP_FRACTION = 0.01
-"""Straggler criteria: p-value below _CHANCE, median lateness above _LATE_NS, and a cost to the
-group above this fraction of the step time."""
+"""Straggler criteria: p-value below _MAX_P_VALUE, median lateness above _MIN_LATE_NS, and a cost
+to the group above this fraction of the step time."""
 
 
 def compute_lateness(split: RunSplit) -> tuple[Lateness, ...]:
@@ -108,7 +108,7 @@ def _build_row(
     late = arrivals.late_ns[rows][arrivals.last[rows]]
     members, last = int(arrivals.members[rows[0]]), len(late)
     median, total = int(np.median(late)) if last else 0, int(late.sum())
-    chance = None if message else compute_p_value(last, len(rows), members)
+    chance = None if message else compute_last_p_value(last, len(rows), members)
     straggles = (
         chance is not None
         and chance < _MAX_P_VALUE
@@ -124,21 +124,3 @@ def _is_late_in_most_steps(step: Int64, last: Bool, members: int) -> bool:
     calls = np.bincount(step + 1)
     often = np.bincount(step[last] + 1, minlength=len(calls)) * members > calls
     return 2 * int(often.sum()) > int((calls > 0).sum())
-
-
-def compute_p_value(last: int, calls: int, members: int) -> float:
-    """The probability of arriving last at least this often, for equal members.
-
-    The upper tail of the binomial distribution with probability 1 / members; 1 at or below its
-    mean. To 9 digits: further ones of numpy's logarithms depend on the processor.
-    """
-    if last * members <= calls:
-        return 1.0
-    odds = 1 / (members - 1)
-    first = (
-        lgamma(calls + 1) - lgamma(last + 1) - lgamma(calls - last + 1)
-        - last * log(members) + (calls - last) * log1p(-1 / members)
-    )  # fmt: skip
-    more = np.arange(last, min(calls, last + 40 * (isqrt(calls) + 1)))
-    terms = np.concatenate(([0.0], np.cumsum(np.log((calls - more) / (more + 1) * odds))))
-    return min(1.0, float(f"{np.exp(first + terms).sum():.9g}"))

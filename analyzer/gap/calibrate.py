@@ -61,79 +61,62 @@ def format_hardware(calibration: Calibration) -> str:
     """The text of the file: all constants of the hardware and the measured transfers."""
     hardware = calibration.hardware
     runs = ", ".join(row.removeprefix("run:") for row in hardware.efficiency.rows)
-    links = (("intra", hardware.intra), ("nodes_link", hardware.inter), ("host", hardware.host))
-    parts = [
+    lines = [
         f"# stepsplit calibrate: {runs}. Reference it in a job.toml as `file` in [hardware].",
-        *_format_header(hardware),
-        *(line for key, link in links for line in _format_link(key, link)),
-        *_format_efficiency(hardware.efficiency),
-        *_format_attention(hardware.attention),
-        *_format_learned(hardware.learned),
-        *(line for sweep in calibration.transfers for line in _format_transfer(sweep)),
+        f"name = {_quote_text(hardware.name)}",
+        f"family = {_quote_text(hardware.family)}",
+        f"memory_bytes = {hardware.memory_bytes}",
+        f"memory_bytes_per_s = {_format_number(hardware.memory_bytes_per_s)}",
+        f"gpus_per_node = {hardware.gpus_per_node}",
     ]
-    return "\n".join(parts) + "\n"
-
-
-def _format_header(hardware: HardwareConfig) -> Iterable[str]:
-    yield f"name = {_quote_text(hardware.name)}"
-    yield f"family = {_quote_text(hardware.family)}"
-    yield f"memory_bytes = {hardware.memory_bytes}"
-    yield f"memory_bytes_per_s = {_format_number(hardware.memory_bytes_per_s)}"
-    yield f"gpus_per_node = {hardware.gpus_per_node}"
     if hardware.nvls:
-        yield f"nvls = {_format_number(hardware.nvls)}"
+        lines.append(f"nvls = {_format_number(hardware.nvls)}")
     if hardware.multiprocessors:
-        yield f"multiprocessors = {hardware.multiprocessors}"
+        lines.append(f"multiprocessors = {hardware.multiprocessors}")
     if hardware.clock != 1.0:
-        yield f"clock = {_format_number(hardware.clock)}"
-    yield "\n[peaks]"
-    for dtype, peak in hardware.peaks_flops_per_s:
-        yield f"{dtype} = {_format_number(peak)}"
-
-
-def _format_link(key: str, link: Link) -> Iterable[str]:
-    yield f"\n[{key}]"
-    yield f"name = {_quote_text(link.name)}"
-    yield f"bytes_per_s = {_format_number(link.bytes_per_s)}"
-    yield f"ring = {_format_number(link.ring)}"
-    yield f"latency_ns = {_format_number(link.latency_ns)}"
-
-
-def _format_efficiency(known: Efficiency) -> Iterable[str]:
-    yield "\n[efficiency]"
-    for field in fields(known):
-        value = getattr(known, field.name)
+        lines.append(f"clock = {_format_number(hardware.clock)}")
+    lines.append("\n[peaks]")
+    lines += (f"{dtype} = {_format_number(peak)}" for dtype, peak in hardware.peaks_flops_per_s)
+    links = (("intra", hardware.intra), ("nodes_link", hardware.inter), ("host", hardware.host))
+    for key, link in links:
+        lines += [
+            f"\n[{key}]",
+            f"name = {_quote_text(link.name)}",
+            f"bytes_per_s = {_format_number(link.bytes_per_s)}",
+            f"ring = {_format_number(link.ring)}",
+            f"latency_ns = {_format_number(link.latency_ns)}",
+        ]
+    lines.append("\n[efficiency]")
+    for field in fields(hardware.efficiency):
+        value = getattr(hardware.efficiency, field.name)
         if isinstance(value, tuple):
-            yield f"{field.name} = [{', '.join(map(_quote_text, value))}]"
+            lines.append(f"{field.name} = [{', '.join(map(_quote_text, value))}]")
         elif (value or value != field.default) and not field.name.startswith("most_"):
-            yield f"{field.name} = {_format_number(value)}"
-
-
-def _format_attention(known: AttentionRate | None) -> Iterable[str]:
-    if known is None:
-        return
-    yield "\n[attention]"
-    yield f"forward = {_format_number(known.forward_flops_per_s)}"
-    yield f"backward = {_format_number(known.backward_flops_per_s)}"
-    yield f"start = {_format_number(known.start_tokens)}"
-    yield f"backward_start = {_format_number(known.backward_start_tokens)}"
-
-
-def _format_learned(known: MemoryCorrection) -> Iterable[str]:
-    if known == MemoryCorrection():
-        return
-    yield "\n[learned]"
-    yield f"activations = {_format_number(known.activations)}"
-    yield f"constant_bytes = {known.constant_bytes}"
-
-
-def _format_transfer(sweep: TransferSweep) -> Iterable[str]:
-    yield "\n[[transfers]]"
-    yield f"op = {_quote_text(sweep.op)}"
-    yield f"ranks = {sweep.ranks}"
-    yield f"ranks_per_node = {sweep.ranks_per_node}"
-    yield f"sizes_bytes = [{', '.join(map(str, sweep.sizes_bytes))}]"
-    yield f"times_ns = [{', '.join(str(round(ns)) for ns in sweep.times_ns)}]"
+            lines.append(f"{field.name} = {_format_number(value)}")
+    if (attention := hardware.attention) is not None:
+        lines += [
+            "\n[attention]",
+            f"forward = {_format_number(attention.forward_flops_per_s)}",
+            f"backward = {_format_number(attention.backward_flops_per_s)}",
+            f"start = {_format_number(attention.start_tokens)}",
+            f"backward_start = {_format_number(attention.backward_start_tokens)}",
+        ]
+    if (learned := hardware.learned) != MemoryCorrection():
+        lines += [
+            "\n[learned]",
+            f"activations = {_format_number(learned.activations)}",
+            f"constant_bytes = {learned.constant_bytes}",
+        ]
+    for sweep in calibration.transfers:
+        lines += [
+            "\n[[transfers]]",
+            f"op = {_quote_text(sweep.op)}",
+            f"ranks = {sweep.ranks}",
+            f"ranks_per_node = {sweep.ranks_per_node}",
+            f"sizes_bytes = [{', '.join(map(str, sweep.sizes_bytes))}]",
+            f"times_ns = [{', '.join(str(round(ns)) for ns in sweep.times_ns)}]",
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _format_number(value: float) -> str:
@@ -154,26 +137,25 @@ SCHEMA = "stepsplit.calibration/1"
 
 def to_json(calibration: Calibration) -> str:
     """The calibration as JSON text."""
+    stages = [
+        {
+            "run": one.run,
+            "stage": one.stage,
+            "measured": asdict(one.measured) | {"step_ns": one.step_ns},
+            "predicted": asdict(one.predicted) | {"step_ns": one.predicted.step_ns},
+        }
+        for one in calibration.stages
+    ]
     body = {
         "schema": SCHEMA,
         "known": asdict(calibration.known),
         "hardware": asdict(calibration.hardware),
         "transfers": [asdict(one) for one in calibration.transfers],
-        "stages": [_encode_stage(one) for one in calibration.stages],
+        "stages": stages,
         "refused": calibration.refused,
         "caveats": calibration.caveats,
     }
     return json.dumps(body, indent=1) + "\n"
-
-
-def _encode_stage(stage: ExplainedStage) -> dict[str, object]:
-    measured = _encode_split(stage.measured) | {"step_ns": stage.step_ns}
-    predicted = _encode_split(stage.predicted) | {"step_ns": stage.predicted.step_ns}
-    return {"run": stage.run, "stage": stage.stage, "measured": measured, "predicted": predicted}
-
-
-def _encode_split(split: Split) -> dict[str, int]:
-    return asdict(split)
 
 
 # Fit of the constants.
@@ -275,12 +257,23 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
             f"different hardware: {runs[0].name} ran on {known.name}, {different.name} on"
             f" {different.job.hardware.name}; calibrate them separately"
         )
-    runs = _set_tf32_peak([_drop_gemm_table(one) for one in runs])
+    # Without a stated table of GEMMs: their rate is fitted.
+    runs = [_set_hardware(one, replace(one.job.hardware, gemms=())) for one in runs]
+    runs = _set_tf32_peak(runs)
     start = runs[0].job.hardware
     fitted, transfers = _fit_hardware(runs, start), build_sweeps(runs)
     rates = Rates(transfers)
     stages = tuple(each for one in runs for each in _explain_run(one, fitted, rates))
-    error = max(_estimate_error(runs, start), _find_fit_error(stages))
+    error = _estimate_error(runs, start)
+    worst = max(stages, key=_compute_step_error)
+    worst_error = _compute_step_error(worst)
+    if worst_error > MAX_ERROR:
+        raise UsageError(
+            f"no constants fit {worst.run}: the model predicts {_format_ratio(worst)} its step;"
+            " check that --job describes this job, or record it again with nothing else running"
+        )
+    # Rounded up: with the digits of the file, the band still contains the step.
+    error = max(error, math.ceil(worst_error / ERROR_STEP) * ERROR_STEP)
     fitted = replace(fitted, efficiency=replace(fitted.efficiency, error=error))
     impossible = find_impossible_rates(fit_efficiency(runs, start.efficiency), runs)
     refused = tuple(f"{one.name}: {one.reason}" for one in impossible)
@@ -288,9 +281,7 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
     return Calibration(known, fitted, transfers, stages, refused, caveats)
 
 
-def _drop_gemm_table(run: CalibrationSample) -> CalibrationSample:
-    """The run without a stated table of GEMMs: their rate is fitted."""
-    hardware = replace(run.job.hardware, gemms=())
+def _set_hardware(run: CalibrationSample, hardware: HardwareConfig) -> CalibrationSample:
     return replace(run, job=replace(run.job, hardware=hardware))
 
 
@@ -305,14 +296,8 @@ def _set_tf32_peak(runs: Sequence[CalibrationSample]) -> Sequence[CalibrationSam
     if fit_efficiency(narrow, hardware.efficiency).gemm <= 1:
         return runs
     peaks["fp32"] = max(peaks["fp32"], peaks["tf32"])
-    return [_set_peaks(one, tuple(peaks.items())) for one in runs]
-
-
-def _set_peaks(
-    run: CalibrationSample, peaks_flops_per_s: tuple[tuple[str, float], ...]
-) -> CalibrationSample:
-    hardware = replace(run.job.hardware, peaks_flops_per_s=peaks_flops_per_s)
-    return replace(run, job=replace(run.job, hardware=hardware))
+    changed = replace(hardware, peaks_flops_per_s=tuple(peaks.items()))
+    return [_set_hardware(one, changed) for one in runs]
 
 
 def _fit_hardware(runs: Sequence[CalibrationSample], known: HardwareConfig) -> HardwareConfig:
@@ -345,35 +330,15 @@ def _estimate_error(runs: Sequence[CalibrationSample], known: HardwareConfig) ->
     for i, one in enumerate(runs):
         others = [*runs[:i], *runs[i + 1 :]]
         found = _explain_run(one, _fit_hardware(others, known), Rates(build_sweeps(others)))
-        errors += map(_compute_held_out_error, found)
+        for stage in found:
+            errors.append(_compute_step_error(stage))
+            if errors[-1] > MAX_ERROR:
+                raise UsageError(
+                    f"the runs contradict each other: the others predict {_format_ratio(stage)} the"
+                    f" step of {stage.run}; calibrate it separately, or record all again with"
+                    " nothing else running"
+                )
     return max(errors)
-
-
-def _compute_held_out_error(stage: ExplainedStage) -> float:
-    """The error of a stage that the other runs predict. Raises UsageError above MAX_ERROR."""
-    error = _compute_step_error(stage)
-    if error > MAX_ERROR:
-        raise UsageError(
-            f"the runs contradict each other: the others predict {_format_ratio(stage)} the step of"
-            f" {stage.run}; calibrate it separately, or record all again with nothing else running"
-        )
-    return error
-
-
-def _find_fit_error(stages: Sequence[ExplainedStage]) -> float:
-    """The largest error of a stage to which the constants were fitted. Raises UsageError above
-    MAX_ERROR.
-
-    It is rounded up: with the digits of the file, the band still contains the step.
-    """
-    worst = max(stages, key=_compute_step_error)
-    error = _compute_step_error(worst)
-    if error > MAX_ERROR:
-        raise UsageError(
-            f"no constants fit {worst.run}: the model predicts {_format_ratio(worst)} its step;"
-            " check that --job describes this job, or record it again with nothing else running"
-        )
-    return math.ceil(error / ERROR_STEP) * ERROR_STEP
 
 
 def _compute_step_error(stage: ExplainedStage) -> float:
@@ -390,11 +355,10 @@ def _explain_run(
     run: CalibrationSample, hardware: HardwareConfig, rates: Rates
 ) -> list[ExplainedStage]:
     splits = predict(replace(run.job, hardware=hardware), rates).splits
-    return [_explain_stage(run.name, seen, splits[seen.stage]) for seen in run.stages]
-
-
-def _explain_stage(run: str, sample: StageSample, predicted: Split) -> ExplainedStage:
-    return ExplainedStage(run, sample.stage, sample.step_ns, sample.split, predicted)
+    return [
+        ExplainedStage(run.name, one.stage, one.step_ns, one.split, splits[one.stage])
+        for one in run.stages
+    ]
 
 
 # The constants of compute and host, from the stages of recorded runs.
@@ -414,6 +378,7 @@ synchronization, the optimizer. It tells nothing of layers then."""
 class _Row:
     """One stage of one run: its predicted parts and its measurement."""
 
+    run: CalibrationSample
     parts: StageParts
     sample: StageSample
 
@@ -424,7 +389,10 @@ def fit_efficiency(runs: Sequence[CalibrationSample], known: Efficiency) -> Effi
     Each constant is the geometric mean over all stages: least squares of the logarithms. Without
     kernel names all shares are scaled by the same factor.
     """
-    rows = [_Row(parts, seen) for run in runs for parts, seen in _pair_parts(run)]
+    rows = []
+    for run in runs:
+        parts = compute_parts(run.job)
+        rows += [_Row(run, parts[sample.stage], sample) for sample in run.stages]
     if any(row.sample.products_ns <= 0 or row.sample.other_ns <= 0 for row in rows):
         # The fraction of the peak at the device's clock, to which the constants are relative,
         # that attention reaches in this job's forward: stated, constant, or that of its kernel.
@@ -432,27 +400,51 @@ def fit_efficiency(runs: Sequence[CalibrationSample], known: Efficiency) -> Effi
         attention = compute_attention_share(job) / job.hardware.clock
         fitted = _scale_all(rows, replace(known, attention=attention))
     else:
-        fitted = _fit_attention(rows, _fit_products(rows, _fit_memory(rows, known)))
-        fitted = replace(fitted, gemm=fit_gemm_share(runs, fitted) or fitted.gemm)
+        fitted = _fit_memory(rows, known)
+        # GEMMs without their memory traffic and launches; by their shapes if these are known.
+        gemms = []
+        for row in rows:
+            moves_ns = row.parts.product_moves / fitted.memory
+            overhead_ns = moves_ns + row.parts.product_launches * fitted.launch_ns
+            own_ns = _subtract_bounded(row.sample.products_ns, overhead_ns)
+            gemms.append(own_ns / row.parts.products)
+        gemm = fit_gemm_share(runs, fitted) or 1 / geometric_mean(gemms)
+        fitted = replace(fitted, gemm=gemm, gemm_fp8=None)
+        # Attention, fused or not, stays as known if none of its kernels was found.
+        cores = [
+            row.sample.attention_ns / row.parts.core
+            for row in rows
+            if row.sample.attention_ns > 0 and row.parts.core > 0
+        ]
+        if cores:
+            share = 1 / geometric_mean(cores)
+            fitted = replace(fitted, attention=share, unfused_attention=share)
     jitter = _estimate_jitter(runs)
     return replace(
         fitted,
-        host_ns=_estimate_host_ns(runs, fitted) or known.host_ns,
+        host_ns=_estimate_host_ns(rows, fitted) or known.host_ns,
         jitter=jitter or known.jitter,
         jitter_per_layer=None if jitter else known.jitter_per_layer,
     )
 
 
-def _pair_parts(run: CalibrationSample) -> list[tuple[StageParts, StageSample]]:
-    parts = compute_parts(run.job)
-    return [(parts[seen.stage], seen) for seen in run.stages]
-
-
 def _fit_memory(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
     """Fit memory, and launch_ns if the stages differ enough, to all work except GEMMs."""
-    fitted = _fit_moves_and_launches(rows)
-    if fitted is not None:
-        return replace(known, memory=1 / fitted[0], launch_ns=fitted[1])
+    ratios = [row.parts.other_launches / row.parts.other_moves for row in rows]
+    if max(ratios) >= MIN_RATIO_SPREAD * min(ratios):
+        # Least squares of the ratios: each stage counts the same, however long it takes.
+        left = np.array(
+            [
+                (
+                    row.parts.other_moves / row.sample.other_ns,
+                    row.parts.other_launches / row.sample.other_ns,
+                )
+                for row in rows
+            ]
+        )
+        moves, launch_ns = np.linalg.lstsq(left, np.ones(len(rows)), rcond=None)[0].tolist()
+        if moves > 0 and launch_ns > 0:
+            return replace(known, memory=1 / moves, launch_ns=launch_ns)
     slow = [
         _subtract_bounded(row.sample.other_ns, row.parts.other_launches * known.launch_ns)
         / row.parts.other_moves
@@ -461,57 +453,16 @@ def _fit_memory(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
     return replace(known, memory=1 / geometric_mean(slow))
 
 
-def _fit_moves_and_launches(rows: Sequence[_Row]) -> tuple[float, float] | None:
-    """(1 / memory, launch_ns) by least squares of the ratios; None if not separable."""
-    ratios = [row.parts.other_launches / row.parts.other_moves for row in rows]
-    if max(ratios) < MIN_RATIO_SPREAD * min(ratios):
-        return None
-    left = np.array(
-        [
-            (
-                row.parts.other_moves / row.sample.other_ns,
-                row.parts.other_launches / row.sample.other_ns,
-            )
-            for row in rows
-        ]
-    )
-    moves, launch_ns = np.linalg.lstsq(left, np.ones(len(rows)), rcond=None)[0].tolist()
-    return (moves, launch_ns) if moves > 0 and launch_ns > 0 else None
-
-
-def _fit_products(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
-    slow = [
-        _subtract_bounded(row.sample.products_ns, _compute_overhead_ns(row, known))
-        / row.parts.products
-        for row in rows
-    ]
-    return replace(known, gemm=1 / geometric_mean(slow), gemm_fp8=None)
-
-
-def _compute_overhead_ns(row: _Row, known: Efficiency) -> float:
-    """The time of memory traffic and launches of the GEMMs."""
-    moves = row.parts.product_moves / known.memory
-    return moves + row.parts.product_launches * known.launch_ns
-
-
-def _fit_attention(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
-    """Fit the efficiency of attention, fused or not; as known if no attention kernel was found."""
-    slow = [
-        row.sample.attention_ns / row.parts.core
-        for row in rows
-        if row.sample.attention_ns > 0 and row.parts.core > 0
-    ]
-    if not slow:
-        return known
-    share = 1 / geometric_mean(slow)
-    return replace(known, attention=share, unfused_attention=share)
-
-
 def _scale_all(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
     """Scale all constants by one factor to match the measured sum."""
-    times = geometric_mean(
-        [row.sample.split.compute_ns / _predict_compute_ns(row, known) for row in rows]
-    )
+    ratios = []
+    for row in rows:
+        parts = row.parts
+        moves = (parts.product_moves + parts.other_moves) / known.memory
+        starts = (parts.product_launches + parts.other_launches) * known.launch_ns
+        predicted_ns = parts.products / known.gemm + parts.core / known.attention + moves + starts
+        ratios.append(row.sample.split.compute_ns / predicted_ns)
+    times = geometric_mean(ratios)
     return replace(
         known,
         gemm=known.gemm / times,
@@ -521,13 +472,6 @@ def _scale_all(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
         memory=known.memory / times,
         launch_ns=known.launch_ns * times,
     )
-
-
-def _predict_compute_ns(row: _Row, known: Efficiency) -> float:
-    parts = row.parts
-    moves = (parts.product_moves + parts.other_moves) / known.memory
-    starts = (parts.product_launches + parts.other_launches) * known.launch_ns
-    return parts.products / known.gemm + parts.core / known.attention + moves + starts
 
 
 def _subtract_bounded(whole_ns: float, taken_ns: float) -> float:
@@ -545,38 +489,36 @@ def _estimate_jitter(runs: Sequence[CalibrationSample]) -> float:
     return min(fmean(estimates), MAX_SPREAD) if estimates else 0.0
 
 
-def _estimate_host_ns(runs: Sequence[CalibrationSample], fitted: Efficiency) -> float:
+def _estimate_host_ns(rows: Sequence[_Row], fitted: Efficiency) -> float:
     """The host time to launch a layer's forward; 0 if never exposed.
 
     On a CPU run all of it is idle time; on a device it is the time with which the model has the
     idle time of the run that is idle for the largest part of its step.
     """
     found = []
-    for run in runs:
-        for parts, seen in _pair_parts(run):
-            if host_ns := _solve_host_ns(run, parts, seen, fitted):
-                found.append((seen.split.idle_ns / seen.step_ns, host_ns))
+    for row in rows:
+        if host_ns := _solve_host_ns(row, fitted):
+            found.append((row.sample.split.idle_ns / row.sample.step_ns, host_ns))
     if not found:
         return 0.0
-    if load_device(runs[0].job.hardware.family).processor:
+    if load_device(rows[0].run.job.hardware.family).processor:
         return fmean(host_ns for _, host_ns in found)
     return max(found)[1]
 
 
-def _solve_host_ns(
-    run: CalibrationSample, parts: StageParts, seen: StageSample, fitted: Efficiency
-) -> float:
-    split, alone = seen.split, load_device(run.job.hardware.family).processor
-    if "optimizer" in run.job.offloaded:
+def _solve_host_ns(row: _Row, fitted: Efficiency) -> float:
+    sample, job = row.sample, row.run.job
+    split, alone = sample.split, load_device(job.hardware.family).processor
+    if "optimizer" in job.offloaded:
         return 0.0  # idle for the host's update too, whose rate is not known
-    if parts.host <= 0 or split.idle_ns <= (0.0 if alone else HOST_BOUND * seen.step_ns):
+    if row.parts.host <= 0 or split.idle_ns <= (0.0 if alone else HOST_BOUND * sample.step_ns):
         return 0.0
     hidden = 0 if alone else split.compute_ns + split.exposed_comm_ns
-    most_ns = (split.idle_ns + hidden) / parts.host
+    most_ns = (split.idle_ns + hidden) / row.parts.host
 
     def compute_excess(host_ns: float) -> float:
-        job = set_efficiency(run.job, replace(fitted, host_ns=host_ns))
-        return predict(job).splits[seen.stage].idle_ns - split.idle_ns
+        with_host = set_efficiency(job, replace(fitted, host_ns=host_ns))
+        return predict(with_host).splits[sample.stage].idle_ns - split.idle_ns
 
     if alone or compute_excess(most_ns) <= 0:
         return most_ns
@@ -688,16 +630,11 @@ def fit_links(runs: Sequence[CalibrationSample], hardware: HardwareConfig) -> Ha
     known = list(_list_known_transfers(runs))
     inside = [one for one in known if one.ranks == one.ranks_per_node]
     across = [one for one in known if one.ranks > one.ranks_per_node]
-    hardware = _fit_link(inside, hardware, hardware.intra, _set_intra)
-    return _fit_link(across, hardware, hardware.inter, _set_inter)
-
-
-def _set_intra(hardware: HardwareConfig, link: Link) -> HardwareConfig:
-    return replace(hardware, intra=link)
-
-
-def _set_inter(hardware: HardwareConfig, link: Link) -> HardwareConfig:
-    return replace(hardware, inter=link)
+    # First within nodes: calls across nodes use both kinds of links.
+    hardware = _fit_link(
+        inside, hardware, hardware.intra, lambda base, link: replace(base, intra=link)
+    )
+    return _fit_link(across, hardware, hardware.inter, lambda base, link: replace(base, inter=link))
 
 
 def _list_known_transfers(runs: Sequence[CalibrationSample]) -> Iterable[Transfer]:

@@ -29,7 +29,7 @@ from stepsplit.analyzer.model.layer_time import (
 )
 from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.profile import load_device
-from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
+from stepsplit.analyzer.model.rank_layout import StageConfig, list_stages
 from stepsplit.analyzer.model.step_time import compute_stage_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
@@ -103,7 +103,7 @@ class CalibrationSample:
 def read_sample(
     place: str, job_table: TomlTable | None, rules: Rules = BUILT_IN
 ) -> CalibrationSample:
-    """Read the recording of a run; stated is a job.toml for settings that cannot be inferred.
+    """Read the recording of a run; job_table is a job.toml for what cannot be inferred.
 
     Raises DataError, also for a recording without a full step; UsageError for an incomplete config
     or one of other hardware.
@@ -155,42 +155,36 @@ def collect_stages(recording: Recording, split: RunSplit) -> tuple[StageSample, 
     for rank in split.ranks:
         if any(step.kind == "full" for step in rank.steps):
             stages.setdefault(split.layout.find_stage(rank.trace.rank), []).append(rank)
-    return tuple(
-        _build_stage_sample(stage, ranks, recording) for stage, ranks in sorted(stages.items())
-    )
-
-
-def _build_stage_sample(stage: int, ranks: list[RankSplit], recording: Recording) -> StageSample:
-    steps = [step.split for rank in ranks for step in rank.steps if step.kind == "full"]
-    # The median of each bucket, which need not add up to the median step.
-    columns = np.median([[*one.buckets_ns, one.overlapped_ns] for one in steps], axis=0)
-    split, shares = Split(*(int(ns) for ns in columns)), _compute_shares(ranks)
-    present = {rank.trace.rank for rank in ranks}
-    peaks = [
-        record.memory.peak_allocated_bytes
-        for record in recording.records
-        if record.memory and record.memory.peak_allocated_bytes and record.rank.rank in present
-    ]
-    return StageSample(
-        stage=stage,
-        step_ns=int(median(one.step_ns for one in steps)),
-        split=split,
-        products_ns=split.compute_ns * shares[0],
-        attention_ns=split.compute_ns * shares[1],
-        other_ns=split.compute_ns * (1 - shares[0] - shares[1]),
-        peak_bytes=max(peaks, default=None),
-    )
-
-
-def _compute_shares(ranks: list[RankSplit]) -> tuple[float, float]:
-    """The shares of GEMMs and attention in the kernel time."""
-    rows = sum_kernel_families([rank.trace for rank in ranks], [rank.windows for rank in ranks])
-    total = sum(row.total_ns for row in rows) or 1
-    products, attention = (
-        sum(row.total_ns for row in rows if row.family == family) / total
-        for family in (PRODUCTS, ATTENTION)
-    )
-    return products, attention
+    samples = []
+    for stage, ranks in sorted(stages.items()):
+        steps = [step.split for rank in ranks for step in rank.steps if step.kind == "full"]
+        # The median of each bucket, which need not add up to the median step.
+        columns = np.median([[*one.buckets_ns, one.overlapped_ns] for one in steps], axis=0)
+        median_split = Split(*(int(ns) for ns in columns))
+        rows = sum_kernel_families([rank.trace for rank in ranks], [rank.windows for rank in ranks])
+        total_ns = sum(row.total_ns for row in rows) or 1
+        products, attention = (
+            sum(row.total_ns for row in rows if row.family == family) / total_ns
+            for family in (PRODUCTS, ATTENTION)
+        )
+        present = {rank.trace.rank for rank in ranks}
+        peaks = [
+            record.memory.peak_allocated_bytes
+            for record in recording.records
+            if record.memory and record.memory.peak_allocated_bytes and record.rank.rank in present
+        ]
+        samples.append(
+            StageSample(
+                stage=stage,
+                step_ns=int(median(one.step_ns for one in steps)),
+                split=median_split,
+                products_ns=median_split.compute_ns * products,
+                attention_ns=median_split.compute_ns * attention,
+                other_ns=median_split.compute_ns * (1 - products - attention),
+                peak_bytes=max(peaks, default=None),
+            )
+        )
+    return tuple(samples)
 
 
 def collect_transfers(split: RunSplit) -> tuple[Transfer, ...]:
@@ -302,15 +296,8 @@ class StageParts:
 
 def compute_parts(job: JobConfig) -> tuple[StageParts, ...]:
     """The parts of every stage in order."""
-    stage_params = count_stage_parameters(job)
-    both = zip(list_stages(job), stage_params, strict=True)
-    return tuple(_compute_stage_parts(job, stage, parameters) for stage, parameters in both)
-
-
-def _compute_stage_parts(
-    job: JobConfig, stage: StageConfig, parameters: StageParameters
-) -> StageParts:
     peak = compute_device_speed(set_peak(job))
+    # Devices that are infinitely fast except for one kind of work, whose time thus remains.
     free = replace(
         peak, linear_flops_per_ns=math.inf, head_flops_per_ns=math.inf,
         attention_flops_per_ns=math.inf, attention_backward_flops_per_ns=math.inf,
@@ -327,19 +314,28 @@ def _compute_stage_parts(
         attention_backward_flops_per_ns=peak.attention_backward_flops_per_ns,
     )
     moves, starts = replace(free, bytes_per_ns=peak.bytes_per_ns), replace(free, launch_ns=1.0)
-    product_moves, product_starts = (
-        _compute_products_ns(job, stage, each) for each in (moves, starts)
-    )
-    return StageParts(
-        products=_compute_ns(job, stage, parameters, work),
-        core=_compute_ns(job, stage, parameters, core),
-        product_moves=product_moves,
-        other_moves=_compute_ns(job, stage, parameters, moves) - product_moves,
-        product_launches=product_starts,
-        other_launches=_compute_ns(job, stage, parameters, starts) - product_starts,
-        host=count_rank_microbatches(job)
-        * sum(_count_launches(job, chunk) for chunk in stage.chunks),
-    )
+    # A host that takes 1 ns for each launch counts them.
+    unit = set_efficiency(job, replace(job.hardware.efficiency, host_ns=1.0))
+    found = []
+    for stage, parameters in zip(list_stages(job), count_stage_parameters(job), strict=True):
+        product_moves = _compute_products_ns(job, stage, moves)
+        product_starts = _compute_products_ns(job, stage, starts)
+        launches = 0.0
+        for chunk in stage.chunks:
+            launch = compute_launch_time(unit, chunk.layers, chunk.expert_layers)
+            launches += launch.forward_ns + launch.input_ns
+        found.append(
+            StageParts(
+                products=_compute_ns(job, stage, parameters, work),
+                core=_compute_ns(job, stage, parameters, core),
+                product_moves=product_moves,
+                other_moves=_compute_ns(job, stage, parameters, moves) - product_moves,
+                product_launches=product_starts,
+                other_launches=_compute_ns(job, stage, parameters, starts) - product_starts,
+                host=count_rank_microbatches(job) * launches,
+            )
+        )
+    return tuple(found)
 
 
 def set_peak(job: JobConfig) -> JobConfig:
@@ -379,9 +375,3 @@ def _sum_passes_ns(products: tuple[Gemm, ...], speed: DeviceSpeed, again: bool) 
         + one.compute_weight_ns(speed)
         for one in products
     )
-
-
-def _count_launches(job: JobConfig, chunk: Chunk) -> float:
-    unit = set_efficiency(job, replace(job.hardware.efficiency, host_ns=1.0))
-    found = compute_launch_time(unit, chunk.layers, chunk.expert_layers)
-    return found.forward_ns + found.input_ns

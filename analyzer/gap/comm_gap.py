@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from stepsplit.analyzer.buckets import TRANSFERS, Bucket
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.prediction import GRADIENT_AXIS, Prediction, group_axis
@@ -25,7 +24,7 @@ from stepsplit.analyzer.split.overlap import compute_overlaps
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.strategy import format_axes
-from stepsplit.analyzer.trace import OPS, Bool, Group
+from stepsplit.analyzer.trace import OPS
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
 # The measured communication, by the axis names of the prediction.
@@ -116,35 +115,34 @@ def compare_calls(
     comm: MeasuredComm, prediction: Prediction, links: LinkOfAxis = ignore_links
 ) -> tuple[ComparedCalls, ...]:
     """A row for each stage, axis and op of tensors, by the axis names of the prediction."""
-    rows = compare_messages(comm.messages, prediction).rows
     measured, predicted = _sum_measured_times(comm), _sum_predicted_times(prediction)
-    return tuple(_compare_kind(row, measured, predicted, links(row.axis)) for row in rows)
-
-
-def _compare_kind(
-    row: MessageRow, measured: _Times, predicted: _Times, link: AxisLink | None
-) -> ComparedCalls:
-    kind = (row.stage, row.axis, row.op)
-    (time_ns, exposed_ns), (expected_ns, left_ns) = (
-        times.get(kind, (0, 0)) for times in (measured, predicted)
-    )
-    return ComparedCalls(
-        stage=row.stage,
-        axis=row.axis,
-        op=row.op,
-        count=row.measured.count,
-        predicted_count=row.predicted.count,
-        bytes=row.measured.bytes,
-        predicted_bytes=row.predicted.bytes,
-        time_ns=time_ns,
-        predicted_time_ns=expected_ns,
-        exposed_ns=exposed_ns,
-        predicted_exposed_ns=left_ns,
-        equal=row.equal,
-        busbw_bytes_per_s=_compute_busbw(row.op, row.measured.bytes, time_ns, link),
-        predicted_busbw_bytes_per_s=_compute_busbw(row.op, row.predicted.bytes, expected_ns, link),
-        link_bytes_per_s=link.bytes_per_s if link else None,
-    )
+    compared = []
+    for row in compare_messages(comm.messages, prediction).rows:
+        kind, link = (row.stage, row.axis, row.op), links(row.axis)
+        time_ns, exposed_ns = measured.get(kind, (0, 0))
+        predicted_ns, predicted_exposed_ns = predicted.get(kind, (0, 0))
+        compared.append(
+            ComparedCalls(
+                stage=row.stage,
+                axis=row.axis,
+                op=row.op,
+                count=row.measured.count,
+                predicted_count=row.predicted.count,
+                bytes=row.measured.bytes,
+                predicted_bytes=row.predicted.bytes,
+                time_ns=time_ns,
+                predicted_time_ns=predicted_ns,
+                exposed_ns=exposed_ns,
+                predicted_exposed_ns=predicted_exposed_ns,
+                equal=row.equal,
+                busbw_bytes_per_s=_compute_busbw(row.op, row.measured.bytes, time_ns, link),
+                predicted_busbw_bytes_per_s=_compute_busbw(
+                    row.op, row.predicted.bytes, predicted_ns, link
+                ),
+                link_bytes_per_s=link.bytes_per_s if link else None,
+            )
+        )
+    return tuple(compared)
 
 
 def _compute_busbw(
@@ -238,48 +236,50 @@ def compare_messages(
     Stages without a recorded rank are left out.
     """
     stages = {one.stage for one in measured}
-    predicted = [c.message for c in prediction.communication if c.message.stage in stages]
-    predicted_amounts, measured_amounts = (
-        _sum_predicted_amounts(predicted),
-        _count_measured_amounts(measured, match_axis_names(measured, prediction)),
-    )
-    rows = [
-        (kind, _build_message_row(kind, measured_amounts, predicted_amounts))
-        for kind in sorted({*measured_amounts, *predicted_amounts})
-    ]
-    return MessageComparison(
-        rows=tuple(row for (*_, scalar), row in rows if not scalar),
-        scalars=tuple(row for (*_, scalar), row in rows if scalar),
-    )
-
-
-def match_axis_names(
-    measured: Sequence[MeasuredMessages], prediction: Prediction
-) -> Mapping[Call, str]:
-    """The axis name of the prediction for each measured axis and op."""
-    stages = {one.stage for one in measured}
-    predicted = {c.message.axis for c in prediction.communication if c.message.stage in stages}
-    return _match_names({(one.axis, one.op) for one in measured}, predicted)
-
-
-def _build_message_row(
-    kind: Kind, measured: Mapping[Kind, Counter[Amount]], predicted: Mapping[Kind, Amount]
-) -> MessageRow:
-    counts = measured.get(kind, Counter({_NONE: 1}))
-    usual = min(counts, key=lambda amount: (-counts[amount], amount.count, amount.bytes or 0))
-    stage, axis, op, _ = kind
-    return MessageRow(stage, axis, op, usual, predicted.get(kind, _NONE), len(counts) > 1)
+    parts: dict[Kind, list[Amount]] = defaultdict(list)
+    for message in (one.message for one in prediction.communication):
+        if message.stage in stages:
+            is_scalar = message.message_bytes <= SCALAR_BYTES
+            kind = (message.stage, message.axis, message.op, is_scalar)
+            parts[kind].append(Amount(message.count, message.count * message.message_bytes))
+    predicted = {kind: _sum(amounts) for kind, amounts in parts.items()}
+    counts = _count_measured_amounts(measured, match_axis_names(measured, prediction))
+    rows: list[MessageRow] = []
+    scalars: list[MessageRow] = []
+    for kind in sorted({*counts, *predicted}):
+        amounts = counts.get(kind, Counter({_NONE: 1}))
+        usual = min(amounts, key=lambda one: (-amounts[one], one.count, one.bytes or 0))
+        stage, axis, op, is_scalar = kind
+        row = MessageRow(stage, axis, op, usual, predicted.get(kind, _NONE), len(amounts) > 1)
+        (scalars if is_scalar else rows).append(row)
+    return MessageComparison(rows=tuple(rows), scalars=tuple(scalars))
 
 
 _NONE = Amount(0, 0)
 
 
-def _sum_predicted_amounts(messages: Iterable[CommOp]) -> dict[Kind, Amount]:
-    parts: dict[Kind, list[Amount]] = defaultdict(list)
-    for one in messages:
-        kind = (one.stage, one.axis, one.op, one.message_bytes <= SCALAR_BYTES)
-        parts[kind].append(Amount(one.count, one.count * one.message_bytes))
-    return {kind: _sum(amounts) for kind, amounts in parts.items()}
+def match_axis_names(
+    measured: Sequence[MeasuredMessages], prediction: Prediction
+) -> Mapping[Call, str]:
+    """The axis name of the prediction for each measured axis and op.
+
+    FSDP shards over dp_shard and cp together, and gradients are also reduced over cp. A single data
+    axis on both sides is the same one, whatever its name in the mesh.
+    """
+    stages = {one.stage for one in measured}
+    predicted = {c.message.axis for c in prediction.communication if c.message.stage in stages}
+    names = {(one.axis, one.op): one.axis for one in measured}
+    data = sorted({axis for axis, _ in names if _is_data(axis)})
+    data_names = sorted(predicted & {*DATA_PARALLEL, GRADIENT_AXIS})
+    for axis, op in names:
+        parts = set(axis.split(" x "))
+        if axis in data and "dp_shard" in data_names and "dp_shard" in parts:
+            names[axis, op] = "dp_shard"
+        elif axis in data and len(data) == len(data_names) == 1:
+            names[axis, op] = data_names[0]
+        elif parts == {"cp"} and op == "all_reduce" and GRADIENT_AXIS in data_names and not data:
+            names[axis, op] = GRADIENT_AXIS
+    return names
 
 
 def _count_measured_amounts(
@@ -295,7 +295,8 @@ def _count_measured_amounts(
             one.op == "barrier" or (0 <= one.message_bytes <= SCALAR_BYTES),
         )
         size = one.message_bytes if one.op != "barrier" else 0
-        parts[kind, one.rank, one.step].append(_build_amount(one.count, size))
+        total_bytes = one.count * size if size >= 0 else None
+        parts[kind, one.rank, one.step].append(Amount(one.count, total_bytes))
     everywhere = {(one.stage, one.rank, one.step) for one in messages}
     counts: dict[Kind, Counter[Amount]] = defaultdict(Counter)
     for kind in {kind for kind, _, _ in parts}:
@@ -304,35 +305,11 @@ def _count_measured_amounts(
     return counts
 
 
-def _build_amount(count: int, message_bytes: int) -> Amount:
-    return Amount(count, count * message_bytes if message_bytes >= 0 else None)
-
-
 def _sum(amounts: Sequence[Amount]) -> Amount:
     sizes = [amount.bytes for amount in amounts]
     known = [size for size in sizes if size is not None]
     total = sum(known) if len(known) == len(sizes) else None
     return Amount(sum(amount.count for amount in amounts), total)
-
-
-def _match_names(measured: set[Call], predicted: set[str]) -> dict[Call, str]:
-    """The axis name of the prediction for each measured axis and op.
-
-    FSDP shards over dp_shard and cp together, and gradients are also reduced over cp. A single data
-    axis on both sides is the same one, whatever its name in the mesh.
-    """
-    data = sorted({axis for axis, _ in measured if _is_data(axis)})
-    data_names = sorted(predicted & {*DATA_PARALLEL, GRADIENT_AXIS})
-    names = {call: call[0] for call in measured}
-    for axis, op in measured:
-        parts = set(axis.split(" x "))
-        if axis in data and "dp_shard" in data_names and "dp_shard" in parts:
-            names[axis, op] = "dp_shard"
-        elif axis in data and len(data) == len(data_names) == 1:
-            names[axis, op] = data_names[0]
-        elif parts == {"cp"} and op == "all_reduce" and GRADIENT_AXIS in data_names and not data:
-            names[axis, op] = GRADIENT_AXIS
-    return names
 
 
 def _is_data(axis: str) -> bool:
@@ -368,45 +345,41 @@ def collect_messages(split: RunSplit) -> tuple[MeasuredMessages, ...]:
 
     A collective or message with several kernels counts once; sends and receives count separately.
     """
-    leads = [split.matched.leads[split.matched.slice_trace(i)] for i in range(len(split.ranks))]
-    return tuple(
-        message
-        for rank, first in zip(split.ranks, leads, strict=True)
-        for message in _count_rank_messages(rank, first, split)
-    )
-
-
-def _count_rank_messages(rank: RankSplit, leads: Bool, split: RunSplit) -> list[MeasuredMessages]:
-    trace, steps = rank.trace, build_host_steps(rank.trace, rank.windows)
-    calls, step = trace.calls, find_issue_step(trace, steps, leads)
-    rows, axes = np.flatnonzero(step >= 0), list_group_names(split, rank)
-    columns = (step[rows], calls.group_id[rows], calls.op[rows], calls.message_bytes[rows])
-    kinds = Counter(
-        (steps.number[at], axes[group], OPS[op], size)
-        for at, group, op, size in zip(*(column.tolist() for column in columns), strict=True)
-    )
-    stage = split.layout.find_stage(trace.rank)
-    return [MeasuredMessages(trace.rank, stage, *kind, kinds[kind]) for kind in sorted(kinds)]
+    messages = []
+    for i, rank in enumerate(split.ranks):
+        trace, steps = rank.trace, build_host_steps(rank.trace, rank.windows)
+        leads = split.matched.leads[split.matched.slice_trace(i)]
+        calls, step = trace.calls, find_issue_step(trace, steps, leads)
+        rows, axes = np.flatnonzero(step >= 0), list_group_names(split, rank)
+        columns = (step[rows], calls.group_id[rows], calls.op[rows], calls.message_bytes[rows])
+        kinds = Counter(
+            (steps.number[at], axes[group], OPS[op], size)
+            for at, group, op, size in zip(*(column.tolist() for column in columns), strict=True)
+        )
+        stage = split.layout.find_stage(trace.rank)
+        messages += [
+            MeasuredMessages(trace.rank, stage, *kind, count)
+            for kind, count in sorted(kinds.items())
+        ]
+    return tuple(messages)
 
 
 def list_group_names(split: RunSplit, rank: RankSplit) -> tuple[str, ...]:
-    """The axes of each group of the rank, followed (index -1) by the name of unknown groups."""
-    return (*(format_group_axis(split, group) for group in rank.trace.groups), UNKNOWN_GROUP)
-
-
-def format_group_axis(split: RunSplit, group: Group) -> str:
-    """The axes of a group, from the layout or the only strategy over as many ranks; if unknown its
-    description, or its number of ranks.
-
-    Gradients may be reduced over the ranks of a cp axis that is inferred from attention only.
-    """
-    layout, axis = split.layout, split.layout.find_axis(group)
-    along = {one.axis for one in split.strategies if one.size == len(group.ranks)} - {None}
-    inferred = next(iter(along)) if len(along) == 1 and not layout.is_stated else None
-    if inferred is not None and (inferred == "cp" or (axis is None and layout.mesh is None)):
-        return inferred
-    described = group.description or f"{len(group.ranks)} ranks"
-    return axis or format_axes(layout.find_axes(group), described)
+    """The axes of each group of the rank, from the layout or the only strategy over as many ranks,
+    else the group's description or number of ranks; followed (index -1) by the name of unknown
+    groups."""
+    layout, names = split.layout, []
+    for group in rank.trace.groups:
+        axis = layout.find_axis(group)
+        along = {one.axis for one in split.strategies if one.size == len(group.ranks)} - {None}
+        inferred = next(iter(along)) if len(along) == 1 and not layout.is_stated else None
+        # Gradients may be reduced over the ranks of a cp axis that is inferred from attention only.
+        if inferred is not None and (inferred == "cp" or (axis is None and layout.mesh is None)):
+            names.append(inferred)
+            continue
+        described = group.description or f"{len(group.ranks)} ranks"
+        names.append(axis or format_axes(layout.find_axes(group), described))
+    return (*names, UNKNOWN_GROUP)
 
 
 # The bus bandwidth predicted by the model over message sizes.
@@ -440,15 +413,10 @@ def model_busbw(
     min_bytes = max(min_bytes, 1)
     times = (max_bytes / min_bytes) ** (1 / (_POINTS - 1))
     sizes = tuple(min_bytes * times**i for i in range(_POINTS))
-    return ModeledBusbw(
-        sizes, tuple(_compute_model_busbw(job, axis, op, each) for each in sizes), link.bytes_per_s
-    )
-
-
-def _compute_model_busbw(job: JobConfig, axis: str, op: str, message_bytes: float) -> float:
     span = place_group(job, axis)
-    took_ns = time_of(op, message_bytes, span, job.hardware).ns
-    return message_bytes / took_ns * 1e9 * compute_busbw_factor(op, span.ranks)
+    factor = compute_busbw_factor(op, span.ranks)
+    busbw = (size / time_of(op, size, span, job.hardware).ns * 1e9 * factor for size in sizes)
+    return ModeledBusbw(sizes, tuple(busbw), link.bytes_per_s)
 
 
 # The links of each axis, for comparison with measured bandwidths.
@@ -472,7 +440,7 @@ _LINK_AXES = ("tp", "cp", "ep", "pp", "dp", "dp_shard", "dp_replicate")
 def build_link_lookup(job: JobConfig) -> LinkOfAxis:
     """The links of the job's hardware by axis."""
 
-    def wire(axis: str) -> AxisLink | None:
+    def find_link(axis: str) -> AxisLink | None:
         name = group_axis(axis)
         if name not in _LINK_AXES:
             return None
@@ -480,4 +448,4 @@ def build_link_lookup(job: JobConfig) -> LinkOfAxis:
         link = job.hardware.inter if span.nodes > 1 else job.hardware.intra
         return AxisLink(span.ranks, link.bytes_per_s) if span.ranks > 1 else None
 
-    return wire
+    return find_link

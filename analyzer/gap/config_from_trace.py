@@ -49,9 +49,9 @@ _SIZE_KEYS = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus"
 def infer_job(
     spec: RunSpec | None, split: RunSplit, job_table: TomlTable | None = None
 ) -> JobConfig:
-    """Infer the job config of a recording; values of a job.toml (`stated`) take precedence.
+    """Infer the job config of a recording; values of a job.toml take precedence.
 
-    spec is the run.json, None if there is none; stated is a complete or partial job.toml.
+    spec is the run.json, None if there is none; job_table is a complete or partial job.toml.
     Raises UsageError with all missing keys; DataError for an invalid config.
     """
     return decode_job(build_job_table(spec, split, job_table))
@@ -66,7 +66,18 @@ def build_job_table(
     if job_table is not None:
         decode_table(job_table, dict.fromkeys(NAMES, dict[str, object]))
     tables = {table.name: _merge_tables(table, job_table).values for table in inferred}
-    _check_complete(tables, split, job_table)
+    has_experts = _has_experts(split)
+    missing = [
+        f"[{name}] {', '.join(keys)}"
+        for name in NAMES
+        if (keys := list_missing_keys(name, tables[name], has_experts))
+    ]
+    if missing:
+        hint = "analyze --write-job job.toml writes the rest; add them and pass it with --job"
+        if job_table is not None:
+            hint = f"add them to {job_table.where}"
+        listed = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        raise UsageError(f"cannot infer {listed} from the recording; {hint}")
     return TomlTable(where, "", tables)
 
 
@@ -105,24 +116,6 @@ def _merge_tables(inferred: TomlTable, job_table: TomlTable | None) -> TomlTable
     return TomlTable(own.where, inferred.name, remaining | dict(own.values))
 
 
-def _check_complete(
-    tables: Mapping[str, Mapping[str, object]], split: RunSplit, job_table: TomlTable | None
-) -> None:
-    """Raises UsageError with the missing keys by table."""
-    has_experts = _has_experts(split)
-    missing = [
-        f"[{name}] {', '.join(keys)}"
-        for name in NAMES
-        if (keys := list_missing_keys(name, tables[name], has_experts))
-    ]
-    if not missing:
-        return
-    hint = "analyze --write-job job.toml writes the rest; add them and pass it with --job"
-    if job_table is not None:
-        hint = f"add them to {job_table.where}"
-    raise UsageError(f"cannot infer {_join_words(missing)} from the recording; {hint}")
-
-
 def _has_experts(split: RunSplit) -> bool:
     return any(one.name == "ep" for one in split.strategies)
 
@@ -136,30 +129,23 @@ def list_missing_keys(
     """
     if any(key in table for key in _WHOLE_TABLE_KEYS):
         return ()
-    return tuple(key for key in _list_required(name, table, has_experts) if key not in table)
-
-
-def _list_required(name: str, table: Mapping[str, object], has_experts: bool) -> tuple[str, ...]:
     has_mixture = has_experts or "experts" in table
+    required: tuple[str, ...] = ()
     match name:
         case "model":
-            return (
+            required = (
                 "layers", "hidden", "heads", "vocab",
                 *(("ffn",) if table.get("gated") or has_mixture else ()),
                 *(("experts", "top_k") if has_mixture else ()),
             )  # fmt: skip
-        case "parallel":
-            return () if any(key in table for key in _SIZE_KEYS) else ("tp", "pp", "dp")
+        case "parallel" if not any(key in table for key in _SIZE_KEYS):
+            required = ("tp", "pp", "dp")
         case "training":
             batch = () if "microbatches" in table else ("global_batch",)
-            return ("seq_len", "micro_batch", *batch)
-        case "hardware":
-            return () if "family" in table else ("preset",)
-    return ()
-
-
-def _join_words(parts: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+            required = ("seq_len", "micro_batch", *batch)
+        case "hardware" if "family" not in table:
+            required = ("preset",)
+    return tuple(key for key in required if key not in table)
 
 
 # A job.toml to fill in: what was inferred, and by name what could not be.
@@ -231,19 +217,17 @@ def draft_job(
         defaults = KEY_DEFAULTS.get(name, {})
         if name == "model" and (has_experts or "experts" in tables[name]):
             defaults = defaults | EXPERT_DEFAULTS
+        given = {*tables[name], *missing[name]}
+        if "preset" in tables[name]:  # it defines the optional keys
+            given |= {*KEY_MEANINGS, *KEY_DEFAULTS["model"]}
         lines += (
             f"# {key} =   # not inferred; default {default}"
             for key, default in defaults.items()
-            if key not in (*tables[name], *missing[name], *_whole_table(tables[name]))
+            if key not in given
         )
     needed = (f"[{name}] {', '.join(keys)}" for name, keys in missing.items() if keys)
     has_shapes = any(len(rank.trace.shapes) for rank in split.ranks)
     return JobDraft("\n".join(lines) + "\n", tuple(needed), has_shapes)
-
-
-def _whole_table(table: Mapping[str, object]) -> tuple[str, ...]:
-    """The optional keys that a preset defines."""
-    return tuple(KEY_MEANINGS | KEY_DEFAULTS["model"]) if "preset" in table else ()
 
 
 # The [hardware] table of a recording: the preset of its device name.
@@ -251,16 +235,12 @@ def _whole_table(table: Mapping[str, object]) -> tuple[str, ...]:
 
 def infer_hardware(spec: RunSpec | None, split: RunSplit) -> TomlTable:
     """The preset of the run's device, and the ranks per node for several hosts."""
+    hosts = [rank.trace.host for rank in split.ranks]
     values = {
         "preset": find_preset(find_recorded_device(spec, split)),
-        "gpus_per_node": _count_ranks_per_node(split),
+        "gpus_per_node": max(map(hosts.count, hosts)) if len(set(hosts)) > 1 else None,
     }
     return build_table("hardware", values)
-
-
-def _count_ranks_per_node(split: RunSplit) -> int | None:
-    hosts = [rank.trace.host for rank in split.ranks]
-    return None if len(set(hosts)) == 1 else max(hosts.count(host) for host in hosts)
 
 
 # The [model] table of a recording.
@@ -307,44 +287,33 @@ def infer_parallel(spec: RunSpec | None, split: RunSplit) -> TomlTable:
     """
     recorded = (spec.training if spec else None) or Training()
     mesh, strategies = find_mesh(spec, split), {one.name: one for one in split.strategies}
-    values: dict[str, object] = {"cp": 1} if mesh is None else dict(_build_axes(mesh))
-    zero = recorded.zero if recorded.zero is not None else _infer_zero(mesh, strategies)
-    values |= (
-        {"zero": zero}
-        | _build_data_axes(mesh, zero)
-        | _infer_strategies(recorded, strategies, spec, split)
-    )
+    zero = recorded.zero
+    if zero is None:
+        # FSDP that keeps weights until the backward (ZeRO-2) shards them as well.
+        is_sharded = mesh is not None and mesh.size("dp_shard") > 1
+        detected = (stage for name, stage in _STAGES.items() if name in strategies)
+        zero = 3 if is_sharded else max(detected, default=0)
+    values: dict[str, object] = {"cp": 1, "zero": zero}
+    if mesh is not None:
+        several = [axis for axis in reversed(mesh.axes) if mesh.size(axis) > 1]
+        order = list(dict.fromkeys(axis.split("_")[0] for axis in several))
+        rest = [axis for axis in RANK_ORDER if axis not in order]
+        is_usual = order == sorted(order, key=RANK_ORDER.index)
+        values = {
+            **{axis: mesh.size(axis) for axis in ("tp", "pp", "cp")},
+            "rank_order": None if is_usual else "-".join([*order, *rest]),
+            "zero": zero,
+        }
+        copies, shards = mesh.size("dp_replicate"), mesh.size("dp_shard")
+        if copies > 1 and shards > 1:
+            values |= {"dp_replicate": copies, "dp_shard": shards}
+        else:
+            # A single axis is dp, whose kind follows from the ZeRO stage.
+            is_parallel = copies * shards * mesh.size("cp") > 1
+            values |= {"dp": copies * shards, "zero": zero if is_parallel else 0}
+    values |= _infer_strategies(recorded, strategies, spec, split)
     values |= _infer_pipeline(recorded, mesh, split)
     return build_table("parallel", values)
-
-
-def _build_axes(mesh: Mesh) -> dict[str, object]:
-    """Axis sizes, and the rank order if it is not the default."""
-    several = [axis for axis in reversed(mesh.axes) if mesh.size(axis) > 1]
-    order = list(dict.fromkeys(axis.split("_")[0] for axis in several))
-    rest = [axis for axis in RANK_ORDER if axis not in order]
-    usual = order == sorted(order, key=RANK_ORDER.index)
-    return {
-        **{axis: mesh.size(axis) for axis in ("tp", "pp", "cp")},
-        "rank_order": None if usual else "-".join([*order, *rest]),
-    }
-
-
-def _infer_zero(mesh: Mesh | None, strategies: dict[str, Strategy]) -> int:
-    """The ZeRO stage; FSDP that keeps weights until the backward (ZeRO-2) shards them as well."""
-    if mesh is not None and mesh.size("dp_shard") > 1:
-        return 3
-    return max((stage for name, stage in _STAGES.items() if name in strategies), default=0)
-
-
-def _build_data_axes(mesh: Mesh | None, zero: int) -> dict[str, object]:
-    """Data-parallel sizes; a single axis as dp, whose kind follows from the ZeRO stage."""
-    if mesh is None:
-        return {}
-    copies, shards = mesh.size("dp_replicate"), mesh.size("dp_shard")
-    if copies > 1 and shards > 1:
-        return {"dp_replicate": copies, "dp_shard": shards}
-    return {"dp": copies * shards, "zero": zero if copies * shards * mesh.size("cp") > 1 else 0}
 
 
 def _infer_strategies(
@@ -355,15 +324,15 @@ def _infer_strategies(
     messages = load_framework(infer_framework(spec, split)).messages
     fsdp = messages.weights_sharded_from == 2
     by_hand = is_manual_reduction(spec, split)
-    summed_once = fsdp and "summed once" in _find_strategy_detail(
-        strategies, "gradient accumulation"
-    )
+    accumulation = strategies.get("gradient accumulation")
+    summed_once = fsdp and accumulation is not None and "summed once" in accumulation.detail
+    split_vocab = recorded.split_vocab
+    if split_vocab is None and "tp" in strategies:
+        split_vocab = "vocabulary" in strategies or "loss" in strategies
     return {
         "sequence_parallel": True if "sp" in strategies else None,
-        "split_vocab": recorded.split_vocab
-        if recorded.split_vocab is not None
-        else _infer_split_vocab(strategies),
-        "context": _find_strategy_detail(strategies, "cp") or None,
+        "split_vocab": split_vocab,
+        "context": strategies["cp"].detail or None if "cp" in strategies else None,
         "ep": strategies["ep"].size if "ep" in strategies else None,
         "reshard_after_forward": "never" if fsdp and "zero-2" in strategies else None,
         "root_unit": recorded.root_unit,
@@ -388,12 +357,6 @@ def _infer_root_unit(split: RunSplit, model: Mapping[str, object]) -> bool | Non
     return True if of_layers and (sums.total() - of_layers) * layers == of_layers else None
 
 
-def _infer_split_vocab(strategies: dict[str, Strategy]) -> bool | None:
-    if "tp" not in strategies:
-        return None
-    return "vocabulary" in strategies or "loss" in strategies
-
-
 def _infer_pipeline(recorded: Training, mesh: Mesh | None, split: RunSplit) -> dict[str, object]:
     """The schedule if the model knows its name, and the stages per rank."""
     if mesh is None or mesh.size("pp") == 1:
@@ -401,21 +364,20 @@ def _infer_pipeline(recorded: Training, mesh: Mesh | None, split: RunSplit) -> d
     detected = "" if split.schedule is None else split.schedule.name
     name = normalize_schedule(recorded.schedule) if recorded.schedule else detected
     known = _ZERO_BUBBLE if name == "zerobubble" else name if name in SCHEDULES else None
-    chunks = 1 if known in TWO_STAGES else _count_chunks(split)
+    chunks = 1
+    if known not in TWO_STAGES:
+        # The largest number of stages on a rank in the recording.
+        grids = (grid for rank in split.ranks for grid in rank.grids)
+        chunks = max((len({box.stage for box in grid.slots}) for grid in grids), default=1)
     return {"schedule": known, "chunks": chunks if chunks > 1 else None}
 
 
-def _count_chunks(split: RunSplit) -> int:
-    """The largest number of stages on a rank in the recording."""
-    grids = (grid for rank in split.ranks for grid in rank.grids)
-    return max((len({box.stage for box in grid.slots}) for grid in grids), default=1)
-
-
-def _find_strategy_detail(strategies: dict[str, Strategy], name: str) -> str:
-    return strategies[name].detail if name in strategies else ""
-
-
 # The [training] table of a recording.
+
+_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "lion": "lion", "muon": "muon"}
+"""Optimizers by torch's name of their class; SGD may have a momentum."""
+
+_OPTIMIZER_STEP = re.compile(r"Optimizer\.step#(?:Fused)?(?P<name>\w+)\.step")
 
 _INFERRED_KEYS = ("dtype", "recompute", "offload", "framework")
 """Keys with torch's names in run.json, or inferred from the steps only."""
@@ -429,20 +391,30 @@ def infer_training(
 ) -> TomlTable:
     """The training settings in run.json, completed by those inferred from the trace."""
     recorded = (spec.training if spec else None) or Training()
+    names = _collect_names(split)
+    # The optimizer whose steps torch's ranges mark, if it is the only one.
+    steps = {step["name"].lower() for name in names if (step := _OPTIMIZER_STEP.match(name))}
+    optimizer = _OPTIMIZERS.get(steps.pop()) if len(steps) == 1 else None
+    # Adam is one kernel, or several by these ops; clipping uses lists of tensors too, but neither.
+    is_fused = None
+    if any(name.startswith("aten::_fused_adam") for name in names):
+        is_fused = True
+    elif {"aten::_foreach_lerp_", "aten::_foreach_addcdiv_"} <= names:
+        is_fused = False
+    offload = [one.detail for one in split.strategies if one.name == "offload"]
+    if recorded.offload:
+        offload = re.split(r"[,\s]+", recorded.offload.strip())
+    recorded_values = select_known(recorded, TRAINING_KEYS)
     values = {
-        **{
-            k: v
-            for k, v in select_known(recorded, TRAINING_KEYS).items()
-            if k not in _INFERRED_KEYS
-        },
+        **{key: value for key, value in recorded_values.items() if key not in _INFERRED_KEYS},
         "seq_len": recorded.seq_len or shape.seq_len,
         "micro_batch": recorded.micro_batch or shape.micro_batch,
         "microbatches": recorded.microbatches or shape.microbatches or _infer_microbatches(split),
         "dtype": _DTYPES.get(recorded.dtype or "", recorded.dtype) or _infer_dtype(split, shape),
-        "optimizer": recorded.optimizer or _infer_optimizer(split),
-        "fused_optimizer": _infer_fused_optimizer(split),
+        "optimizer": recorded.optimizer or optimizer,
+        "fused_optimizer": is_fused,
         "recompute": recorded.recompute or _find_detail(split, "recompute"),
-        "offload": _infer_offload(recorded, split),
+        "offload": offload or None,
         "lora_rank": shape.lora_rank,
         "lora_targets": shape.lora_targets,
         "framework": infer_framework(spec, split),
@@ -475,39 +447,9 @@ def _infer_dtype(split: RunSplit, shape: ModelShape) -> str | None:
     return next(iter(names), None)
 
 
-_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "lion": "lion", "muon": "muon"}
-"""Optimizers by torch's name of their class; SGD may have a momentum."""
-
-_OPTIMIZER_STEP = re.compile(r"Optimizer\.step#(?:Fused)?(?P<name>\w+)\.step")
-
-
-def _infer_optimizer(split: RunSplit) -> str | None:
-    """The optimizer whose steps torch's ranges mark, if it is the only one."""
-    names = _collect_names(split)
-    steps = {step["name"].lower() for name in names if (step := _OPTIMIZER_STEP.match(name))}
-    return _OPTIMIZERS.get(steps.pop()) if len(steps) == 1 else None
-
-
-def _infer_fused_optimizer(split: RunSplit) -> bool | None:
-    """Whether Adam is one kernel, by its ops; None without any."""
-    names = _collect_names(split)
-    if any(name.startswith("aten::_fused_adam") for name in names):
-        return True
-    # Clipping uses lists of tensors too, but neither of these.
-    return False if {"aten::_foreach_lerp_", "aten::_foreach_addcdiv_"} <= names else None
-
-
 def _collect_names(split: RunSplit) -> set[str]:
     """The names of the events of all ranks."""
     return {name for rank in split.ranks for name in rank.trace.events.names}
-
-
-def _infer_offload(recorded: Training, split: RunSplit) -> list[str] | None:
-    """The offloaded states; run.json may list several separated by commas."""
-    if recorded.offload:
-        return re.split(r"[,\s]+", recorded.offload.strip())
-    details = [one.detail for one in split.strategies if one.name == "offload"]
-    return details or None
 
 
 def _find_detail(split: RunSplit, name: str) -> str | None:

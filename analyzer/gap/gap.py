@@ -681,7 +681,7 @@ CommCost = Callable[[Communication, int], float]
 def build_comm_cost(job: JobConfig, rates: Rates) -> CommCost:
     """The cost function of the job's calls; it reproduces the prediction for predicted sizes."""
 
-    def price(like: Communication, message_bytes: int) -> float:
+    def estimate_ns(like: Communication, message_bytes: int) -> float:
         message = like.message
         each_ns = like.time.ns / message.count
         if message_bytes == message.message_bytes:
@@ -692,4 +692,4 @@ def build_comm_cost(job: JobConfig, rates: Rates) -> CommCost:
         times = here_ns / there_ns if there_ns else message_bytes / message.message_bytes
         return each_ns * times
 
-    return price
+    return estimate_ns

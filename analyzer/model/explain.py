@@ -8,7 +8,7 @@ from typing import cast
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
-from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig
+from stepsplit.analyzer.model.config import JobConfig, ModelConfig
 from stepsplit.analyzer.model.device_speed import (
     ATTENTION,
     GEMM_TABLE,
@@ -29,7 +29,6 @@ from stepsplit.analyzer.model.hardware_config import load_attention_rate
 from stepsplit.analyzer.model.layer_time import list_mlp_gemms
 from stepsplit.analyzer.model.memory_states import (
     ADAPTED,
-    LayersByKind,
     compute_layers_by_kind,
     compute_parameter_bytes,
     compute_stage_activations,
@@ -96,10 +95,17 @@ def _explain_states(job: JobConfig, memory: StageMemory) -> Explanation:
     value = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     params = count_stage_parameters(job)[memory.stage]
     bytes_per_parameter = compute_parameter_bytes(job.training)
+    experts: tuple[Symbol, ...] = ()
+    if params.experts:
+        shards = job.parallel.expert_shards
+        experts = (
+            Symbol("P_e", "parameters of its experts", params.experts, "parameters"),
+            Symbol("N_e", "ranks over which their states are sharded", shards),
+        )
     symbols = (
         Symbol("P", f"parameters of a rank of stage {memory.stage}", params.dense, "parameters"),
         Symbol("N", "ranks over which their states are sharded", job.parallel.shard_size),
-        *_list_expert_symbols(job, params),
+        *experts,
         Symbol("w", "bytes of a weight", bytes_per_parameter.weights, "bytes"),
         Symbol("g", "bytes of a gradient", bytes_per_parameter.gradients, "bytes"),
         Symbol(
@@ -108,7 +114,7 @@ def _explain_states(job: JobConfig, memory: StageMemory) -> Explanation:
     )
     formula, rules = bytes_per_parameter.formula, [_build_sixteen_byte_rule(job, params)]
     if job.training.optimizer == "adam":
-        mixed = compute_parameter_bytes(job.training).weights < 4
+        mixed = bytes_per_parameter.weights < 4
         rules.append(
             RuleOfThumb(
                 "the optimizer doubles the memory of the weights",
@@ -177,16 +183,6 @@ def _compute_paper_bytes(zero: int, n: int) -> float:
     return (16, 4 + 12 / n, 2 + 14 / n, 16 / n)[zero]
 
 
-def _list_expert_symbols(job: JobConfig, params: StageParameters) -> tuple[Symbol, ...]:
-    if not params.experts:
-        return ()
-    shards = job.parallel.expert_shards
-    return (
-        Symbol("P_e", "parameters of its experts", params.experts, "parameters"),
-        Symbol("N_e", "ranks over which their states are sharded", shards),
-    )
-
-
 # Saved activations of a layer.
 
 _GPT_WHOLE, _GPT_SPLIT, _GPT_SCORES = 10, 24, 5
@@ -210,48 +206,27 @@ def explain_layer_activations(job: JobConfig, stage: StageConfig) -> Explanation
     activations = compute_stage_activations(job, stage, layers)
     value = activations.saved_bytes * len(stage.chunks) / stage.layers
     what = f"saved activations of a layer of stage {stage.index} per microbatch and rank"
-    symbols, rule, note = _list_token_symbols(job), _build_constant_rule(), ""
-    if activations.formula is layers.dense.formula:
-        symbols, rule = (
-            (*symbols, *_list_width_symbols(job), *_list_activation_symbols(stage, layers)),
-            _build_gpt_rule(job),
-        )
-        note = f"counted tensor by tensor for {job.training.framework} (presets/frameworks.toml)"
-    rules = select_differing(value, [rule])
-    return Explanation(activations.formula, what, symbols, value, "bytes", rules, note)
-
-
-def _list_token_symbols(job: JobConfig) -> tuple[Symbol, ...]:
-    return (
+    symbols = [
         Symbol("s", "tokens per sequence", job.training.seq_len),
         Symbol("b", "sequences per microbatch", job.training.micro_batch),
         Symbol("c", "context-parallel ranks", job.parallel.cp),
         Symbol("h", "hidden size", job.model.hidden),
         Symbol("t", "tensor-parallel ranks", job.parallel.tp),
-    )
-
-
-def _list_width_symbols(job: JobConfig) -> tuple[Symbol, ...]:
-    model = job.model
-    return (
-        *list_head_symbols(model),
-        Symbol("f", "width of the MLP", model.ffn),
-        Symbol("G", "linear layers of the MLP (3 if gated)", 3 if model.gated else 2),
-    )
-
-
-def _list_activation_symbols(stage: StageConfig, layers: LayersByKind) -> Iterator[Symbol]:
-    """Lists the bytes by purpose, averaged over the stage's layers; they sum to the value."""
-    for name, meaning in _ACTIVATION_MEANINGS.items():
-        total = stage.dense_layers * getattr(layers.dense, name)
-        total += stage.expert_layers * getattr(layers.expert, name, 0)
-        if total:
-            yield Symbol(name, meaning, total / stage.layers, "bytes")
-
-
-def _build_constant_rule() -> RuleOfThumb:
+    ]
     why = "the input of each recomputed segment is saved, and one segment at a time is complete"
-    return RuleOfThumb("full recomputation saves O(1)", 0.0, why, ("recompute-all",))
+    rule, note = RuleOfThumb("full recomputation saves O(1)", 0.0, why, ("recompute-all",)), ""
+    if activations.formula is layers.dense.formula:
+        symbols += _list_layer_symbols(job.model)
+        # The bytes by purpose, averaged over the stage's layers; they sum to the value.
+        for name, meaning in _ACTIVATION_MEANINGS.items():
+            total = stage.dense_layers * getattr(layers.dense, name)
+            total += stage.expert_layers * getattr(layers.expert, name, 0)
+            if total:
+                symbols.append(Symbol(name, meaning, total / stage.layers, "bytes"))
+        rule = _build_gpt_rule(job)
+        note = f"counted tensor by tensor for {job.training.framework} (presets/frameworks.toml)"
+    rules = select_differing(value, [rule])
+    return Explanation(activations.formula, what, tuple(symbols), value, "bytes", rules, note)
 
 
 def _build_gpt_rule(job: JobConfig) -> RuleOfThumb:
@@ -319,55 +294,49 @@ def _explain_parameters(job: JobConfig, prediction: Prediction) -> Explanation:
         "it omits embedding and head, and assumes an MLP of 4h without a gate and as many"
         " key-value heads as heads",
     )
+    symbols = (
+        Symbol("L", "layers", model.layers),
+        Symbol("h", "hidden size", model.hidden),
+        *_list_layer_symbols(model),
+        Symbol("V", "vocabulary", model.vocab),
+    )
+    if model.experts is None:
+        count = count_dense_layer(model).total
+        symbols += (Symbol("layer", "parameters of one layer", count, "parameters"),)
+    else:
+        count = count_expert_layer(model).total
+        symbols += (
+            Symbol("layer", "parameters of one layer with experts", count, "parameters"),
+            Symbol("E", "experts per layer", model.experts.count),
+            Symbol("k_top", "experts per token", model.experts.top_k),
+            Symbol("f_e", "width of an expert", model.experts.ffn),
+        )
     return Explanation(
-        TOTAL, "parameters of the whole model", _list_model_symbols(job), value, "parameters",
+        TOTAL, "parameters of the whole model", symbols, value, "parameters",
         select_differing(value, [rule]),
     )  # fmt: skip
 
 
-def _list_model_symbols(job: JobConfig) -> tuple[Symbol, ...]:
-    model = job.model
-    symbols = (
-        Symbol("L", "layers", model.layers),
-        Symbol("h", "hidden size", model.hidden),
-        *list_head_symbols(model),
+def _list_layer_symbols(model: ModelConfig) -> tuple[Symbol, ...]:
+    """Lists the numbers and sizes of the attention heads, and the sizes of the MLP."""
+    latent = model.latent
+    heads: tuple[Symbol, ...] = (Symbol("a", "heads", model.heads),)
+    if latent is None:
+        heads += (
+            Symbol("k", "key-value heads", model.kv_heads),
+            Symbol("d", "head size", model.head_size),
+        )
+    else:
+        heads += (
+            Symbol("r_q", "compressed query size", latent.query_rank),
+            Symbol("r_kv", "compressed key-value size", latent.kv_rank),
+            Symbol("d_k", "key size of a head", latent.nope + latent.rope),
+            Symbol("d_v", "value size of a head", latent.value),
+        )
+    return (
+        *heads,
         Symbol("f", "width of the MLP", model.ffn),
         Symbol("G", "linear layers of the MLP (3 if gated)", 3 if model.gated else 2),
-        Symbol("V", "vocabulary", model.vocab),
-    )
-    if model.experts is None:
-        return (
-            *symbols,
-            Symbol(
-                "layer", "parameters of one layer", count_dense_layer(model).total, "parameters"
-            ),
-        )
-    experts = (
-        Symbol(
-            "layer",
-            "parameters of one layer with experts",
-            count_expert_layer(model).total,
-            "parameters",
-        ),
-        Symbol("E", "experts per layer", model.experts.count),
-        Symbol("k_top", "experts per token", model.experts.top_k),
-        Symbol("f_e", "width of an expert", model.experts.ffn),
-    )
-    return symbols + experts
-
-
-def list_head_symbols(model: ModelConfig) -> tuple[Symbol, ...]:
-    """Lists the numbers and sizes of the attention heads."""
-    heads, latent = Symbol("a", "heads", model.heads), model.latent
-    if latent is None:
-        keys = Symbol("k", "key-value heads", model.kv_heads)
-        return heads, keys, Symbol("d", "head size", model.head_size)
-    return (
-        heads,
-        Symbol("r_q", "compressed query size", latent.query_rank),
-        Symbol("r_kv", "compressed key-value size", latent.kv_rank),
-        Symbol("d_k", "key size of a head", latent.nope + latent.rope),
-        Symbol("d_v", "value size of a head", latent.value),
     )
 
 
@@ -471,79 +440,48 @@ _OVERHEAD_REASON = "that is the overhead: relative to the useful time, not to th
 
 def explain_pipeline(job: JobConfig, prediction: Prediction) -> Iterator[Explanation]:
     """Explains bubble fraction, bubble overhead and microbatches in flight, if pp > 1."""
-    if job.parallel.pp > 1:
-        p, m = job.parallel.pp, job.microbatches
-        rules = (
-            _build_fraction_rule(job),
-            RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OVERHEAD_REASON),
-            RuleOfThumb(
-                "a pipeline of p stages is idle (p-1)/p of the time", (p - 1) / p,
-                f"it holds for 1 microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
-            ),
-        )  # fmt: skip
-        yield Explanation(
-            FRACTION,
-            "bubble fraction (of the total time)",
-            _list_pipeline_symbols(job),
-            prediction.bubble_fraction,
-            "ratio",
-            select_differing(prediction.bubble_fraction, rules),
-            _describe_simulation(job),
-        )
-        yield _explain_bubble_overhead(job, prediction.bubble_overhead)
-        yield _explain_in_flight(
-            job, max(prediction.memory, key=lambda stage: stage.total_bytes).stage
-        )
-
-
-def _explain_bubble_overhead(job: JobConfig, value: float) -> Explanation:
-    p, m = job.parallel.pp, job.microbatches
-    why = "that is the fraction: relative to the total time, not to the useful time"
-    rules = (RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),)
-    return Explanation(
-        OVERHEAD,
-        "bubble overhead (of the useful time)",
-        _list_pipeline_symbols(job),
-        value,
-        "ratio",
-        select_differing(value, rules),
-        _describe_simulation(job),
-    )
-
-
-def _describe_simulation(job: JobConfig) -> str:
-    return f"from a simulation of the schedule ({job.parallel.schedule}) with this job's times"
-
-
-def _explain_in_flight(job: JobConfig, rank: int) -> Explanation:
-    p, schedule, stages_per_rank = (
-        job.parallel.pp,
-        job.parallel.schedule,
-        job.parallel.stages_per_rank,
-    )
-    value = count_chunks_in_flight(job, rank)
-    why = f"a rank has 1/{p} of the layers, but several microbatches in flight"
-    rule = RuleOfThumb("p stages divide the activations by p", stages_per_rank, why, ("pp-memory",))
-    symbols = (*_list_pipeline_symbols(job), Symbol("r", "pipeline rank", rank))
-    what = f"activations in flight at the peak of pipeline rank {rank} (microbatches x stages)"
-    note = f"the schedule is {schedule}"
-    return Explanation(IN_FLIGHT, what, symbols, value, "", select_differing(value, [rule]), note)
-
-
-def _build_fraction_rule(job: JobConfig) -> RuleOfThumb:
+    if job.parallel.pp == 1:
+        return
     p, m, schedule = job.parallel.pp, job.microbatches, job.parallel.schedule
+    symbols = (
+        Symbol("p", "pipeline ranks", p),
+        Symbol("m", "microbatches per step", m),
+        Symbol("v", "stages per rank", job.parallel.stages_per_rank),
+    )
+    simulated = f"from a simulation of the schedule ({schedule}) with this job's times"
     why = "it assumes equal stages and free messages"
     if schedule not in ("1f1b", "gpipe"):
         why = f"it is for GPipe and 1F1B, not {schedule}, and assumes equal stages"
-    return RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why)
-
-
-def _list_pipeline_symbols(job: JobConfig) -> tuple[Symbol, ...]:
-    return (
-        Symbol("p", "pipeline ranks", job.parallel.pp),
-        Symbol("m", "microbatches per step", job.microbatches),
-        Symbol("v", "stages per rank", job.parallel.stages_per_rank),
-    )
+    rules = [
+        RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),
+        RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OVERHEAD_REASON),
+        RuleOfThumb(
+            "a pipeline of p stages is idle (p-1)/p of the time", (p - 1) / p,
+            f"it holds for 1 microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
+        ),
+    ]  # fmt: skip
+    value = prediction.bubble_fraction
+    yield Explanation(
+        FRACTION, "bubble fraction (of the total time)", symbols, value, "ratio",
+        select_differing(value, rules), simulated,
+    )  # fmt: skip
+    why = "that is the fraction: relative to the total time, not to the useful time"
+    rules = [RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why)]
+    value = prediction.bubble_overhead
+    yield Explanation(
+        OVERHEAD, "bubble overhead (of the useful time)", symbols, value, "ratio",
+        select_differing(value, rules), simulated,
+    )  # fmt: skip
+    rank = max(prediction.memory, key=lambda stage: stage.total_bytes).stage
+    value = count_chunks_in_flight(job, rank)
+    why = f"a rank has 1/{p} of the layers, but several microbatches in flight"
+    divided, stages = "p stages divide the activations by p", job.parallel.stages_per_rank
+    rules = [RuleOfThumb(divided, stages, why, ("pp-memory",))]
+    yield Explanation(
+        IN_FLIGHT, f"activations in flight at the peak of pipeline rank {rank} (microbatches x"
+        " stages)", (*symbols, Symbol("r", "pipeline rank", rank)), value, "",
+        select_differing(value, rules), f"the schedule is {schedule}",
+    )  # fmt: skip
 
 
 # Link rates, by data sheet and per direction.
@@ -563,6 +501,7 @@ NIC = Formula(
 
 def explain_links(job: JobConfig) -> Iterator[Explanation]:
     """Explains the rate of NVLink, and that of the network if the job has several nodes."""
+    links = []
     if job.hardware.intra.name.startswith("nvlink"):
         link = job.hardware.intra
         rule = RuleOfThumb(
@@ -570,21 +509,16 @@ def explain_links(job: JobConfig) -> Iterator[Explanation]:
             "it is the sum of both directions; a collective sends at half of it",
             ("nvlink-900", "nvlink-a100", "a100-links"),
         )  # fmt: skip
-        symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
-        value = link.bytes_per_s
-        what = f"rate of {link.name}"
-        yield Explanation(
-            NVLINK, what, symbols, value, "bytes_per_s", select_differing(value, [rule])
-        )
+        links.append((NVLINK, link, rule))
     if job.parallel.world_size > job.hardware.gpus_per_node:
-        yield _explain_nic(job.hardware.inter)
-
-
-def _explain_nic(link: Link) -> Explanation:
-    rule = RuleOfThumb(
-        f"{8 * link.bytes_per_s / 1e9:,.0f}, read as GB/s", 8 * link.bytes_per_s,
-        "network rates are in bits per second, 8 per byte", ("nic-rates",),
-    )  # fmt: skip
-    symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
-    value, what = link.bytes_per_s, f"rate of {link.name}"
-    return Explanation(NIC, what, symbols, value, "bytes_per_s", select_differing(value, [rule]))
+        link = job.hardware.inter
+        rule = RuleOfThumb(
+            f"{8 * link.bytes_per_s / 1e9:,.0f}, read as GB/s", 8 * link.bytes_per_s,
+            "network rates are in bits per second, 8 per byte", ("nic-rates",),
+        )  # fmt: skip
+        links.append((NIC, link, rule))
+    for formula, link, rule in links:
+        symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
+        value, what = link.bytes_per_s, f"rate of {link.name}"
+        rules = select_differing(value, [rule])
+        yield Explanation(formula, what, symbols, value, "bytes_per_s", rules)

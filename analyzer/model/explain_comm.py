@@ -14,13 +14,12 @@ from stepsplit.analyzer.model.comm_time import (
     compute_ring_bytes_per_s,
 )
 from stepsplit.analyzer.model.comm_volume import DDP, FSDP_MESSAGES, HSDP, ZERO
-from stepsplit.analyzer.model.config import JobConfig, Link
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.formulas import (
     Explanation,
     Formula,
     RuleOfThumb,
     Symbol,
-    Unit,
     select_differing,
 )
 from stepsplit.analyzer.model.parameters import (
@@ -29,12 +28,7 @@ from stepsplit.analyzer.model.parameters import (
     select_trained,
 )
 from stepsplit.analyzer.model.prediction import Communication, Prediction
-from stepsplit.analyzer.model.rank_layout import (
-    GroupPlacement,
-    StageConfig,
-    list_stages,
-    place_group,
-)
+from stepsplit.analyzer.model.rank_layout import GroupPlacement, list_stages, place_group
 from stepsplit.analyzer.ops import compute_busbw_factor
 
 # Times of the most expensive calls.
@@ -59,15 +53,15 @@ def explain_calls(job: JobConfig, prediction: Prediction) -> Iterator[Explanatio
     all_to_alls = [row for row in prediction.communication if row.message.op == "all_to_all"]
     if all_to_alls:
         yield _explain_all_to_all(job, max(all_to_alls, key=lambda row: row.time.ns))
-    all_reduces = [row for row in rows if _is_large_all_reduce(job, row)]
+    all_reduces = [
+        row
+        for row in rows
+        if row.message.op == "all_reduce"
+        and row.message.message_bytes >= _LARGE_BYTES
+        and _place_call(job, row.message).ranks > 2
+    ]
     if all_reduces:
         yield _explain_tree(job, max(all_reduces, key=lambda row: row.message.message_bytes))
-
-
-def _is_large_all_reduce(job: JobConfig, row: Communication) -> bool:
-    message = row.message
-    large = message.op == "all_reduce" and message.message_bytes >= _LARGE_BYTES
-    return large and _place_call(job, message).ranks > 2
 
 
 def _place_call(job: JobConfig, message: CommOp) -> GroupPlacement:
@@ -76,8 +70,13 @@ def _place_call(job: JobConfig, message: CommOp) -> GroupPlacement:
 
 
 def _explain_ring_call(job: JobConfig, row: Communication) -> Explanation:
-    message, group = row.message, _place_call(job, row.message)
-    value, bidirectional_rate = row.time.ns / message.count, 2 * job.hardware.intra.bytes_per_s
+    message, group, hardware = row.message, _place_call(job, row.message), job.hardware
+    rate = compute_ring_bytes_per_s(group, hardware)
+    # Whether all adapters of a node together are slower than the links inside it.
+    is_network_bound = group.nodes > 1 and (
+        group.ranks_per_node == 1 or rate < compute_intra_bytes_per_s(group, hardware)
+    )
+    value, bidirectional_rate = row.time.ns / message.count, 2 * hardware.intra.bytes_per_s
     rule = RuleOfThumb(
         f"size / {units.format_gigabytes_per_second(bidirectional_rate)}, the link's "
         "data-sheet rate",
@@ -85,66 +84,43 @@ def _explain_ring_call(job: JobConfig, row: Communication) -> Explanation:
         "that rate is the sum of both directions, no ring reaches all of it"
         + (f", all_reduce sends {message.wire_bytes / message.message_bytes:.2f} times its buffer")
         * (message.wire_bytes > message.message_bytes)
-        + ", and between nodes the network is the bottleneck" * _is_network_bound(job, group),
+        + ", and between nodes the network is the bottleneck" * is_network_bound,
     )
     what = f"time of one {message.op} on {message.axis} ({message.phase})"
+    link = hardware.inter if is_network_bound else hardware.intra
+    adapters = group.ranks_per_node if link is hardware.inter else 1
+    gpus = f"{adapters} GPUs of a node" if adapters > 1 else "one GPU"
+    where = "inside the node" if group.nodes == 1 else "between nodes"
+    latency_ns = (hardware.intra if group.nodes == 1 else hardware.inter).latency_ns
     symbols = (
         Symbol("S", "message", message.message_bytes, "bytes"),
         Symbol("f", "fraction that each rank sends", compute_busbw_factor(message.op, group.ranks)),
-        *_list_link_symbols(job, group),
+        Symbol("n", "ranks", group.ranks),
+        Symbol("k", "nodes of these ranks", group.nodes),
+        Symbol("B", f"{link.name}, one direction of {gpus}", rate / link.ring, "bytes_per_s"),
+        Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),
+        Symbol("a", f"latency of a step {where}", latency_ns, "ns"),
     )
     rules = select_differing(value, [rule])
     return Explanation(row.time.formulas[0], what, symbols, value, "ns", rules)
 
 
-def _list_link_symbols(job: JobConfig, group: GroupPlacement) -> tuple[Symbol, ...]:
-    hardware, rate = job.hardware, compute_ring_bytes_per_s(group, job.hardware)
-    link = hardware.inter if _is_network_bound(job, group) else hardware.intra
-    latency = (hardware.intra if group.nodes == 1 else hardware.inter).latency_ns
-    adapters = group.ranks_per_node if link is hardware.inter else 1
-    gpus = f"{adapters} GPUs of a node" if adapters > 1 else "one GPU"
-    return (
-        Symbol("n", "ranks", group.ranks),
-        Symbol("k", "nodes of these ranks", group.nodes),
-        Symbol("B", f"{link.name}, one direction of {gpus}", rate / link.ring, "bytes_per_s"),
-        Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),
-        Symbol("a", f"latency of a step {_describe_location(group)}", latency, "ns"),
-    )
-
-
-def _is_network_bound(job: JobConfig, group: GroupPlacement) -> bool:
-    """Whether all adapters of a node together are slower than the links inside it."""
-    rate = compute_ring_bytes_per_s(group, job.hardware)
-    return group.nodes > 1 and (
-        group.ranks_per_node == 1 or rate < compute_intra_bytes_per_s(group, job.hardware)
-    )
-
-
-def _describe_location(group: GroupPlacement) -> str:
-    return "inside the node" if group.nodes == 1 else "between nodes"
-
-
 def _explain_all_to_all(job: JobConfig, row: Communication) -> Explanation:
     message, group, hardware = row.message, _place_call(job, row.message), job.hardware
-    links = [hardware.intra] * (group.ranks_per_node > 1) + [hardware.inter] * (group.nodes > 1)
+    links = [("NVLink", hardware.intra)] * (group.ranks_per_node > 1)
+    links += [("NIC", hardware.inter)] * (group.nodes > 1)
+    reached = "rate that one GPU reaches over"
     symbols = (
         Symbol("S", "message", message.message_bytes, "bytes"),
         Symbol("n", "ranks", group.ranks),
         Symbol("g", "ranks per node", group.ranks_per_node),
-        *(Symbol(*_describe_link_rate(link, link is hardware.intra)) for link in links),
+        *(
+            Symbol(name, f"{reached} {link.name}", link.bytes_per_s * link.ring, "bytes_per_s")
+            for name, link in links
+        ),
     )
     what = f"time of one all_to_all on {message.axis} ({message.phase})"
     return Explanation(row.time.formulas[0], what, symbols, row.time.ns / message.count, "ns")
-
-
-def _describe_link_rate(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
-    rate = link.bytes_per_s * link.ring
-    return (
-        "NVLink" if inside else "NIC",
-        f"rate that one GPU reaches over {link.name}",
-        rate,
-        "bytes_per_s",
-    )
 
 
 def _explain_tree(job: JobConfig, row: Communication) -> Explanation:
@@ -170,30 +146,37 @@ def explain_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explanati
     """Explains the bytes that a rank of the slowest stage sends on ep, cp and pp, if any."""
     messages = list_slowest_stage_ops(prediction)
     stage = list_stages(job)[prediction.splits.index(prediction.split)]
+    tokens = (
+        Symbol("m", "microbatches per step", job.microbatches),
+        Symbol("T", "tokens per microbatch and rank", job.tokens),
+        Symbol("t", "tensor-parallel ranks", job.parallel.tp),
+        Symbol("element", "bytes of an element", job.training.activation_bytes, "bytes"),
+    )
+    hidden = Symbol("h", "hidden size", job.model.hidden)
     experts = [one for one in messages if one.strategy in _EXPERT_STRATEGIES]
     if experts:
-        yield _explain_sent_bytes(
-            "for expert parallelism", experts, _list_expert_symbols(job, stage)
+        top_k = job.model.experts.top_k if job.model.experts else 0
+        symbols = (
+            Symbol("L", "layers with experts", stage.expert_layers),
+            Symbol("top_k", "experts per token", top_k),
+            hidden,
+            Symbol("e", "expert-parallel ranks", job.parallel.ep),
         )
+        yield _explain_sent_bytes("for expert parallelism", experts, tokens + symbols)
     context = [one for one in messages if one.strategy == "cp"]
     if context:
-        yield _explain_sent_bytes(
-            "for context parallelism",
-            context,
-            (
-                (
-                    *_list_token_symbols(job),
-                    Symbol("L", "layers", stage.layers),
-                    Symbol("c", "context-parallel ranks", job.parallel.cp),
-                    Symbol("a", "heads", job.model.heads),
-                    Symbol("k", "key-value heads", job.model.kv_heads),
-                    Symbol("d", "head size", job.model.head_size),
-                )
-            ),
+        heads = (
+            Symbol("L", "layers", stage.layers),
+            Symbol("c", "context-parallel ranks", job.parallel.cp),
+            Symbol("a", "heads", job.model.heads),
+            Symbol("k", "key-value heads", job.model.kv_heads),
+            Symbol("d", "head size", job.model.head_size),
         )
+        yield _explain_sent_bytes("for context parallelism", context, tokens + heads)
     pipeline = [one for one in messages if one.strategy == "pp"]
     if pipeline:
-        yield _explain_sent_bytes("to neighboring stages", pipeline, _list_pipeline_symbols(job))
+        stages = Symbol("v", "stages per rank", job.parallel.stages_per_rank)
+        yield _explain_sent_bytes("to neighboring stages", pipeline, (*tokens, hidden, stages))
 
 
 def _explain_sent_bytes(
@@ -202,35 +185,6 @@ def _explain_sent_bytes(
     what = f"bytes per step that a rank of stage {messages[0].stage} sends {where}"
     value, note = sum_sent_bytes(messages), format_calls(messages)
     return Explanation(_find_formula(messages), what, symbols, value, "bytes", note=note)
-
-
-def _list_token_symbols(job: JobConfig) -> tuple[Symbol, ...]:
-    element_bytes = job.training.activation_bytes
-    return (
-        Symbol("m", "microbatches per step", job.microbatches),
-        Symbol("T", "tokens per microbatch and rank", job.tokens),
-        Symbol("t", "tensor-parallel ranks", job.parallel.tp),
-        Symbol("element", "bytes of an element", element_bytes, "bytes"),
-    )
-
-
-def _list_expert_symbols(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
-    top_k = job.model.experts.top_k if job.model.experts else 0
-    return (
-        *_list_token_symbols(job),
-        Symbol("L", "layers with experts", stage.expert_layers),
-        Symbol("top_k", "experts per token", top_k),
-        Symbol("h", "hidden size", job.model.hidden),
-        Symbol("e", "expert-parallel ranks", job.parallel.ep),
-    )
-
-
-def _list_pipeline_symbols(job: JobConfig) -> tuple[Symbol, ...]:
-    return (
-        *_list_token_symbols(job),
-        Symbol("h", "hidden size", job.model.hidden),
-        Symbol("v", "stages per rank", job.parallel.stages_per_rank),
-    )
 
 
 # Volumes of tensor and data parallelism.
@@ -264,28 +218,23 @@ def list_slowest_stage_ops(prediction: Prediction) -> list[CommOp]:
 def _explain_tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explanation:
     value, layers = sum(one.count for one in messages), list_stages(job)[stage].layers
     formula = _find_formula(messages)
+    why = "that is only the forward pass; the backward pass has two more"
+    if any(one.phase == "recompute" for one in messages):
+        why += ", recomputation repeats those of the forward pass"
+    if formula is SEQUENCE:
+        why += ", and sequence parallelism replaces each with two calls"
     symbols = (
         Symbol("t", "tensor-parallel ranks", job.parallel.tp),
         Symbol("L", f"layers of stage {stage}", layers),
         Symbol("m", "microbatches per step", job.microbatches),
     )
     rule = RuleOfThumb(
-        "two all_reduces per layer", 2 * layers * job.microbatches, _describe_more_calls(messages),
+        "two all_reduces per layer", 2 * layers * job.microbatches, why,
         ("two-collectives", "two-all-reduces", "attention-reduces", "tp-every-layer", "tp-gathers"),
     )  # fmt: skip
     what = f"tp calls per step of a rank of stage {stage}"
     rules = select_differing(value, [rule])
     return Explanation(formula, what, symbols, value, "", rules, format_calls(messages))
-
-
-def _describe_more_calls(messages: list[CommOp]) -> str:
-    repeats = any(one.phase == "recompute" for one in messages)
-    halves = _find_formula(messages) is SEQUENCE
-    return (
-        "that is only the forward pass; the backward pass has two more"
-        + (", recomputation repeats those of the forward pass" if repeats else "")
-        + (", and sequence parallelism replaces each with two calls" * halves)
-    )
 
 
 def _explain_data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explanation:
@@ -297,7 +246,20 @@ def _explain_data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explana
         f" {recipe.gradient_bytes} bytes each",
     )  # fmt: skip
     formula, symbols = _find_formula(messages), _list_gradient_symbols(job, params)
-    rules = [two_rule, _build_three_parameters_rule(job, params)] if formula is ZERO else [two_rule]
+    rules = [two_rule]
+    if formula is ZERO:
+        # An all_reduce and an all_gather; a reduce_scatter is half of the former.
+        layout = job.parallel
+        groups = (params.dense, layout.gradient_ranks), (params.experts, layout.expert_dp)
+        elements = sum(parameters * (n - 1) / n for parameters, n in groups)
+        rules.append(
+            RuleOfThumb(
+                "ZeRO-1 is an all_reduce and an all_gather: 3 P",
+                elements * (2 * recipe.gradient_bytes + recipe.weight_bytes),
+                "ZeRO-1 and 2 need only a reduce_scatter, which is half of an all_reduce",
+                ("zero1-volume",),
+            )
+        )
     if formula is not DDP:
         symbols = (*symbols, _make_weight_symbol(job))
     what = f"bytes per step that a rank of stage {stage} sends for gradients and weights"
@@ -309,19 +271,6 @@ def _explain_data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explana
         "bytes",
         select_differing(value, rules),
         format_calls(messages),
-    )
-
-
-def _build_three_parameters_rule(job: JobConfig, params: StageParameters) -> RuleOfThumb:
-    """The rule that ZeRO needs an all_reduce and an all_gather; a reduce_scatter is half."""
-    layout, recipe = job.parallel, job.training
-    groups = (params.dense, layout.gradient_ranks), (params.experts, layout.expert_dp)
-    elements = sum(parameters * (n - 1) / n for parameters, n in groups)
-    return RuleOfThumb(
-        "ZeRO-1 is an all_reduce and an all_gather: 3 P",
-        elements * (2 * recipe.gradient_bytes + recipe.weight_bytes),
-        "ZeRO-1 and 2 need only a reduce_scatter, which is half of an all_reduce",
-        ("zero1-volume",),
     )
 
 

@@ -24,7 +24,6 @@ from stepsplit.analyzer.model.memory_states import (
     compute_input_bytes,
     compute_parameter_bytes,
     compute_stage_activations,
-    count_chunks_in_flight,
     count_hidden,
     count_moments_bytes,
     count_updated_bytes,
@@ -173,19 +172,6 @@ def _list_moments(
         chunk_bytes = _compute_chunk_bytes(job, stage, chunk)
         transient_bytes = persistent_bytes + _compute_vocabulary_bytes(job)
         yield Moment("embedding", -chunk_bytes, transient_bytes)
-
-
-def list_stage_moments(
-    job: JobConfig,
-    stage: StageConfig,
-    parameters: StageParameters,
-    layers: LayersByKind,
-    gradients_bytes: int,
-) -> tuple[Moment, ...]:
-    """The candidate moments for the peak of one rank, in the order of the step."""
-    return compute_needs(job, stage, parameters, layers, gradients_bytes).list_moments(
-        count_chunks_in_flight(job, stage.index)
-    )
 
 
 OFFLOAD_BUFFERS = 2

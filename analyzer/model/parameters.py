@@ -14,12 +14,7 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
 )
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.rank_layout import (
-    Chunk,
-    StageConfig,
-    count_rerun_layers,
-    map_unique_stages,
-)
+from stepsplit.analyzer.model.rank_layout import StageConfig, count_rerun_layers, map_unique_stages
 
 # Parameters of a model, active parameters of a token, and parameters of each rank.
 
@@ -536,15 +531,6 @@ class StepFlops:
     formulas: tuple[Formula, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkFlops:
-    """FLOPs of one forward pass: linear layers, attention core (not causal) and head."""
-
-    linear: int
-    attention: int
-    head: int
-
-
 def count_step_flops(job: JobConfig, convention: Convention = "C1") -> StepFlops:
     """Counts model and hardware FLOPs of the job's step, with their formulas."""
     recompute_formulas = (RECOMPUTE,) if job.training.recompute != "none" else ()
@@ -715,30 +701,6 @@ def count_core_flops(model: ModelConfig, tokens: int, tp: int = 1) -> int:
     return round(2 * model.count_attended_keys(tokens) * divide_ceil(model.heads, tp) * widths)
 
 
-def count_chunk_flops(job: JobConfig, chunk: Chunk) -> ChunkFlops:
-    """Counts the FLOPs of one microbatch's forward pass through a chunk on one rank.
-
-    Context parallelism splits the tokens, tensor parallelism the GEMMs. With sequence parallelism,
-    replicated weights (router, compressed projections) are applied to the rank's tokens only.
-    Expert work assumes balanced routing.
-    """
-    model, tp, tokens = job.model, job.parallel.tp, job.tokens
-    dense = count_attention_weights(model, tp) + count_mlp_weights(model, model.ffn, tp)
-    linear = chunk.dense_layers * _count_product_flops(job, dense)
-    if chunk.expert_layers:
-        routed = count_attention_weights(model, tp) + count_routed_weights(model, tp)
-        linear += chunk.expert_layers * _count_product_flops(job, routed)
-    attention = tokens * chunk.layers * count_core_flops(model, job.training.seq_len, tp)
-    vocab = divide_ceil(job.padded_vocab, job.parallel.vocab_split) if chunk.head else 0
-    head = 2 * tokens * model.hidden * vocab
-    return ChunkFlops(linear, attention, head)
-
-
-def _count_product_flops(job: JobConfig, weights: Weights) -> int:
-    whole = divide_ceil(job.tokens, job.parallel.sequence_split) * weights.whole
-    return 2 * (job.tokens * weights.divided + whole)
-
-
 # Conventions of counting a step's FLOPs, and their closed forms for GPT.
 
 Convention = Literal["C1", "C2", "C3", "C4", "C5", "C6"]
@@ -770,20 +732,6 @@ CONVENTIONS: dict[Convention, Formula] = {
 DAYS = Formula("flops.days", "T F / (B s n X)", f"{_SC21}, eq. 3 over eq. 4's n X")
 
 
-def compute_korthikanti_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
-    """Computes C1 of a GPT step in closed form (Korthikanti et al., eq. 7): no recomputation."""
-    per_token = 72 * layers * hidden**2 + 12 * layers * hidden * seq + 6 * hidden * vocab
-    return batch * seq * per_token
-
-
-def compute_korthikanti_selective_flops(
-    layers: int, hidden: int, seq: int, vocab: int, batch: int
-) -> int:
-    """Computes C2 of a GPT step in closed form (Korthikanti et al., eq. 8)."""
-    per_token = 72 * layers * hidden**2 + 24 * layers * hidden * seq + 6 * hidden * vocab
-    return batch * seq * per_token
-
-
 def compute_sc21_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
     """Computes C3 of a GPT step in closed form (Narayanan et al., eq. 3): full recomputation."""
     per_token = 96 * layers * hidden**2 + 16 * layers * hidden * seq + 6 * hidden * vocab
@@ -795,13 +743,6 @@ def compute_training_days(
 ) -> float:
     """Computes the days to train on tokens with flops_per_s on each of world_size GPUs."""
     return tokens * flops_per_token / (world_size * flops_per_s) / SECONDS_PER_DAY
-
-
-def compute_sc21_days(
-    tokens: float, parameters: float, world_size: int, flops_per_s: float
-) -> float:
-    """Computes days as 8 T P / (n X) (Narayanan et al., eq. 4): 2 to 3 % low, no attention."""
-    return compute_training_days(tokens, 8 * parameters, world_size, flops_per_s)
 
 
 # Model FLOPs utilization.

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Literal, cast
 
 from stepsplit.analyzer.errors import UsageError
@@ -212,12 +211,6 @@ def count_in_flight(
             return p + 1
         case "dualpipe-v":
             return 2 * p + 1
-
-
-def count_peak_in_flight(order: Iterable[Pass]) -> int:
-    """Count the peak from the order of a rank's passes; it does not depend on their times."""
-    changes = ({"F": 1, "I": 0}.get(one.kind, -1) for one in order)
-    return max(accumulate(changes), default=0)
 
 
 # Schedules with whole backwards: naive, GPipe, 1F1B and interleaved.

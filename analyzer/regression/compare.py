@@ -22,7 +22,7 @@ from stepsplit.analyzer.report.report import (
     Report,
     compute_token_rate,
 )
-from stepsplit.analyzer.report.step_rows import StepRow, compute_step_median_ns, select_full_steps
+from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.collectors.formats.run_spec import Mesh
 
@@ -344,12 +344,6 @@ def build_side(report: Report) -> Side:
         microbatches=None if report.pipeline is None else report.pipeline.microbatches,
         tokens_per_s=compute_token_rate(report),
     )
-
-
-def _compute_step_medians(rows: Sequence[StepRow]) -> list[int]:
-    """The median of each step over the ranks."""
-    numbers = sorted({row.step for row in rows})
-    return [int(median(row.step_ns for row in rows if row.step == n)) for n in numbers]
 
 
 def find_peak_bytes(report: Report) -> int | None:

@@ -250,12 +250,13 @@ def _check_exact(budget: Budget, before: _Side, own: _Side) -> CheckedMetric:
         f"{axis} {op} {was:,} -> {now:,}" for (axis, op), (was, now) in counts.items() if now > was
     )
     harm = own.most_total - before.most_total
-    if changes:
-        return _build_counted(budget, before, own, harm, 0.0, "regressed", changes)
-    if before.least != before.most:
-        return _build_counted(budget, before, own, harm, 0.0, "inconclusive", UNSTEADY_NOTE)
+    answer: Answer = "pass"
     note = "improved: consider updating the baseline" if harm < 0 else ""
-    return _build_counted(budget, before, own, harm, 0.0, "pass", note)
+    if changes:
+        answer, note = "regressed", changes
+    elif before.least != before.most:
+        answer, note = "inconclusive", UNSTEADY_NOTE
+    return _build_counted(budget, before, own, harm, 0.0, answer, note)
 
 
 def _build_counted(

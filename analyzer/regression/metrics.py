@@ -27,11 +27,10 @@ from stepsplit.analyzer.regression.compare import (
     format_mesh,
 )
 from stepsplit.analyzer.report.headline import compute_mean_split
-from stepsplit.analyzer.report.io import extract_prediction
+from stepsplit.analyzer.report.io import extract_prediction, has_head
 from stepsplit.analyzer.report.report import JOB_MISMATCH, Report
 from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.collectors.safe_io.regular_file import open_regular
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
 
@@ -506,11 +505,7 @@ def to_json(runs: Sequence[RunMetrics]) -> bytes:
 
 def is_baseline(path: Path) -> bool:
     """Whether the file is a baseline, of any schema version."""
-    try:
-        with open_regular(path) as file:
-            return _HEAD.match(file.read(256)) is not None
-    except (OSError, ValueError):
-        return False
+    return has_head(path, _HEAD)
 
 
 def read_baseline(path: Path) -> tuple[RunMetrics, ...]:

@@ -9,7 +9,7 @@ import msgspec
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.regression.compare import Side, build_side
+from stepsplit.analyzer.regression.compare import build_side
 from stepsplit.analyzer.report.report import AxisSize, Report
 
 SCHEMA = "stepsplit.scaling/1"
@@ -101,25 +101,39 @@ def build_scaling(reports: Sequence[Report], work: Work | None = None) -> Scalin
         amounts = [float(report.run.world_size) for report in ordered]
     elif work != "tokens":
         amounts = [1.0 if work == "step" else None] * len(ordered)
-    reference = (ordered[0], sides[0], amounts[0])
-    return Scaling(
-        SCHEMA,
-        work,
-        ordered[0].run.name,
-        tuple(
-            _build_run(report, side, _compute_costs((report, side, amount), reference))
-            for report, side, amount in zip(ordered, sides, amounts, strict=True)
-        ),
-    )
+    first, base, unit = ordered[0], sides[0], amounts[0]
+    runs = []
+    for report, side, amount in zip(ordered, sides, amounts, strict=True):
+        # 1 / efficiency - 1, by bucket; empty if the work is unknown.
+        costs: tuple[BucketCost, ...] = ()
+        if amount is not None and unit is not None:
+            scale = (report.run.world_size / amount) / (first.run.world_size / unit)
+            buckets = zip(BUCKETS, side.mean.buckets_ns, base.mean.buckets_ns, strict=True)
+            costs = tuple(
+                BucketCost(bucket, (own_ns * scale - base_ns) / base.mean.step_ns)
+                for bucket, own_ns, base_ns in buckets
+            )
+        predicted = report.prediction
+        runs.append(
+            ScalingRun(
+                name=report.run.name,
+                gpus=report.run.world_size,
+                mesh=report.run.mesh,
+                step=side.mean,
+                median_ns=side.median_ns,
+                tokens_per_s_per_gpu=side.tokens_per_s,
+                efficiency=1 / (1 + sum(cost.share for cost in costs)) if costs else None,
+                costs=costs,
+                predicted_ns=None if predicted is None else predicted.split.step_ns,
+                peak_allocated_bytes=side.peak_allocated_bytes,
+            )
+        )
+    return Scaling(SCHEMA, work, first.run.name, tuple(runs))
 
 
 def scaling_to_json(scaling: Scaling) -> bytes:
     """The scaling as JSON text."""
     return msgspec.json.format(msgspec.json.encode(scaling), indent=1) + b"\n"
-
-
-_Measured = tuple[Report, Side, float | None]
-"""A run, its mean step, and the work of a step in the unit of all runs."""
 
 
 def _count_tokens(report: Report) -> float | None:
@@ -129,33 +143,3 @@ def _count_tokens(report: Report) -> float | None:
         return None
     per_gpu = predicted.tokens_per_s_per_gpu * predicted.split.step_ns / 1e9
     return per_gpu * report.run.world_size or None
-
-
-def _compute_costs(run: _Measured, reference: _Measured) -> tuple[BucketCost, ...]:
-    """1 / efficiency - 1, by bucket; empty if the work is unknown."""
-    (report, side, amount), (first, base, unit) = run, reference
-    if amount is None or unit is None:
-        return ()
-    scale = (report.run.world_size / amount) / (first.run.world_size / unit)
-    return tuple(
-        BucketCost(bucket, (own_ns * scale - base_ns) / base.mean.step_ns)
-        for bucket, own_ns, base_ns in zip(
-            BUCKETS, side.mean.buckets_ns, base.mean.buckets_ns, strict=True
-        )
-    )
-
-
-def _build_run(report: Report, side: Side, costs: tuple[BucketCost, ...]) -> ScalingRun:
-    predicted = report.prediction
-    return ScalingRun(
-        name=report.run.name,
-        gpus=report.run.world_size,
-        mesh=report.run.mesh,
-        step=side.mean,
-        median_ns=side.median_ns,
-        tokens_per_s_per_gpu=side.tokens_per_s,
-        efficiency=1 / (1 + sum(cost.share for cost in costs)) if costs else None,
-        costs=costs,
-        predicted_ns=None if predicted is None else predicted.split.step_ns,
-        peak_allocated_bytes=side.peak_allocated_bytes,
-    )

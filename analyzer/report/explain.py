@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.headline import BucketMean, round_shares, summarize
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import IdleRow, Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.idle import IdleCause
 
@@ -60,15 +60,20 @@ def describe_largest_part(report: Report, bucket: str) -> str:
             (family, spent), *_ = families.most_common(1)
             return f"{units.format_percent(spent / families.total())} of kernel time is {family}"
         case "idle":
-            return _describe_idle(report)
+            return explain_idle(report.idle)
         case "bubble":
-            return _join(_describe_stage(report), _describe_culprit(report, "caused_bubble_ns"))
+            stage = ""
+            if report.pipeline is not None:
+                most = max(report.pipeline.stages, key=lambda row: row.bubble_ns)
+                stage = f"stage {most.stage} has most"
+            return _join(stage, _describe_culprit(report, "caused_bubble_ns"))
         case "skew":
             axis = _describe_axis(report, bucket)
             return _join(axis, _describe_culprit(report, "caused_skew_ns"))
         case "collective" | "p2p":
             return _describe_axis(report, bucket)
-    return _describe_worst_rank(report, bucket)
+    mean = next(row for row in _list_means(report) if row.bucket == bucket)
+    return f"rank {mean.worst_rank} has most: {units.format_milliseconds(mean.worst_ns)}"
 
 
 def _join(*parts: str) -> str:
@@ -101,13 +106,6 @@ def _find_main_op(report: Report, axis: str | None) -> str:
     return next((op for op, ns in took.most_common(1) if 2 * ns > took.total()), "")
 
 
-def _describe_stage(report: Report) -> str:
-    if report.pipeline is None:
-        return ""
-    most = max(report.pipeline.stages, key=lambda row: row.bubble_ns)
-    return f"stage {most.stage} has most"
-
-
 def _describe_culprit(report: Report, column: str) -> str:
     """The rank that caused most of the waits, or what else did."""
     caused: Counter[int | str] = Counter()
@@ -127,18 +125,6 @@ _OF_NO_RANK: Mapping[int | str, str] = {
     "unknown": "has an unknown cause",
 }
 """The causes of waits for which no rank is to blame."""
-
-
-def _describe_worst_rank(report: Report, bucket: str) -> str:
-    row = next(row for row in _list_means(report) if row.bucket == bucket)
-    return f"rank {row.worst_rank} has most: {units.format_milliseconds(row.worst_ns)}"
-
-
-def _describe_idle(report: Report) -> str:
-    spent: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in report.idle:
-        spent[row.cause][row.op or ""] += row.idle_ns
-    return _describe_largest_cause(spent)
 
 
 # The causes of idle time as text.
@@ -162,16 +148,11 @@ _WORTH_NAMING, _NEARLY_ALL = 0.1, 0.95
 """Shares of an op in the idle time of its cause."""
 
 
-def explain_idle(causes: Iterable[IdleCause]) -> str:
+def explain_idle(causes: Iterable[IdleCause | IdleRow]) -> str:
     """The largest cause of idle time with its share, and its largest op; "" without idle time."""
     spent: dict[str, Counter[str]] = defaultdict(Counter)
     for one in causes:
         spent[one.cause][one.op or ""] += one.idle_ns
-    return _describe_largest_cause(spent)
-
-
-def _describe_largest_cause(spent: Mapping[str, Counter[str]]) -> str:
-    """spent is the idle time by cause and op, "" where no op is known."""
     total = sum(ops.total() for ops in spent.values())
     if not total:
         return ""

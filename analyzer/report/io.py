@@ -136,9 +136,14 @@ class Document(Generic[_T]):
 
 def is_report(path: Path) -> bool:
     """Whether the file is a report, of any schema version."""
+    return has_head(path, _HEAD)
+
+
+def has_head(path: Path, head: re.Pattern[bytes]) -> bool:
+    """Whether the path is a regular file whose first bytes match."""
     try:
         with open_regular(path) as file:
-            return _HEAD.match(file.read(_HEAD_BYTES)) is not None
+            return head.match(file.read(_HEAD_BYTES)) is not None
     except (OSError, ValueError):
         return False
 

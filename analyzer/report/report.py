@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from stepsplit.analyzer import units
@@ -36,7 +35,7 @@ from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
 from stepsplit.analyzer.split.strategy import Strategy
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
 # The rows of report.json with the model comparison.
@@ -677,23 +676,6 @@ class Report(Struct, frozen=True, kw_only=True):
             )
         columns = ["bucket", "mean of full steps", "share", "worst rank"]
         return str(pd.DataFrame(rows, columns=columns).set_index("bucket").to_html())
-
-
-# The rows of the report as pandas data frames, for notebooks.
-
-
-def build_step_frame(report: Report) -> pd.DataFrame:
-    """One row per rank and step, columns as in report.json."""
-    import pandas as pd
-
-    return pd.DataFrame([msgspec.structs.asdict(row) for row in report.steps])
-
-
-def build_exposed_frame(report: Report) -> pd.DataFrame:
-    """Exposed communication, one row per rank, step, axis and phase."""
-    import pandas as pd
-
-    return pd.DataFrame([msgspec.structs.asdict(row) for row in report.exposed])
 
 
 # Speed and calls of a run.

@@ -34,6 +34,7 @@ def build_tables(split: RunSplit) -> Tables:
         for edge in ([b.start_ns for b in bands], [b.end_ns for b in bands])
     )
     ranks = np.array([rank.trace.rank for rank in split.ranks], dtype=np.int32)
+    waits = [_build_waits(rank, origin) for rank in split.ranks]
     return Tables(
         Segments(
             rank=np.repeat(ranks, [len(band.bucket) for band in bands]),
@@ -43,7 +44,12 @@ def build_tables(split: RunSplit) -> Tables:
             dur_ns=np.concatenate(ends) - np.concatenate(starts),
         ),
         _build_boxes(split, origin),
-        _collect_waits(split, origin),
+        Waits(
+            **{
+                column.name: np.concatenate([getattr(part, column.name) for part in waits])
+                for column in fields(Waits)
+            }
+        ),
         BuiltSlices(split, origin),
     )
 
@@ -63,20 +69,6 @@ def _build_boxes(split: RunSplit, origin: int) -> Boxes:
         phase=table[:, 4].astype(np.uint8),
         start_ns=table[:, 5],
         dur_ns=table[:, 6],
-    )
-
-
-def _collect_waits(split: RunSplit, origin: int) -> Waits:
-    parts = [_build_waits(rank, origin) for rank in split.ranks]
-    return Waits(
-        rank=np.concatenate([part.rank for part in parts]),
-        step=np.concatenate([part.step for part in parts]),
-        bucket=np.concatenate([part.bucket for part in parts]),
-        owner=np.concatenate([part.owner for part in parts]),
-        axis=np.concatenate([part.axis for part in parts]),
-        op=np.concatenate([part.op for part in parts]),
-        start_ns=np.concatenate([part.start_ns for part in parts]),
-        dur_ns=np.concatenate([part.dur_ns for part in parts]),
     )
 
 

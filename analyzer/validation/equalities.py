@@ -92,28 +92,34 @@ def check_activations(published: Published) -> tuple[Check, ...]:
 
 def _compare_layers(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """The table's formulas of one layer's bytes, each for four models."""
-    known = row.read_text("configuration") in CONFIGURATIONS
-    return tuple(_compare_layer(row, name) for name in SIZES) if known else ()
-
-
-def _compare_layer(row: PublishedRow, name: str) -> ValidationRow:
+    if row.read_text("configuration") not in CONFIGURATIONS:
+        return ()
     layout, recompute = CONFIGURATIONS[row.read_text("configuration")]
-    job = _build_job(name, layout)
-    job = replace(job, training=replace(job.training, recompute=recompute))
-    predicted = (
-        compute_input_bytes(job)
-        if recompute == "full"
-        else compute_layer_activations(job).total_bytes
-    )
-    symbols = {
-        "s": SEQ_LEN, "b": job.training.micro_batch, "h": job.model.hidden, "a": job.model.heads,
-        "t": layout.tp,
-    }  # fmt: skip
-    published = evaluate(row.read_text("bytes_per_layer"), symbols)
-    return ValidationRow(
-        row.table, f"{row.id} {name}", "bytes of a layer", published, float(predicted), "bytes",
-        tolerance=1e-6 * published,
-    )  # fmt: skip
+    rows = []
+    for name in SIZES:
+        job = _build_job(name, layout)
+        job = replace(job, training=replace(job.training, recompute=recompute))
+        predicted = (
+            compute_input_bytes(job)
+            if recompute == "full"
+            else compute_layer_activations(job).total_bytes
+        )
+        symbols = {
+            "s": SEQ_LEN, "b": job.training.micro_batch, "h": job.model.hidden,
+            "a": job.model.heads, "t": layout.tp,
+        }  # fmt: skip
+        published = evaluate(row.read_text("bytes_per_layer"), symbols)
+        rows.append(
+            row.compare(
+                "bytes of a layer",
+                published,
+                float(predicted),
+                "bytes",
+                tolerance=1e-6 * published,
+                case=f"{row.id} {name}",
+            )
+        )
+    return tuple(rows)
 
 
 def _compare_figure1(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -137,12 +143,15 @@ def _compare_figure1(row: PublishedRow) -> tuple[ValidationRow, ...]:
         ("act_GiB_selective_SP", _compute_activation_bytes(sequence)),
     )
     return tuple(
-        ValidationRow(
-            row.table, row.id, column, row.read_number(column), found / 2**30, "GiB",
+        row.compare(
+            column,
+            row.read_number(column),
+            found / 2**30,
+            "GiB",
             tolerance=1e-6 * row.read_number(column),
         )
         for column, found in values
-    )  # fmt: skip
+    )
 
 
 def _compute_activation_bytes(job: JobConfig) -> float:
@@ -192,26 +201,22 @@ def check_bubbles(published: Published) -> tuple[Check, ...]:
 
 
 def _compare_rates(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    return tuple(_compare_rate(row, column) for column in COLUMNS)
-
-
-def _compare_rate(row: PublishedRow, column: str) -> ValidationRow:
-    schedule = COLUMNS[column]
-    chunks = row.read_count("vpp_max_chunks") if schedule == "interleaved" else 1
     times = (
         row.read_number("TF_ms") * 1e6,
         row.read_number("TB_ms") * 1e6,
         row.read_number("TW_ms") * 1e6,
     )
-    predicted = compute_bubble_rate(
-        schedule, row.read_count("pp"), row.read_count("num_microbatches"), times, chunks,
-        row.read_number("Tcomm_ms") * 1e6,
-    )  # fmt: skip
-    assert predicted is not None, f"{row.id}: no closed form of {schedule}"
-    published = row.read_number(column)
-    return ValidationRow(
-        row.table, row.id, column, published, predicted, "ratio", tolerance=BUBBLE_TOLERANCE
-    )
+    rows = []
+    for column, schedule in COLUMNS.items():
+        chunks = row.read_count("vpp_max_chunks") if schedule == "interleaved" else 1
+        predicted = compute_bubble_rate(
+            schedule, row.read_count("pp"), row.read_count("num_microbatches"), times, chunks,
+            row.read_number("Tcomm_ms") * 1e6,
+        )  # fmt: skip
+        assert predicted is not None, f"{row.id}: no closed form of {schedule}"
+        published = row.read_number(column)
+        rows.append(row.compare(column, published, predicted, "ratio", tolerance=BUBBLE_TOLERANCE))
+    return tuple(rows)
 
 
 # Numbers of parameters.
@@ -234,19 +239,15 @@ def check_counts(published: Published) -> tuple[Check, ...]:
 
 
 def _compare_sc21_parameters(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    printed, predicted = (
-        row.read_text("params_B"),
-        count_parameters(build_sc21_table1(row)[0].job.model),
-    )
-    return (ValidationRow(
-        row.table, row.id, "parameters", float(printed), predicted / 1e9, "billion",
-        tolerance=compute_half_digit(printed),
-    ),)  # fmt: skip
+    printed = row.read_text("params_B")
+    predicted = count_parameters(build_sc21_table1(row)[0].job.model) / 1e9
+    tolerance = compute_half_digit(printed)
+    return (row.compare("parameters", float(printed), predicted, "billion", tolerance=tolerance),)
 
 
 def _compare_mpt_parameters(row: PublishedRow) -> tuple[ValidationRow, ...]:
     published, predicted = row.read_number("num_params"), float(count_parameters(build_mpt(row)))
-    return (ValidationRow(row.table, row.id, "parameters", published, predicted, "parameters"),)
+    return (row.compare("parameters", published, predicted, "parameters"),)
 
 
 def _compare_scalar(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -259,11 +260,7 @@ def _compare_scalar(row: PublishedRow) -> tuple[ValidationRow, ...]:
     predicted = count_parameters(model)
     if what == "params_active":
         predicted = count_active_parameters(model) - model.vocab * model.hidden
-    return (
-        ValidationRow(
-            row.table, row.id, what, published, float(predicted), "parameters", tolerance=0.5e9
-        ),
-    )
+    return (row.compare(what, published, float(predicted), "parameters", tolerance=0.5e9),)
 
 
 # DeepSpeed's own memory estimators: their formulas and their printed results.
@@ -288,34 +285,23 @@ def _compare_formula(row: PublishedRow) -> tuple[ValidationRow, ...]:
     predicted = _compute_gpu_bytes(
         row.read_text("stage"), offloaded, PARAMETERS, LARGEST, DEEPSPEED_RANKS
     )
-    return (
-        ValidationRow(
-            row.table, row.id, "bytes on a GPU", published, float(predicted), "bytes", tolerance=1.0
-        ),
-    )
+    return (row.compare("bytes on a GPU", published, float(predicted), "bytes", tolerance=1.0),)
 
 
 def _compare_outputs(row: PublishedRow) -> tuple[ValidationRow, ...]:
     # The estimator prints GiB as "GB".
-    ranks = row.read_count("gpus_per_node") * row.read_count("nodes")
-    predicted = _compute_gpu_bytes(
-        row.read_text("stage"),
-        _parse_offload(row.read_text("options")),
-        row.read_count("total_params"),
-        row.read_count("largest_layer_params"),
-        ranks,
+    ranks_per_node, nodes = row.read_count("gpus_per_node"), row.read_count("nodes")
+    offloaded, stage = _parse_offload(row.read_text("options")), row.read_text("stage")
+    count, largest = row.read_count("total_params"), row.read_count("largest_layer_params")
+    on_gpu = _compute_gpu_bytes(stage, offloaded, count, largest, ranks_per_node * nodes)
+    of_layer = largest if row.values.get("zero_init") == "1" else None
+    on_host = estimate_deepspeed_host_bytes(
+        count, ranks_per_node, nodes, int(stage[-1]), offloaded, of_layer
     )
-    return _compare_printed(row, "per_gpu_GB_as_printed", "on a GPU", predicted), _compare_host(row)
-
-
-def _compare_host(row: PublishedRow) -> ValidationRow:
-    nodes, zero = row.read_count("nodes"), int(row.read_text("stage")[-1])
-    largest = row.read_count("largest_layer_params") if row.values.get("zero_init") == "1" else None
-    predicted = estimate_deepspeed_host_bytes(
-        row.read_count("total_params"), row.read_count("gpus_per_node"), nodes, zero,
-        _parse_offload(row.read_text("options")), largest,
-    )  # fmt: skip
-    return _compare_printed(row, "per_cpu_GB_as_printed", "on the host", predicted)
+    return (
+        _compare_printed(row, "per_gpu_GB_as_printed", "on a GPU", on_gpu),
+        _compare_printed(row, "per_cpu_GB_as_printed", "on the host", on_host),
+    )
 
 
 def _compare_printed(
@@ -324,9 +310,7 @@ def _compare_printed(
     """The parameters are rounded to a million: tolerance 0.1 % plus half of the last digit."""
     published = row.read_number(column)
     tolerance = compute_half_digit(row.read_text(column)) + 1e-3 * published
-    return ValidationRow(
-        row.table, row.id, what, published, predicted_bytes / 2**30, "GiB", tolerance=tolerance
-    )
+    return row.compare(what, published, predicted_bytes / 2**30, "GiB", tolerance=tolerance)
 
 
 def _parse_offload(options: str) -> frozenset[str]:
@@ -378,7 +362,14 @@ def check_rates(published: Published) -> tuple[Check, ...]:
 
 
 def _compare_table1(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    return _compare_percent(row, "pct_peak"), _compare_aggregate(row)
+    percent = _compare_percent(row, "pct_peak")
+    rate, gpus = row.read_text("tflops_per_gpu"), row.read_count("gpus")
+    printed = row.read_text("aggregate_pflops")
+    tolerance = compute_half_digit(printed) + compute_half_digit(rate) * gpus / 1000
+    aggregate = row.compare(
+        "aggregate", float(printed), float(rate) * gpus / 1000, "PFLOP/s", tolerance=tolerance
+    )
+    return percent, aggregate
 
 
 def _compare_percent(
@@ -387,25 +378,7 @@ def _compare_percent(
     """The tolerance includes the rounding of the published rate to whole TFLOP/s."""
     rate, printed = row.read_text("tflops_per_gpu"), row.read_text(column)
     tolerance = compute_half_digit(printed) + 100 * compute_half_digit(rate) / peak
-    return ValidationRow(
-        row.table,
-        row.id,
-        column,
-        float(printed),
-        100 * float(rate) / peak,
-        "%",
-        tolerance=tolerance,
-    )
-
-
-def _compare_aggregate(row: PublishedRow) -> ValidationRow:
-    rate, gpus = row.read_text("tflops_per_gpu"), row.read_count("gpus")
-    printed = row.read_text("aggregate_pflops")
-    tolerance = compute_half_digit(printed) + compute_half_digit(rate) * gpus / 1000
-    return ValidationRow(
-        row.table, row.id, "aggregate", float(printed), float(rate) * gpus / 1000, "PFLOP/s",
-        tolerance=tolerance,
-    )  # fmt: skip
+    return row.compare(column, float(printed), 100 * float(rate) / peak, "%", tolerance=tolerance)
 
 
 def _compare_days(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -417,11 +390,7 @@ def _compare_days(row: PublishedRow) -> tuple[ValidationRow, ...]:
         TOKENS, step / seq_len, row.read_count("gpus"), row.read_number("tflops_per_gpu") * 1e12
     )
     published = row.read_number("days_for_300B_tokens")
-    return (
-        ValidationRow(
-            row.table, row.id, "300 B tokens", published, predicted, "days", tolerance=1.0
-        ),
-    )
+    return (row.compare("300 B tokens", published, predicted, "days", tolerance=1.0),)
 
 
 def _compare_korthikanti(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -429,9 +398,7 @@ def _compare_korthikanti(row: PublishedRow) -> tuple[ValidationRow, ...]:
     case = build_korthikanti(row)[1]
     world = case.job.parallel.world_size
     return tuple(
-        ValidationRow(
-            row.table,
-            row.id,
+        row.compare(
             what,
             row.read_number(f"{what}_pct_present"),
             100
@@ -453,11 +420,7 @@ def _compare_mt_nlg(row: PublishedRow) -> tuple[ValidationRow, ...]:
         / 1e12
     )
     published = row.read_number("tflops_per_gpu")
-    return (
-        ValidationRow(
-            row.table, row.id, "FLOP/s of a GPU", published, predicted, "TFLOP/s", tolerance=1.0
-        ),
-    )
+    return (row.compare("FLOP/s of a GPU", published, predicted, "TFLOP/s", tolerance=1.0),)
 
 
 def _compare_foundry(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -468,10 +431,9 @@ def _compare_foundry(row: PublishedRow) -> tuple[ValidationRow, ...]:
         count_model_flops(case.job, "C4"), case.step_ns, row.read_count("gpus"), peak
     )
     published = row.read_number("mfu_pct")
-    return (ValidationRow(
-        row.table, row.id, "mfu", published, 100 * (predicted or 0.0), "%",
-        tolerance=0.01 + 0.5 / row.read_number("tokens_per_s") * published,
-    ),)  # fmt: skip
+    percent = 100 * (predicted or 0.0)
+    tolerance = 0.01 + 0.5 / row.read_number("tokens_per_s") * published
+    return (row.compare("mfu", published, percent, "%", tolerance=tolerance),)
 
 
 def _compare_h100(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -515,27 +477,26 @@ def _compare_zero_table1(row: PublishedRow) -> tuple[ValidationRow, ...]:
     )
     printed = row.read_text("GB_decimal")
     predicted = round_as_printed(states_gb, printed)
-    return (ValidationRow(row.table, row.id, "model states", float(printed), predicted, "GB"),)
+    return (row.compare("model states", float(printed), predicted, "GB"),)
 
 
 def _compare_zero_table2(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    return tuple(_compare_largest(row, scheme) for scheme in STAGES)
-
-
-def _compare_largest(row: PublishedRow, scheme: str) -> ValidationRow:
     """The largest model whose states, sharded over gpus / mp ranks, fill a GPU, times mp.
 
     The paper rounds to a tenth of a billion before the multiplication.
     """
     ranks, mp = row.read_count("gpus") // row.read_count("mp"), row.read_count("mp")
-    states_bytes = shard_states(
-        MANY, ranks, compute_parameter_bytes(PAPER), PAPER, STAGES[scheme]
-    ).total_bytes
-    parameters_per_shard = round(row.read_number("gpu_mem_GB") / (states_bytes / MANY), 1) * 1e9
-    printed = row.read_text(f"max_theory_{scheme}")
-    unit = parse_count(f"1{printed[-1]}")
-    predicted = round_as_printed(parameters_per_shard * mp / unit, printed[:-1]) * unit
-    return ValidationRow(row.table, row.id, scheme, parse_count(printed), predicted, "parameters")
+    rows = []
+    for scheme, zero in STAGES.items():
+        states = shard_states(MANY, ranks, compute_parameter_bytes(PAPER), PAPER, zero)
+        bytes_each = states.total_bytes / MANY
+        parameters_per_shard = round(row.read_number("gpu_mem_GB") / bytes_each, 1) * 1e9
+        printed = row.read_text(f"max_theory_{scheme}")
+        unit = parse_count(f"1{printed[-1]}")
+        predicted = round_as_printed(parameters_per_shard * mp / unit, printed[:-1]) * unit
+        published = parse_count(printed)
+        rows.append(row.compare(scheme, published, predicted, "parameters"))
+    return tuple(rows)
 
 
 def _compare_megatron(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -553,13 +514,12 @@ def _compare_megatron(row: PublishedRow) -> tuple[ValidationRow, ...]:
     per_parameter = replace(known, optimizer=known.optimizer + known.gradient_copy)
     cases += [("distributed", ranks, 1) for ranks in (2, 64)]
     return tuple(
-        ValidationRow(
-            row.table,
-            f"{row.id}_d{ranks}",
+        row.compare(
             column,
             evaluate(row.read_text(column), {"d": ranks}),
             shard_states(MANY, ranks, per_parameter, training, zero).total_bytes / MANY,
             "bytes a parameter",
+            case=f"{row.id}_d{ranks}",
         )
         for column, ranks, zero in cases
     )
@@ -596,16 +556,21 @@ def check_volumes(published: Published) -> tuple[Check, ...]:
 
 
 def _compare_factors(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    return tuple(_compare_factor(row, ranks) for ranks in WIRE_RANKS)
-
-
-def _compare_factor(row: PublishedRow, ranks: int) -> ValidationRow:
-    published = evaluate(row.read_text("busbw_factor"), {"n": ranks})
-    predicted = compute_busbw_factor(row.read_choice("collective", OPS), ranks)
-    case = f"{row.id}_{ranks}"
-    return ValidationRow(
-        row.table, case, "busbw / algbw", published, predicted, "ratio", tolerance=1e-12
-    )
+    rows = []
+    for ranks in WIRE_RANKS:
+        published = evaluate(row.read_text("busbw_factor"), {"n": ranks})
+        predicted = compute_busbw_factor(row.read_choice("collective", OPS), ranks)
+        rows.append(
+            row.compare(
+                "busbw / algbw",
+                published,
+                predicted,
+                "ratio",
+                tolerance=1e-12,
+                case=f"{row.id}_{ranks}",
+            )
+        )
+    return tuple(rows)
 
 
 def _compare_volumes(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -615,10 +580,13 @@ def _compare_volumes(row: PublishedRow) -> tuple[ValidationRow, ...]:
         if message.stage == 0 and message.op in sums:
             sums[message.op] += message.count * message.input_bytes
     return tuple(
-        ValidationRow(
-            row.table, row.id, op, row.read_number(column), sums[op] / 1e9, "GB",
+        row.compare(
+            op,
+            row.read_number(column),
+            sums[op] / 1e9,
+            "GB",
             tolerance=WIRE_TOLERANCE * row.read_number(column),
         )
         for op, column in VOLUMES.items()
         if row.has_value(column) and row.read_number(column) > LEAST_GB
-    )  # fmt: skip
+    )

@@ -40,7 +40,6 @@ from stepsplit.analyzer.model.memory import (
 from stepsplit.analyzer.model.memory_states import compute_layer_activations
 from stepsplit.analyzer.model.parameters import count_hardware_flops
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.profile import PRESETS
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.ops import compute_busbw_factor
@@ -101,24 +100,24 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
     baseline = build_baseline_rows(cases.cases, list_cases(Published(), fitted).cases)
     checks = []
     for family in get_args(Family):
-        rows = [
-            _build_step_row(run, band)
-            for run, band in zip(unseen, bands, strict=True)
-            if run.case.family == family
-        ]
+        rows = []
+        for run, band in zip(unseen, bands, strict=True):
+            if run.case.family == family:
+                case, (low_ns, high_ns) = run.case, band.find_limits(run.predicted_ns)
+                row = ValidationRow(
+                    case.table, case.id, "step time", case.step_ns, float(run.predicted_ns), "ns"
+                )
+                rows.append(replace(row, low=low_ns, high=high_ns))
         names = {row.case for row in rows}
-        baseline_rows = [row for row in baseline if row.case in names]
+        alike = [row for row in baseline if row.case in names]
+        constant = compute_measure("mean/p90", alike) if alike else None
+        result = check(f"{family}, step time", rows, "mean/p90", BARS.get(family, ()), constant)
+        if not result.skipped and constant is not None and result.result[0] > constant[0]:
+            note = "a constant utilization is more accurate on these rows"
+            result = replace(result, note=note)
         left_out = tuple(each for each in cases.left_out if _infer_family(each) == family)
-        checks.append(_check_family(family, rows, baseline_rows, left_out))
+        checks.append(replace(result, left_out=left_out))
     return (*checks, check_layout_choices(unseen), check_repeats(cases.cases))
-
-
-def _build_step_row(run: UnseenRun, band: StepBand) -> ValidationRow:
-    low_ns, high_ns = band.find_limits(run.predicted_ns)
-    return ValidationRow(
-        run.case.table, run.case.id, "step time", run.case.step_ns, float(run.predicted_ns), "ns",
-        low=low_ns, high=high_ns,
-    )  # fmt: skip
 
 
 def _infer_family(left_out: str) -> Family:
@@ -137,20 +136,6 @@ def _infer_family(left_out: str) -> Family:
     return "A100 Megatron"
 
 
-def _check_family(
-    family: Family,
-    rows: Sequence[ValidationRow],
-    baseline_rows: Sequence[ValidationRow],
-    left_out: tuple[str, ...],
-) -> Check:
-    baseline = compute_measure("mean/p90", baseline_rows) if baseline_rows else None
-    result = check(f"{family}, step time", rows, "mean/p90", BARS.get(family, ()), baseline)
-    result = replace(result, left_out=left_out)
-    if result.skipped or baseline is None or result.result[0] <= baseline[0]:
-        return result
-    return replace(result, note="a constant utilization is more accurate on these rows")
-
-
 # The layout predicted fastest, among those that one publisher measured for the same job.
 
 MIN_LAYOUTS = 4
@@ -165,29 +150,28 @@ def check_layout_choices(runs: Iterable[UnseenRun]) -> Check:
     measured with the layout predicted fastest (predicted), against the shortest (published)."""
     sets: dict[tuple[object, ...], list[UnseenRun]] = {}
     for run in runs:
-        if run.case.table == REPORTS_TABLE:
-            sets.setdefault(_find_choice(run.case), []).append(run)
-    rows = [_compare_choice(alike) for alike in sets.values() if len(alike) >= MIN_LAYOUTS]
+        case, job, training = run.case, run.case.job, run.case.job.training
+        if case.table == REPORTS_TABLE:
+            # What the layouts of a set have in common.
+            key = (
+                case.source, job.model, job.hardware, job.parallel.world_size, training.dtype,
+                training.seq_len, training.global_batch,
+            )  # fmt: skip
+            sets.setdefault(key, []).append(run)
+    rows = []
+    for alike in sets.values():
+        if len(alike) >= MIN_LAYOUTS:
+            chosen = min(alike, key=lambda run: run.predicted_ns).case
+            best_ns = min(run.case.step_ns for run in alike)
+            model, training = chosen.job.model, chosen.job.training
+            name = (
+                f"{chosen.source}/{model.layers}x{model.hidden}_{training.seq_len}"
+                f"_{chosen.job.parallel.world_size}_of {len(alike)}"
+            )
+            rows.append(
+                ValidationRow(chosen.table, name, "measured step", best_ns, chosen.step_ns, "ns")
+            )
     return check("choice of a layout, measured step", rows, "mean/p90", CHOICE_BAR)
-
-
-def _find_choice(case: Case) -> tuple[object, ...]:
-    """What the layouts of a set have in common."""
-    job, training = case.job, case.job.training
-    return (
-        case.source, job.model, job.hardware, job.parallel.world_size, training.dtype,
-        training.seq_len, training.global_batch,
-    )  # fmt: skip
-
-
-def _compare_choice(runs: Sequence[UnseenRun]) -> ValidationRow:
-    chosen = min(runs, key=lambda run: run.predicted_ns).case
-    best_ns = min(run.case.step_ns for run in runs)
-    model, training, ranks = chosen.job.model, chosen.job.training, chosen.job.parallel.world_size
-    name = (
-        f"{chosen.source}/{model.layers}x{model.hidden}_{training.seq_len}_{ranks}_of {len(runs)}"
-    )
-    return ValidationRow(chosen.table, name, "measured step", best_ns, chosen.step_ns, "ns")
 
 
 # Runs of one job that were published more than once: what no model of the job can tell apart.
@@ -198,24 +182,19 @@ def check_repeats(cases: Iterable[Case]) -> Check:
     alike: dict[JobConfig, list[Case]] = {}
     for case in cases:
         alike.setdefault(case.job, []).append(case)
-    rows = [
-        _compare_repeat(case, [other.step_ns for other in runs if other is not case])
-        for runs in alike.values()
-        if len(runs) > 1
-        for case in runs
-    ]
+    rows = []
+    for runs in (runs for runs in alike.values() if len(runs) > 1):
+        for case in runs:
+            others_ns = median(other.step_ns for other in runs if other is not case)
+            rows.append(
+                ValidationRow(case.table, case.id, "measured step", case.step_ns, others_ns, "ns")
+            )
     return check(
         "the same job published again, measured step",
         rows,
         "mean/p90",
         (),
         note="predicted is the median of the other runs of that job",
-    )
-
-
-def _compare_repeat(case: Case, others_ns: Sequence[float]) -> ValidationRow:
-    return ValidationRow(
-        case.table, case.id, "measured step", case.step_ns, median(others_ns), "ns"
     )
 
 
@@ -240,39 +219,30 @@ def check_memory(published: Published) -> tuple[Check, ...]:
         check_records(name, records, build, "mean/max", bar, fitted)
         for name, records, build, bar in kinds
     )
-    return (*checks, _check_torchtitan(published))
-
-
-def _check_torchtitan(published: Published) -> Check:
-    rows = [
+    titan = [
         row for row in published.read_records(TORCHTITAN_TABLE) if row.has_value("peak_memory_GiB")
     ]
-    result = check_records(
-        "torchtitan, peak memory", rows, _compare_reserved, "mean/max", (), frozenset()
+    reserved = check_records(
+        "torchtitan, peak memory", titan, _compare_reserved, "mean/max", (), frozenset()
     )
-    if result.skipped:
-        return result
-    return replace(result, note="reserved memory; no constant is fitted on these rows")
+    if not reserved.skipped:
+        note = "reserved memory; no constant is fitted on these rows"
+        reserved = replace(reserved, note=note)
+    return (*checks, reserved)
 
 
 def _compare_reserved(row: PublishedRow) -> tuple[ValidationRow, ...]:
     job = build_torchtitan_job(row)
     peak_bytes = max(stage.total_bytes for stage in compute_memory(job))
     predicted = estimate_reserved_bytes(peak_bytes, find_reserved_ratios(job)).bytes / 2**30
-    return (
-        ValidationRow(
-            row.table, row.id, "reserved", row.read_number("peak_memory_GiB"), predicted, "GiB"
-        ),
-    )
+    return (row.compare("reserved", row.read_number("peak_memory_GiB"), predicted, "GiB"),)
 
 
 def _compare_fullest(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """The largest stage; the table has the maximum over all ranks."""
     predicted_bytes = max(stage.total_bytes for stage in compute_memory(build_simumax(row).job))
     published = row.read_number("real_max_allocated_GiB")
-    return (
-        ValidationRow(row.table, row.id, "allocated", published, predicted_bytes / 2**30, "GiB"),
-    )
+    return (row.compare("allocated", published, predicted_bytes / 2**30, "GiB"),)
 
 
 def _compare_stages(row: PublishedRow) -> tuple[ValidationRow, ...]:
@@ -283,13 +253,14 @@ def _compare_stages(row: PublishedRow) -> tuple[ValidationRow, ...]:
     memory = compute_memory(build_simumax(row).job)
     ranks_per_stage = len(ranks) // len(memory)
     return tuple(
-        ValidationRow(
-            row.table, row.id, f"stage {stage.stage}",
+        row.compare(
+            f"stage {stage.stage}",
             max(ranks[stage.stage * ranks_per_stage : (stage.stage + 1) * ranks_per_stage]) / 1024,
-            stage.total_bytes / 2**30, "GiB",
+            stage.total_bytes / 2**30,
+            "GiB",
         )
         for stage in memory
-    )  # fmt: skip
+    )
 
 
 # The baseline: all runs of a kind reach the same share of the peak FLOP/s.
@@ -389,7 +360,7 @@ def _compare_peak(
     calibration = calibrate_memory(compute_memory(build_job(first)), measured, first.id)
     stages = compute_memory(build_job(row), calibration)
     predicted = max(stage.total_bytes for stage in stages) / 2**30
-    return (ValidationRow(row.table, row.id, "peak", row.read_number(column), predicted, "GiB"),)
+    return (row.compare("peak", row.read_number(column), predicted, "GiB"),)
 
 
 # A row of measured_jobs.csv: a job by its keys, and what it took.
@@ -433,19 +404,13 @@ def check_measured_jobs(published: Published) -> tuple[Check, ...]:
 def _compare_job_peak(row: PublishedRow) -> tuple[ValidationRow, ...]:
     peak_bytes = max(stage.total_bytes for stage in compute_memory(build_stated_job(row)))
     measured = row.read_number("peak_allocated_bytes")
-    return (
-        ValidationRow(row.table, row.id, "allocated", measured / 2**30, peak_bytes / 2**30, "GiB"),
-    )
+    return (row.compare("allocated", measured / 2**30, peak_bytes / 2**30, "GiB"),)
 
 
 def _compare_job_step(row: PublishedRow) -> tuple[ValidationRow, ...]:
     found, measured = predict(build_stated_job(row)), row.read_number("step_ms")
-    low, high = found.low_ns / 1e6, found.high_ns / 1e6
-    return (
-        ValidationRow(
-            row.table, row.id, "step", measured, found.split.step_ns / 1e6, "ms", low=low, high=high
-        ),
-    )
+    compared = row.compare("step", measured, found.split.step_ns / 1e6, "ms")
+    return (replace(compared, low=found.low_ns / 1e6, high=found.high_ns / 1e6),)
 
 
 # Saved activations of a layer in eager transformers, against measured coefficients.
@@ -479,19 +444,11 @@ def _compare_coefficient(row: PublishedRow) -> tuple[ValidationRow, ...]:
     training = TrainingConfig(
         row.read_count("seq"), micro_batch=1, global_batch=1, framework="huggingface"
     )
-    job = JobConfig(_find_eager_model(row), ParallelConfig(), training, load_hardware("h100-sxm"))
+    is_gemma = row.read_text("model").startswith("google/gemma-1.1-2b")
+    model = GEMMA if is_gemma else load_model(row.read_choice("model", EAGER_MODELS))
+    job = JobConfig(model, ParallelConfig(), training, load_hardware("h100-sxm"))
     predicted = compute_layer_activations(job).total_bytes / (2 * job.tokens * job.model.hidden)
-    return (
-        ValidationRow(
-            row.table, row.id, "coefficient", row.read_number("coefficient"), predicted, "x 2bsh"
-        ),
-    )
-
-
-def _find_eager_model(row: PublishedRow) -> ModelConfig:
-    if row.read_text("model").startswith("google/gemma-1.1-2b"):
-        return GEMMA
-    return load_model(row.read_choice("model", EAGER_MODELS))
+    return (row.compare("coefficient", row.read_number("coefficient"), predicted, "x 2bsh"),)
 
 
 # Predicted times of collectives against measured sweeps.
@@ -523,7 +480,12 @@ def check_collectives(published: Published) -> tuple[Check, ...]:
     large = [row for row in rows if row.read_count("size_bytes") >= LARGE_BYTES]
     inside = [row for row in large if row.read_count("nodes") == 1]
     between = [row for row in large if row.read_count("nodes") > 1]
-    left_out = [each for sweep in _group_sweeps(rows) for each in _compare_left_out(sweep)]
+    # The rows of each sweep inside a node.
+    sweeps: dict[tuple[str, str], list[PublishedRow]] = {}
+    for row in rows:
+        if row.read_count("nodes") == 1:
+            sweeps.setdefault((row.read_text("system"), row.read_text("tool")), []).append(row)
+    left_out = [each for sweep in sweeps.values() for each in _compare_left_out(sweep)]
     return (
         check("all_reduce in a node, from 64 MiB", _compare_closed_form(inside), "mean", (0.05,)),
         check(
@@ -566,18 +528,15 @@ def _find_cluster(row: PublishedRow) -> str:
 
 def _compare_closed_form(rows: Iterable[PublishedRow]) -> tuple[ValidationRow, ...]:
     """Times of the closed form; odd powers of two of a sweep were used in the fit."""
-    return mark_fitted([_compare_time(row) for row in rows], list_fitted_collectives())
-
-
-def _compare_time(row: PublishedRow) -> ValidationRow:
-    op, message_bytes = row.read_text("collective"), row.read_count("size_bytes")
-    predicted_ns = time_of(op, message_bytes, _build_span(row), _build_cluster(row)).ns
-    return ValidationRow(row.table, row.id, "time", _read_time_ns(row), predicted_ns, "ns")
-
-
-def _build_cluster(row: PublishedRow) -> HardwareConfig:
-    name, link = CLUSTERS[_find_cluster(row)]
-    return load_hardware(name, link, _build_span(row).ranks_per_node)
+    compared = []
+    for row in rows:
+        op, message_bytes = row.read_text("collective"), row.read_count("size_bytes")
+        span = _build_span(row)
+        name, link = CLUSTERS[_find_cluster(row)]
+        cluster = load_hardware(name, link, span.ranks_per_node)
+        ns = time_of(op, message_bytes, span, cluster).ns
+        compared.append(row.compare("time", _read_time_ns(row), ns, "ns"))
+    return mark_fitted(compared, list_fitted_collectives())
 
 
 def _build_span(row: PublishedRow) -> GroupPlacement:
@@ -590,17 +549,9 @@ def _read_time_ns(row: PublishedRow) -> float:
     return row.read_number("time_us_oop" if row.table == ALPS else "time_us") * 1e3
 
 
-def _group_sweeps(rows: Iterable[PublishedRow]) -> list[list[PublishedRow]]:
-    """The rows of each sweep inside a node, sorted by size."""
-    sweeps: dict[tuple[str, str], list[PublishedRow]] = {}
-    for row in rows:
-        if row.read_count("nodes") == 1:
-            sweeps.setdefault((row.read_text("system"), row.read_text("tool")), []).append(row)
-    return [sorted(each, key=lambda row: row.read_count("size_bytes")) for each in sweeps.values()]
-
-
 def _compare_left_out(rows: list[PublishedRow]) -> list[ValidationRow]:
     """Predict each inner point of a sweep from the others (leave-one-out)."""
+    rows = sorted(rows, key=lambda row: row.read_count("size_bytes"))
     points = [(row.read_count("size_bytes"), _read_time_ns(row)) for row in rows]
     results = []
     for i, row in enumerate(rows[1:-1], start=1):
@@ -608,7 +559,7 @@ def _compare_left_out(rows: list[PublishedRow]) -> list[ValidationRow]:
         span = _build_span(row)
         sweep = TransferSweep("all_reduce", span.ranks, span.ranks_per_node, sizes, times)
         predicted = sweep.interpolate_ns(points[i][0])
-        results.append(ValidationRow(row.table, row.id, "time", points[i][1], predicted, "ns"))
+        results.append(row.compare("time", points[i][1], predicted, "ns"))
     return results
 
 
@@ -645,7 +596,7 @@ def _build_busbw_row(
     span = GroupPlacement(ranks, min(ranks, cluster.gpus_per_node))
     bytes_per_s = message_bytes / (time_of(op, message_bytes, span, cluster).ns * 1e-9)
     predicted = compute_busbw_factor(op, ranks) * bytes_per_s / 1e9
-    return ValidationRow(row.table, case, "busbw", row.read_number(column), predicted, "GB/s")
+    return row.compare("busbw", row.read_number(column), predicted, "GB/s", case=case)
 
 
 def _find_gpu(row: PublishedRow) -> str:
@@ -677,31 +628,26 @@ class UnseenRun:
 
 def predict_unseen(cases: Iterable[Case]) -> tuple[UnseenRun, ...]:
     """Predict each run by the constants that were fitted without its publisher."""
-    return tuple(map(_predict_one, cases))
+    runs = []
+    for case in cases:
+        hardware = case.job.hardware
+        constants = load_left_out().get((hardware.family, case.source), {})
+        efficiency = replace(hardware.efficiency, **cast(dict[str, Any], constants))
+        job = replace(case.job, hardware=replace(hardware, efficiency=efficiency))
+        prediction = predict(job)
+        # The confidence in the run itself, whether or not there are others of its kind.
+        others = [note for note in prediction.notes if not note.startswith(FEW_RUNS)]
+        confidence: RunConfidence = "medium" if others else "high"
+        if prediction.confidence == "low":
+            confidence = "low"
+        runs.append(UnseenRun(case, prediction.split.step_ns, find_run_kind(job), confidence))
+    return tuple(runs)
 
 
 @lru_cache(maxsize=1)
 def predict_published() -> tuple[UnseenRun, ...]:
     """Predict the runs of the package's tables."""
     return predict_unseen(list_cases(Published()).cases)
-
-
-def _predict_one(case: Case) -> UnseenRun:
-    hardware = case.job.hardware
-    constants = load_left_out().get((hardware.family, case.source), {})
-    efficiency = replace(hardware.efficiency, **cast(dict[str, Any], constants))
-    job = replace(case.job, hardware=replace(hardware, efficiency=efficiency))
-    prediction = predict(job)
-    confidence = _find_confidence(prediction)
-    return UnseenRun(case, prediction.split.step_ns, find_run_kind(job), confidence)
-
-
-def _find_confidence(prediction: Prediction) -> RunConfidence:
-    """The confidence in the run itself, whether or not there are others of its kind."""
-    if prediction.confidence == "low":
-        return "low"
-    distances = [note for note in prediction.notes if not note.startswith(FEW_RUNS)]
-    return "medium" if distances else "high"
 
 
 @lru_cache(maxsize=1)

@@ -229,7 +229,12 @@ def build_megascale(row: PublishedRow) -> tuple[Case, ...]:
         recompute="selective",
     )
     job = _build_megatron_job(row, layout, training)
-    step_ns = _compute_megascale_step_ns(row, job)
+    # The published time, or from the MFU (figure 9), which excludes recomputation.
+    if row.has_value("iter_s"):
+        step_ns = row.read_number("iter_s") * 1e9
+    else:
+        rate = row.read_number("mfu_pct") / 100 * PEAK_FLOPS_PER_S * row.read_count("gpus")
+        step_ns = count_model_flops(job, "C1") / rate * 1e9
     return (Case(row.table, row.id, "A100 Megatron", job, step_ns, "megascale"),)
 
 
@@ -377,38 +382,15 @@ def build_llm_foundry(row: PublishedRow) -> Case:
     Composer's mixed precision DEFAULT reduces gradients in fp32, PURE in bf16.
     """
     seconds = row.read_number("global_batch_tokens") / row.read_number("tokens_per_s")
-    job = JobConfig(
-        build_mpt(row),
-        _build_llm_foundry_layout(row),
-        _build_llm_foundry_training(row),
-        find_hardware(row),
-    )
-    return Case(row.table, row.id, "llm-foundry", job, seconds * 1e9, "llm-foundry")
-
-
-def build_mpt(row: PublishedRow) -> ModelConfig:
-    """The model has as many learned positions as its sequence has tokens."""
-    return replace(load_model(f"mpt-{row.read_text('model')}"), positions=row.read_count("seq"))
-
-
-def find_hardware(row: PublishedRow) -> HardwareConfig:
-    name, link = row.read_choice("gpu", GPUS)
-    return load_hardware(name, link, 8)
-
-
-def _build_llm_foundry_layout(row: PublishedRow) -> ParallelConfig:
-    keeps = row.read_text("fsdp_strategy") == "SHARD_GRAD_OP"
-    return ParallelConfig(
+    model, keeps = build_mpt(row), row.read_text("fsdp_strategy") == "SHARD_GRAD_OP"
+    layout = ParallelConfig(
         dp_shard=row.read_count("gpus"),
         zero=3,
         overlap=frozenset({"dp"}),
         reshard_after_forward="never" if keeps else "default",
     )
-
-
-def _build_llm_foundry_training(row: PublishedRow) -> TrainingConfig:
     offload = row.read_text("act_cpu_offload") == "True"
-    return TrainingConfig(
+    training = TrainingConfig(
         seq_len=row.read_count("seq"),
         micro_batch=row.read_count("micro_batch"),
         global_batch=row.read_count("micro_batch")
@@ -422,6 +404,14 @@ def _build_llm_foundry_training(row: PublishedRow) -> TrainingConfig:
         attention_kernel="triton-2023",
         fused_loss=True,
     )
+    name, link = row.read_choice("gpu", GPUS)
+    job = JobConfig(model, layout, training, load_hardware(name, link, 8))
+    return Case(row.table, row.id, "llm-foundry", job, seconds * 1e9, "llm-foundry")
+
+
+def build_mpt(row: PublishedRow) -> ModelConfig:
+    """The model has as many learned positions as its sequence has tokens."""
+    return replace(load_model(f"mpt-{row.read_text('model')}"), positions=row.read_count("seq"))
 
 
 # Published steps of Megatron-LM on A100 -> jobs.
@@ -493,14 +483,6 @@ def _compute_sc21_step_ns(row: PublishedRow) -> float:
     )
 
 
-def _compute_megascale_step_ns(row: PublishedRow, job: JobConfig) -> float:
-    """The published time, or from the MFU (figure 9), which excludes recomputation."""
-    if row.has_value("iter_s"):
-        return row.read_number("iter_s") * 1e9
-    rate = row.read_number("mfu_pct") / 100 * PEAK_FLOPS_PER_S * row.read_count("gpus")
-    return count_model_flops(job, "C1") / rate * 1e9
-
-
 # Nanotron's benchmark of best configurations -> jobs.
 
 
@@ -535,18 +517,15 @@ def build_simumax(row: PublishedRow) -> Case:
     Sequence parallelism with tensor parallelism, no dropout, no overlap, fused loss; context
     parallelism by all-to-all, the only kind that SimuMax models.
     """
-    family: Family = "B200 experts" if row.has_value("experts") else "B200 dense"
-    job = JobConfig(
-        _build_mixture(row) if row.has_value("experts") else build_llama(row),
-        _build_simumax_layout(row),
-        _build_simumax_training(row),
-        load_hardware("b200-sxm"),
-    )
-    return Case(row.table, row.id, family, job, row.read_number("real_iter_ms") * 1e6, "simumax")
-
-
-def _build_simumax_layout(row: PublishedRow) -> ParallelConfig:
-    return ParallelConfig(
+    if row.has_value("experts"):
+        family: Family = "B200 experts"
+        model = load_model(row.read_choice("model_family", MIXTURES))
+        assert model.experts is not None, f"{model.name} has experts"
+        experts = replace(model.experts, dense_layers=DENSE_LAYERS)
+        model = replace(model, layers=row.read_count("layers"), experts=experts)
+    else:
+        family, model = "B200 dense", build_llama(row)
+    layout = ParallelConfig(
         tp=row.read_count("tp"),
         pp=row.read_count("pp"),
         dp_replicate=row.read_count("dp"),
@@ -556,20 +535,12 @@ def _build_simumax_layout(row: PublishedRow) -> ParallelConfig:
         zero=1,
         context_kind="ulysses",
     )
-
-
-def _build_simumax_training(row: PublishedRow) -> TrainingConfig:
     sequences = (
         row.read_count("micro_batch") * row.read_count("num_microbatches") * row.read_count("dp")
     )
-    return TrainingConfig(row.read_count("seq"), row.read_count("micro_batch"), sequences)
-
-
-def _build_mixture(row: PublishedRow) -> ModelConfig:
-    model = load_model(row.read_choice("model_family", MIXTURES))
-    assert model.experts is not None, f"{model.name} has experts"
-    experts = replace(model.experts, dense_layers=DENSE_LAYERS)
-    return replace(model, layers=row.read_count("layers"), experts=experts)
+    training = TrainingConfig(row.read_count("seq"), row.read_count("micro_batch"), sequences)
+    job = JobConfig(model, layout, training, load_hardware("b200-sxm"))
+    return Case(row.table, row.id, family, job, row.read_number("real_iter_ms") * 1e6, "simumax")
 
 
 # Throughput and memory published by torchtitan -> jobs.
@@ -588,7 +559,10 @@ def build_torchtitan(row: PublishedRow) -> Case:
 
 
 def build_torchtitan_job(row: PublishedRow) -> JobConfig:
-    tp, pp, cp = (_parse_axis_size(row, axis) for axis in ("TP", "PP", "CP"))
+    # The number after each axis in the config, such as "FSDP32 TP8 compile"; 1 by default.
+    config = row.read_text("config")
+    found = [re.search(rf"\b{axis}(\d+)", config) for axis in ("TP", "PP", "CP")]
+    tp, pp, cp = (int(size[1]) if size else 1 for size in found)
     layout = ParallelConfig(
         tp=tp,
         pp=pp,
@@ -596,15 +570,25 @@ def build_torchtitan_job(row: PublishedRow) -> JobConfig:
         dp_shard=row.read_count("gpus") // (tp * pp * cp),
         zero=3,
         sequence_parallel=tp > 1,
-        overlap=frozenset({"dp", "tp"} if "asyncTP" in row.read_text("config") else {"dp"}),
+        overlap=frozenset({"dp", "tp"} if "asyncTP" in config else {"dp"}),
     )
     # llama3.1-8B -> llama-3.1-8b.
-    return JobConfig(
-        load_model(re.sub("^llama(?=[23])", "llama-", row.read_text("model").lower())),
-        layout,
-        _build_torchtitan_training(row, layout),
-        _find_torchtitan_hardware(row),
+    model = load_model(re.sub("^llama(?=[23])", "llama-", row.read_text("model").lower()))
+    local = row.read_count("local_batch")
+    training = TrainingConfig(
+        seq_len=row.read_count("seq"),
+        micro_batch=1 if pp > 1 else local,
+        global_batch=local * layout.dp,
+        dtype="fp8" if "float8" in config else "bf16",
+        recompute="full" if row.read_text("activation_ckpt") == "full" else "selective",
+        framework="fsdp2",
+        fused_loss=False,
+        compile=any(word in config for word in COMPILED),
+        early_stop=True,
+        attention_kernel="flash-2",
+        fp8_scaling="row" if "rowwise" in config else "tensor",
     )
+    return JobConfig(model, layout, training, _find_torchtitan_hardware(row))
 
 
 COMPILED = ("compile", "float8", "asyncTP")
@@ -623,29 +607,6 @@ def _find_torchtitan_hardware(row: PublishedRow) -> HardwareConfig:
         return load_hardware(name)
     clock = math.sqrt(500 / 700)
     return replace(load_hardware("h100-sxm"), clock=clock, memory_bytes_per_s=2.4e12)
-
-
-def _parse_axis_size(row: PublishedRow, axis: str) -> int:
-    """The number after the axis in the config, such as "FSDP32 TP8 compile"; 1 by default."""
-    match_ = re.search(rf"\b{axis}(\d+)", row.read_text("config"))
-    return int(match_[1]) if match_ else 1
-
-
-def _build_torchtitan_training(row: PublishedRow, layout: ParallelConfig) -> TrainingConfig:
-    local = row.read_count("local_batch")
-    return TrainingConfig(
-        seq_len=row.read_count("seq"),
-        micro_batch=1 if layout.pp > 1 else local,
-        global_batch=local * layout.dp,
-        dtype="fp8" if "float8" in row.read_text("config") else "bf16",
-        recompute="full" if row.read_text("activation_ckpt") == "full" else "selective",
-        framework="fsdp2",
-        fused_loss=False,
-        compile=any(word in row.read_text("config") for word in COMPILED),
-        early_stop=True,
-        attention_kernel="flash-2",
-        fp8_scaling="row" if "rowwise" in row.read_text("config") else "tensor",
-    )
 
 
 # Pipelines of the Zero Bubble paper -> jobs.

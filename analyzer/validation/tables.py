@@ -72,6 +72,20 @@ class PublishedRow:
         problem, allowed = f"{column} of {self.id} is {word!r}", ", ".join(choices)
         raise DataError(f"{self.table}.csv", problem, f"known values: {allowed}")
 
+    def compare(
+        self,
+        what: str,
+        published: float,
+        predicted: float,
+        unit: str,
+        tolerance: float = 0.0,
+        case: str = "",
+    ) -> ValidationRow:
+        """A published number of this row and a predicted one; case is another id than the row's."""
+        return ValidationRow(
+            self.table, case or self.id, what, published, predicted, unit, tolerance
+        )
+
     def has_value(self, column: str) -> bool:
         """Whether the column exists and is not empty."""
         return bool(self.values.get(column, "").strip())
@@ -269,9 +283,9 @@ def check(
     both = fitted & {row.case for row in reported}
     assert not both, f"fitted on and reported: {sorted(both)}"
     result = compute_measure(measure, reported) if reported else ()
-    return Check(
-        name, all_rows, measure, bar, result, baseline, _explain_no_rows(all_rows, result) or note
-    )
+    if not reported:
+        note = "all rows were used in the fit" if all_rows else "no rows in this folder"
+    return Check(name, all_rows, measure, bar, result, baseline, note)
 
 
 def compute_measure(measure: Measure, rows: Collection[ValidationRow]) -> tuple[float, ...]:
@@ -283,15 +297,13 @@ def compute_measure(measure: Measure, rows: Collection[ValidationRow]) -> tuple[
         case "mean/max":
             return fmean(errors), max(errors)
         case "mean/p90":
-            return fmean(errors), compute_percentile_90(errors)
+            # Linear interpolation between the two nearest values, as numpy's default.
+            several = len(errors) > 1
+            p90 = quantiles(errors, n=10, method="inclusive")[8] if several else errors[0]
+            return fmean(errors), p90
         case "mean":
             return (fmean(errors),)
     return (median(errors),)
-
-
-def compute_percentile_90(values: list[float]) -> float:
-    """Linear interpolation between the two nearest values, as numpy's default."""
-    return quantiles(values, n=10, method="inclusive")[8] if len(values) > 1 else values[0]
 
 
 def mark_fitted(
@@ -299,12 +311,6 @@ def mark_fitted(
 ) -> tuple[ValidationRow, ...]:
     """Mark the rows whose case is one of the fitted ones."""
     return tuple(replace(row, fitted=row.case in fitted) for row in rows)
-
-
-def _explain_no_rows(rows: tuple[ValidationRow, ...], result: tuple[float, ...]) -> str:
-    if result:
-        return ""
-    return "all rows were used in the fit" if rows else "no rows in this folder"
 
 
 # The rows of a folder of published tables, with their ids.
@@ -336,9 +342,14 @@ class Published:
             names = [format_row_id(table, row) for row in rows]
         except KeyError as missing:
             raise DataError(f"{table}.csv", f"no column {missing}", _COLUMN_HINT) from None
-        return tuple(
-            PublishedRow(table, *each) for each in zip(_number_duplicates(names), rows, strict=True)
-        )
+        # Repeated names get #2, #3 ...
+        counts: Counter[str] = Counter()
+        records = []
+        for name, row in zip(names, rows, strict=True):
+            counts[name] += 1
+            number = "" if counts[name] == 1 else f"#{counts[name]}"
+            records.append(PublishedRow(table, f"{name}{number}", row))
+        return tuple(records)
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -347,16 +358,6 @@ def _read(path: Path) -> list[dict[str, str]]:
             return [{k: v or "" for k, v in row.items() if k} for row in csv.DictReader(file)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(path, f"cannot be read ({error})", "give a CSV file in UTF-8") from None
-
-
-def _number_duplicates(names: list[str]) -> list[str]:
-    """Append #2, #3 ... to repeated names."""
-    counts: Counter[str] = Counter()
-    distinct = []
-    for name in names:
-        counts[name] += 1
-        distinct.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
-    return distinct
 
 
 # Ids of the rows of published tables (table/case), the same in any copy of a table.

@@ -35,6 +35,7 @@ from stepsplit.analyzer.units import (
     format_per_step,
     format_percent,
     format_signed_percent,
+    group_consecutive,
 )
 from stepsplit.dashboard.figures.communication import RankGroup
 from stepsplit.dashboard.figures.run import (
@@ -566,12 +567,7 @@ def build_coverage(report: Report) -> list[html.Section]:
 
 def _format_rank_ranges(ranks: Sequence[int]) -> str:
     """The ranks as text, with consecutive ones joined to ranges."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    runs = group_consecutive(ranks)
     named = ", ".join(
         f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
         for run in runs[:MAX_RANGES]

@@ -11,14 +11,8 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.other_hardware import CarriedRun
-from stepsplit.analyzer.diagnose.what_if import WhatIf, WhatIfChange, WhatIfs
-from stepsplit.analyzer.regression.compare import (
-    BucketChange,
-    CallsChange,
-    CallStats,
-    RunComparison,
-    Side,
-)
+from stepsplit.analyzer.diagnose.what_if import WhatIfChange, WhatIfs
+from stepsplit.analyzer.regression.compare import CallStats, RunComparison, Side
 from stepsplit.analyzer.regression.scaling import Scaling, ScalingRun
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build_table
@@ -43,15 +37,25 @@ _NO_NOISE = " (noise unknown: a single step)"
 
 def build_comparison_screen(comparison: RunComparison) -> RenderableType:
     """Builds the screen of a comparison for a rich console of any width."""
-    parts: list[RenderableType] = [
-        format_headline(comparison),
-        Text(),
-        _build_runs_table(comparison),
-    ]
+    sides = _build_sides_table("")
+    both = (_describe_side(comparison.baseline), _describe_side(comparison.candidate))
+    for (name, of_one), (_, of_other) in zip(*both, strict=True):
+        if of_one or of_other:
+            sides.add_row(name, of_one or units.UNKNOWN, of_other or units.UNKNOWN)
+    parts: list[RenderableType] = [format_headline(comparison), Text(), sides]
     if comparison.same:
         return Group(*parts)
     if comparison.settings:
-        parts += [Text(), _build_settings_table(comparison), *_list_notes(comparison)]
+        table = _build_sides_table("configuration differences")
+        for row in comparison.settings:
+            values = (units.UNKNOWN if v is None else v for v in (row.baseline, row.candidate))
+            table.add_row(row.name, *values, style="yellow")
+        # Caveats only for settings that are known on both sides.
+        known = {
+            one.name for one in comparison.settings if None not in (one.baseline, one.candidate)
+        }
+        notes = (Text(note, style="yellow") for name, note in _NOTES if name in known)
+        parts += [Text(), table, *notes]
     parts += [
         *build_findings_section(comparison),
         Text(),
@@ -67,9 +71,18 @@ def format_headline(comparison: RunComparison) -> Text:
     """The change of the median step, and the buckets that changed most."""
     if comparison.same:
         return Text("no differences: same settings, steps, buckets, calls and kernels", "bold")
-    named = ", ".join(_format_bucket(row) for row in _find_largest_changes(comparison))
+    least_ns = MIN_SHARE * comparison.baseline.mean.step_ns
+    changed = [row for row in comparison.buckets if row.changed_ns > least_ns][:_MAX_NAMED]
+    named = ", ".join(
+        f"{row.bucket} {units.format_signed_milliseconds(row.difference_ns)}" for row in changed
+    )
+    noise = ""
+    if comparison.token_ratio is None and comparison.microbatch_ratio is None:
+        # The noise is that of steps that do the same work.
+        noise = ", within noise" if comparison.within_noise else ""
+        noise = _NO_NOISE if comparison.within_noise is None else noise
     text = Text(f"candidate {_describe_difference(comparison)}", style="bold").append(
-        _format_noise(comparison), "yellow"
+        noise, "yellow"
     )
     text.append(_describe_mean(comparison))
     return text.append(f": {named or 'no large change in any bucket'}", "not bold")
@@ -100,48 +113,15 @@ def _describe_difference(comparison: RunComparison) -> str:
     if per_microbatch is not None and of_one is not None:
         time = units.format_milliseconds(of_one)
         return f"takes {time} per microbatch, {_format_more(per_microbatch)} ({length})"
-    return f"is {_format_difference(comparison)}"
+    if not ns:
+        return "is equally fast"
+    ratio = comparison.ratio
+    share = "" if ratio is None else f" ({units.format_percent(abs(ratio - 1))})"
+    return f"is {units.format_milliseconds(abs(ns))}{share} {'slower' if ns > 0 else 'faster'}"
 
 
 def _format_more(ratio: float) -> str:
     return f"{units.format_percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'}"
-
-
-def _format_difference(comparison: RunComparison) -> str:
-    ns, ratio = comparison.difference_ns, comparison.ratio
-    if not ns:
-        return "equally fast"
-    share = "" if ratio is None else f" ({units.format_percent(abs(ratio - 1))})"
-    return f"{units.format_milliseconds(abs(ns))}{share} {'slower' if ns > 0 else 'faster'}"
-
-
-def _format_noise(comparison: RunComparison) -> str:
-    """What the noise between steps makes of the difference of steps that do the same work."""
-    if comparison.token_ratio is not None or comparison.microbatch_ratio is not None:
-        return ""
-    if comparison.within_noise is None:
-        return _NO_NOISE
-    return ", within noise" if comparison.within_noise else ""
-
-
-def _find_largest_changes(comparison: RunComparison) -> tuple[BucketChange, ...]:
-    least = MIN_SHARE * comparison.baseline.mean.step_ns
-    return tuple(row for row in comparison.buckets if row.changed_ns > least)[:_MAX_NAMED]
-
-
-def _format_bucket(row: BucketChange) -> str:
-    return f"{row.bucket} {units.format_signed_milliseconds(row.difference_ns)}"
-
-
-def _build_runs_table(comparison: RunComparison) -> Table:
-    """The two runs side by side; rows that are unknown for both are omitted."""
-    table = _build_sides_table("")
-    baseline, candidate = comparison.baseline, comparison.candidate
-    rows = zip(_describe_side(baseline), _describe_side(candidate), strict=True)
-    for (name, of_one), (_, of_other) in rows:
-        if of_one or of_other:
-            table.add_row(name, of_one or units.UNKNOWN, of_other or units.UNKNOWN)
-    return table
 
 
 def _describe_side(side: Side) -> tuple[tuple[str, str], ...]:
@@ -159,25 +139,6 @@ def _describe_side(side: Side) -> tuple[tuple[str, str], ...]:
         ("peak memory", "" if peak is None else units.format_gibibytes(peak)),
         ("MFU", "" if mfu is None else units.format_percent(mfu)),
     )
-
-
-def _build_settings_table(comparison: RunComparison) -> Table:
-    table = _build_sides_table("configuration differences")
-    for row in comparison.settings:
-        table.add_row(
-            row.name, _format_setting(row.baseline), _format_setting(row.candidate), style="yellow"
-        )
-    return table
-
-
-def _format_setting(setting: str | None) -> str:
-    return units.UNKNOWN if setting is None else setting
-
-
-def _list_notes(comparison: RunComparison) -> list[Text]:
-    """Caveats for settings that are known on both sides and differ."""
-    known = {row.name for row in comparison.settings if None not in (row.baseline, row.candidate)}
-    return [Text(note, style="yellow") for name, note in _NOTES if name in known]
 
 
 def _build_sides_table(first: str) -> Table:
@@ -258,7 +219,12 @@ def build_calls_section(comparison: RunComparison) -> list[RenderableType]:
         table.add_row(
             f"{_format_axis(row.axis)} {row.op}", "baseline", *_format_calls(row.baseline)
         )
-        table.add_row(_format_size(row), "candidate", *_format_calls(row.candidate))
+        size = "size unknown"
+        if row.message_bytes is not None:
+            size = units.format_size(row.message_bytes)
+        table.add_row(
+            f"  {size} {row.dtype or ''}".rstrip(), "candidate", *_format_calls(row.candidate)
+        )
     note = Text("counts: mean over ranks; transfer and wait: median call", _DIM)
     return [Text(), table, *_format_rest(len(rows), "kind of call", "kinds of calls"), note]
 
@@ -290,11 +256,6 @@ def _format_share(part_ns: int, whole_ns: int) -> str:
 
 def _format_axis(name: str) -> str:
     return AXIS_SHORT.get(name, name)
-
-
-def _format_size(row: CallsChange) -> str:
-    size = "size unknown" if row.message_bytes is None else units.format_size(row.message_bytes)
-    return f"  {size} {row.dtype or ''}".rstrip()
 
 
 def _format_calls(calls: CallStats | None) -> tuple[str, ...]:
@@ -336,23 +297,21 @@ _MIN_COST, _MAX_COSTS = 0.005, 3
 
 def build_scaling_screen(scaling: Scaling) -> RenderableType:
     """Builds the screen of several runs of a job: steps, buckets, and the cost of each bucket."""
-    parts: list[RenderableType] = [_format_scaling_headline(scaling), Text()]
-    parts += [_build_scaling_table(scaling), Text(), _build_shares_table(scaling)]
+    first, last = scaling.runs[0], scaling.runs[-1]
+    headline = Text(f"{len(scaling.runs)} runs, {first.gpus:,} to {last.gpus:,} GPUs", style="bold")
+    parts: list[RenderableType] = [headline]
+    if scaling.work is None or last.efficiency is None:
+        parts.append(Text(_NO_WORK, "yellow"))
+    else:
+        efficiency = units.format_percent(last.efficiency)
+        headline.append(
+            f": {last.name} has {efficiency} of the efficiency of {scaling.reference} "
+            f"({_WORK[scaling.work]})",
+            "not bold",
+        )
+    parts += [Text(), _build_scaling_table(scaling), Text(), _build_shares_table(scaling)]
     costs = [_format_costs(run, scaling.reference) for run in scaling.runs[1:] if run.costs]
     return Group(*parts, *([Text(), *costs] if costs else ()))
-
-
-def _format_scaling_headline(scaling: Scaling) -> RenderableType:
-    first, last = scaling.runs[0], scaling.runs[-1]
-    text = Text(f"{len(scaling.runs)} runs, {first.gpus:,} to {last.gpus:,} GPUs", style="bold")
-    if scaling.work is None or last.efficiency is None:
-        return Group(text, Text(_NO_WORK, "yellow"))
-    efficiency = units.format_percent(last.efficiency)
-    return text.append(
-        f": {last.name} has {efficiency} of the efficiency of {scaling.reference} "
-        f"({_WORK[scaling.work]})",
-        "not bold",
-    )
 
 
 def _build_scaling_table(scaling: Scaling) -> Table:
@@ -436,23 +395,25 @@ _DESCRIPTIONS = {
 
 def build_what_if_screen(result: WhatIfs) -> RenderableType:
     """Builds the screen of what-if: the measured step, and its estimate with each change."""
-    slowdown = f"slowdown by stragglers and load imbalance: {result.slowdown:.3f}x"
     parts: list[RenderableType] = []
     if result.carried is not None:
         parts += _build_carried(result.carried, result.step_ns)
     if result.changes or not parts:
-        parts += _build_changes(result)
+        mean = units.format_milliseconds(result.step_ns)
+        table = build_table("change", "step", "difference")
+        table.add_column("", overflow="fold")
+        for row in result.changes:
+            gain = -row.gain_ns / result.step_ns if result.step_ns else 0.0
+            table.add_row(
+                str(row.change),
+                units.format_milliseconds(row.step_ns),
+                units.format_signed_percent(gain),
+                _describe_change(row.change),
+            )
+        heading = Text(f"mean step {mean}; estimates with one change each:", style="bold")
+        parts += [heading, table]
+    slowdown = f"slowdown by stragglers and load imbalance: {result.slowdown:.3f}x"
     return Group(*parts, Text(slowdown))
-
-
-def _build_changes(result: WhatIfs) -> Iterator[RenderableType]:
-    mean = units.format_milliseconds(result.step_ns)
-    yield Text(f"mean step {mean}; estimates with one change each:", style="bold")
-    table = build_table("change", "step", "difference")
-    table.add_column("", overflow="fold")
-    for row in result.changes:
-        table.add_row(*_format_change_row(row, result.step_ns))
-    yield table
 
 
 def _build_carried(run: CarriedRun, recorded_ns: int) -> Iterator[RenderableType]:
@@ -482,15 +443,6 @@ def _build_carried(run: CarriedRun, recorded_ns: int) -> Iterator[RenderableType
         )  # fmt: skip
     yield table
     yield from (Text(f"limit: {text}") for text in run.limits)
-
-
-def _format_change_row(row: WhatIf, step_ns: int) -> tuple[str, ...]:
-    return (
-        str(row.change),
-        units.format_milliseconds(row.step_ns),
-        units.format_signed_percent(-row.gain_ns / step_ns if step_ns else 0.0),
-        _describe_change(row.change),
-    )
 
 
 def _describe_change(change: WhatIfChange) -> str:

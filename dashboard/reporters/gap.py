@@ -29,23 +29,25 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
         f"confidence {gap.confidence}"
     )
     parts: list[RenderableType] = [Text(heading, style="bold")]
-    parts += [_build_gap_table(gap)] if len(gap.stages) > 1 else []
-    parts += [*_list_differences(gap), *_compare_speeds(gap), *_compare_calls(gap)]
+    if len(gap.stages) > 1:
+        table = build_table("", "measured", "model", "diff")
+        buckets = zip(BUCKETS, shown.predicted.buckets_ns, shown.measured.buckets_ns, strict=True)
+        for bucket, expected, took in buckets:
+            if expected or took:
+                table.add_row(
+                    Text(bucket, style=BUCKET_STYLE[bucket]),
+                    units.format_milliseconds(took),
+                    units.format_milliseconds(expected),
+                    units.format_signed_milliseconds(took - expected),
+                )
+        parts.append(table)
+    parts += [*_list_differences(gap), *_compare_speeds(gap)]
+    if differing := [calls for calls in gap.calls if not calls.equal]:
+        parts.append(Text("calls that differ: " + "; ".join(map(_compare_call, differing))))
+    elif gap.calls:
+        parts.append(Text("calls: counts and bytes as predicted"))
     parts += _compare_memory(gap)
     return parts + [Text(f"caveat: {note}", style="yellow") for note in gap.notes]
-
-
-def _build_gap_table(gap: Gap) -> Table:
-    table = build_table("", "measured", "model", "diff")
-    shown = gap.shown
-    for bucket, expected, took in zip(
-        BUCKETS, shown.predicted.buckets_ns, shown.measured.buckets_ns, strict=True
-    ):
-        if expected or took:
-            name = Text(bucket, style=BUCKET_STYLE[bucket])
-            sides = units.format_milliseconds(took), units.format_milliseconds(expected)
-            table.add_row(name, *sides, units.format_signed_milliseconds(took - expected))
-    return table
 
 
 def _list_differences(gap: Gap) -> list[RenderableType]:
@@ -61,13 +63,6 @@ def _list_differences(gap: Gap) -> list[RenderableType]:
     for ns, message in parts:
         table.add_row(units.format_signed_milliseconds(ns), message)
     return [Text("difference by cause", style="bold"), table] if parts else []
-
-
-def _compare_calls(gap: Gap) -> list[Text]:
-    differing = [calls for calls in gap.calls if not calls.equal]
-    if differing:
-        return [Text("calls that differ: " + "; ".join(map(_compare_call, differing)))]
-    return [Text("calls: counts and bytes as predicted")] if gap.calls else []
 
 
 def _compare_call(calls: ComparedCalls) -> str:

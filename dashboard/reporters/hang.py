@@ -14,14 +14,7 @@ from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import MAX_RANKS, format_ranks, name_ranks
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.diagnose.hang.result import (
-        Hang,
-        LastCall,
-        Missing,
-        RankNow,
-        Stuck,
-        StuckGroup,
-    )
+    from stepsplit.analyzer.diagnose.hang.result import Hang, LastCall, RankNow, StackFrame, Stuck
 
 MOST_BLOCKED, MOST_UNFINISHED = 8, 3
 
@@ -43,9 +36,20 @@ def build_hang_screen(hang: Hang) -> RenderableType:
     from stepsplit.analyzer.diagnose.hang.sentences import format_verdict
 
     lines = (hang.note, *format_verdict([one.message for one in hang.culprits]))
+    known = [_format_count(len(hang.ranks), "dump", "dumps")] if hang.ranks else []
+    if hang.states:
+        known.insert(0, f"looked at {_format_count(len(hang.states), 'rank', 'ranks')}")
+    if hang.no_dump and hang.ranks:
+        known.append(f"no dump from {name_ranks(hang.no_dump)}")
+    if hang.stuck:
+        known.append(_format_count(len(hang.stuck), "unfinished call", "unfinished calls"))
+        first = min(int(call.called_unix_ns) for call in hang.stuck)
+        if first > 0:
+            at = datetime.fromtimestamp(first / 1e9, UTC)
+            known.append(f"oldest since {at:%Y-%m-%d %H:%M:%S} UTC")
     parts: list[RenderableType] = [
         Group(*(Text(line, style="bold") for line in lines if line)),
-        _build_hang_heading(hang),
+        Text("   ".join(known)),
     ]
     for one in hang.warnings:
         of_rank = "" if one.rank is None else f" (rank {one.rank})"
@@ -74,7 +78,9 @@ def _list_states(hang: Hang) -> list[Text]:
     lines = [Text(), Text("PYTHON STACKS, INNERMOST FIRST", style="bold")]
     for ones in ordered[:MAX_RANKS]:
         lines.append(Text(f"{name_ranks([one.rank for one in ones])}  {_describe_state(ones)}"))
-        lines += [Text(f"    {frame}", style="bright_black") for frame in _list_frames(ones[0])]
+        lines += [
+            Text(f"    {frame}", style="bright_black") for frame in _list_frames(ones[0].stack)
+        ]
     return lines
 
 
@@ -87,33 +93,15 @@ def _describe_state(ones: Sequence[RankNow]) -> str:
         parts.append(f"{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))} steps ended")
     if since_ns is not None:
         parts.append(f"the last {since_ns / 1e9:.1f} s ago")
-    return ", ".join([*parts, *([_cut(ones[0].error)] if ones[0].error else [])])
+    if error := ones[0].error:
+        parts.append(error if len(error) <= MAX_ERROR else f"{error[: MAX_ERROR - 3]}...")
+    return ", ".join(parts)
 
 
-def _cut(error: str) -> str:
-    return error if len(error) <= MAX_ERROR else f"{error[: MAX_ERROR - 3]}..."
-
-
-def _list_frames(one: RankNow) -> tuple[str, ...]:
-    shown = tuple(f"{frame.file}:{frame.line} {frame.function}" for frame in one.stack)
+def _list_frames(stack: Sequence[StackFrame]) -> tuple[str, ...]:
+    shown = tuple(f"{frame.file}:{frame.line} {frame.function}" for frame in stack)
     more = len(shown) - MAX_FRAMES
     return (*shown[:MAX_FRAMES], f"and {more} more frames") if more > 0 else shown
-
-
-def _build_hang_heading(hang: Hang) -> Text:
-    known = [_format_count(len(hang.ranks), "dump", "dumps")] if hang.ranks else []
-    if hang.states:
-        known.insert(0, f"looked at {_format_count(len(hang.states), 'rank', 'ranks')}")
-    if hang.no_dump and hang.ranks:
-        known.append(f"no dump from {name_ranks(hang.no_dump)}")
-    if hang.stuck:
-        first = min(int(call.called_unix_ns) for call in hang.stuck)
-        at = datetime.fromtimestamp(first / 1e9, UTC)
-        known += [
-            _format_count(len(hang.stuck), "unfinished call", "unfinished calls"),
-            f"oldest since {at:%Y-%m-%d %H:%M:%S} UTC" if first > 0 else "",
-        ]
-    return Text("   ".join(part for part in known if part))
 
 
 def _format_count(count: int, one: str, several: str) -> str:
@@ -172,7 +160,9 @@ def _list_stacks(hang: Hang) -> list[Text]:
     shown: dict[tuple[str, ...], int] = {}
     for rank in ranks[:MAX_RANKS]:
         lines.append(_describe_last_call(rank, last.get(rank), hang))
-        stack = _format_stack(last.get(rank))
+        frames = last[rank].stack if rank in last else ()
+        # Without torch's own frames if there are others.
+        stack = _list_frames([one for one in frames if "/torch/" not in one.file] or frames)
         if stack and stack in shown:
             lines.append(Text(f"    same stack as rank {shown[stack]}", style="bright_black"))
             continue
@@ -188,24 +178,11 @@ def _describe_last_call(rank: int, last: LastCall | None, hang: Hang) -> Text:
         call = f"{last.op} {last.seq} of {last.group.in_words}"
         return Text(f"rank {rank}  last called {call}: {last.state}")
     missing = ((call.group, one) for call in hang.stuck for one in call.missing)
-    progress = next(
-        (_describe_progress(group, one) for group, one in missing if one.rank == rank), ""
-    )
+    call_of_rank = next(((group, one) for group, one in missing if one.rank == rank), None)
+    progress = ""
+    if call_of_rank is not None and call_of_rank[1].last_enqueued is not None:
+        # Its last call on a group that waits for it.
+        group, one = call_of_rank
+        state = "completed" if one.last_completed == one.last_enqueued else "not completed"
+        progress = f"; its last on {group.in_words} is {one.last_enqueued}, {state}"
     return Text(f"rank {rank}  no call in its dump{progress}")
-
-
-def _describe_progress(group: StuckGroup, missing: Missing) -> str:
-    """Its last call on a group that waits for it."""
-    if missing.last_enqueued is None:
-        return ""
-    done = missing.last_completed == missing.last_enqueued
-    state = "completed" if done else "not completed"
-    return f"; its last on {group.in_words} is {missing.last_enqueued}, {state}"
-
-
-def _format_stack(last: LastCall | None) -> tuple[str, ...]:
-    """The innermost frames of the stack, without torch's own if there are others."""
-    frames = () if last is None else last.stack
-    own = [one for one in frames if "/torch/" not in one.file] or list(frames)
-    shown = tuple(f"{one.file}:{one.line} {one.function}" for one in own[:MAX_FRAMES])
-    return (*shown, f"and {len(own) - MAX_FRAMES} more frames") if len(own) > MAX_FRAMES else shown

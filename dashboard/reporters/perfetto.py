@@ -40,10 +40,9 @@ def perfetto_trace(report: Report, tables: Tables) -> Iterator[bytes]:
     end = segments.start_ns + segments.dur_ns
     track = lanes.compute_tracks(segments.rank, BAND)
     band = _Part(track, segments.bucket.astype(np.int64), BUCKETS, segments.start_ns, end)
-    waits = _build_wait_slices(tables.waits, lanes)
     parts = (
         band,
-        waits,
+        _build_wait_slices(tables.waits, lanes),
         _build_step_slices(report.steps, tables.segments, lanes),
         _build_box_slices(tables.boxes, lanes),
     )
@@ -76,14 +75,12 @@ def _drop_empty_rows(table: _Table) -> _Table:
 def _build_wait_slices(waits: Waits, lanes: Lanes) -> _Part:
     columns = (waits.bucket, waits.owner, waits.axis, waits.op)
     name, keys = _encode_keys(zip(*(column.tolist() for column in columns), strict=True))
-    names = tuple(_name_wait(*key) for key in keys)
-    end = waits.start_ns + waits.dur_ns
-    return _Part(lanes.compute_tracks(waits.rank, WAITS), name, names, waits.start_ns, end)
-
-
-def _name_wait(bucket: int, owner: int, axis: str, op: str) -> str:
-    whom = f"waits for rank {owner}" if owner >= 0 else "waits"
-    return f"{BUCKETS[bucket]}: {whom} ({f'{axis} {op}'.strip()})"
+    names = []
+    for bucket, owner, axis, op in keys:
+        whom = f"waits for rank {owner}" if owner >= 0 else "waits"
+        names.append(f"{BUCKETS[bucket]}: {whom} ({f'{axis} {op}'.strip()})")
+    track, end = lanes.compute_tracks(waits.rank, WAITS), waits.start_ns + waits.dur_ns
+    return _Part(track, name, tuple(names), waits.start_ns, end)
 
 
 def _build_step_slices(rows: Iterable[StepRow], segments: Segments, lanes: Lanes) -> _Part:
@@ -131,7 +128,7 @@ def _find_sources(tables: Tables) -> Int64:
 def _merge_parts(parts: tuple[_Part, ...], flow_rows: Int64) -> PerfettoSlices:
     """Concatenates the slices and shifts negative times to 0.
 
-    The n-th row in `reached` ends flow n + 1.
+    The n-th row in flow_rows ends flow n + 1.
     """
     track = np.concatenate([part.track for part in parts])
     start = np.concatenate([part.start_ns for part in parts])
@@ -175,7 +172,9 @@ def build_lanes(boxes: Boxes) -> Lanes:
     """Assigns a track to each stage of a rank, and more tracks to overlapping boxes."""
     lane = _assign_lanes(boxes)
     stages = np.unique(np.column_stack((boxes.stage, lane)), axis=0)
-    place = STAGES + _find_rows(stages, boxes.stage, lane)
+    rows = {pair: row for row, pair in enumerate(map(tuple, stages.tolist()))}
+    pairs = zip(boxes.stage.tolist(), lane.tolist(), strict=True)
+    place = STAGES + np.array([rows[pair] for pair in pairs], dtype=np.int64)
     count = STAGES + len(stages)
     track = (boxes.rank.astype(np.int64) + 1) * count + place
     return Lanes(count, track, dict(zip(track.tolist(), boxes.stage.tolist(), strict=True)))
@@ -213,17 +212,13 @@ def _assign_lanes(boxes: Boxes) -> Int64:
     return lane
 
 
-def _find_rows(stages: Int64, stage: Int32, lane: Int64) -> Int64:
-    """The row of each (stage, lane) in the sorted table of stages and lanes."""
-    keys = {pair: row for row, pair in enumerate(map(tuple, stages.tolist()))}
-    pairs = zip(stage.tolist(), lane.tolist(), strict=True)
-    return np.array([keys[pair] for pair in pairs], dtype=np.int64)
-
-
 def _name_process(run: Run, rank: int, stages: list[int]) -> str:
     """A process name such as "rank 3 (host0, stage 1)"; omits unknown parts."""
     hosts = [host.host for host in run.hosts if rank in host.ranks and host.host != "unknown"]
-    known_stages = stages or _infer_stage(run, rank)
+    known_stages = stages
+    if not stages and run.mesh is not None:
+        mesh = Mesh(tuple(axis.axis for axis in run.mesh), tuple(axis.size for axis in run.mesh))
+        known_stages = [mesh.coordinate(rank, "pp")] if mesh.size("pp") > 1 else []
     which = [
         f"stage {known_stages[0]}"
         if len(known_stages) == 1
@@ -231,13 +226,6 @@ def _name_process(run: Run, rank: int, stages: list[int]) -> str:
     ]
     where = ", ".join(hosts + (which if known_stages else []))
     return f"rank {rank} ({where})" if where else f"rank {rank}"
-
-
-def _infer_stage(run: Run, rank: int) -> list[int]:
-    if run.mesh is None:
-        return []
-    mesh = Mesh(tuple(axis.axis for axis in run.mesh), tuple(axis.size for axis in run.mesh))
-    return [mesh.coordinate(rank, "pp")] if mesh.size("pp") > 1 else []
 
 
 # Perfetto protobuf: tracks, slices and flows as bytes.
@@ -323,11 +311,7 @@ def encode_slices(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
         yield _encode_packets(
             _END, slices.end_ns[block], [_encode_varint_column(11, slices.track[block]), ending]
         )
-    yield from _encode_begins(slices, origins)
-
-
-def _encode_begins(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
-    """The begin packets, grouped by their number of flows."""
+    # The begin packets, grouped by their number of flows.
     count = np.bincount(origins.row, minlength=len(slices.track))
     first = np.cumsum(count) - count
     flow = origins.flow[np.argsort(origins.row, kind="stable")]
@@ -392,14 +376,14 @@ def _encode_packet(*content: tuple[int, int | str | bytes]) -> bytes:
 
 def _encode_message(*content: tuple[int, int | str | bytes]) -> bytes:
     """Encodes the fields (number, value) of a message."""
-    return b"".join(_encode_field(number, value) for number, value in content)
-
-
-def _encode_field(number: int, value: int | str | bytes) -> bytes:
-    if isinstance(value, int):
-        return _encode_tag(number, 0) + _encode_varint(value)
-    content = value.encode() if isinstance(value, str) else value
-    return _encode_tag(number, 2) + _encode_varint(len(content)) + content
+    encoded = []
+    for number, value in content:
+        if isinstance(value, int):
+            encoded.append(_encode_tag(number, 0) + _encode_varint(value))
+        else:
+            body = value.encode() if isinstance(value, str) else value
+            encoded.append(_encode_tag(number, 2) + _encode_varint(len(body)) + body)
+    return b"".join(encoded)
 
 
 def _encode_tag(number: int, wire_type: int) -> bytes:

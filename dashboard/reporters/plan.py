@@ -14,13 +14,11 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.config import HardwareConfig, JobConfig
 from stepsplit.analyzer.model.plan_space import (
-    AxisPlacement,
     Candidate,
     Choice,
     Plan,
     Reason,
     RunnerUp,
-    SearchCounts,
     format_job_lines,
 )
 from stepsplit.analyzer.validation.tables import Check, ValidationRow
@@ -42,6 +40,13 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     """Builds the screen of a plan for a rich console of any width."""
     training, name = job.training, job.model.name or f"of {job.model.layers} layers"
     adapters = f", LoRA of rank {training.lora_rank}" if training.lora_rank else ""
+    searched = plan.searched
+    refused = searched.considered - searched.too_big - searched.fit
+    search = f"{searched.considered:,} layouts considered: {searched.fit:,} fit, "
+    search += f"{searched.too_big:,} do not fit, {refused:,} are invalid"
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in searched.refused[:MAX_REJECTED_KINDS])
+    search += f" ({kinds})" if kinds else ""
+    search += f"; {searched.timed:,} timed, others ruled out by lower bounds"
     parts: list[RenderableType] = [
         Group(
             Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold"),
@@ -50,7 +55,7 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
                 f"{training.dtype} {training.optimizer}, {training.framework}{adapters}"
             ),
         ),
-        _format_search(plan.searched),
+        Text(search, style=_DIM),
         Text(),
     ]
     # One line per layout.
@@ -69,28 +74,21 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
             candidate.confidence,
             *_format_cost(plan, candidate, plan.gpus),
         )
-    parts += [
-        table,
-        Text(),
-        _build_details_table(plan),
-        Text(),
-        *_build_decision_tree(job, plan),
-    ]
+    # The settings of each layout, and why it is slower.
+    details = Table.grid(padding=(0, 2, 0, 0))
+    details.add_column(no_wrap=True)
+    details.add_column(overflow="fold")
+    details.add_row("1", _build_settings(plan.best))
+    for rank, runner_up in enumerate(plan.runners_up, 2):
+        text = Text(explain_runner_up(plan.best, runner_up), style="yellow")
+        details.add_row(str(rank), Group(_build_settings(runner_up.candidate), text))
+    parts += [table, Text(), details, Text(), *_build_decision_tree(job, plan)]
     if plan.pareto:
         parts += [Text(), _build_pareto_table(plan)]
     lines = format_job_lines(job, plan.best.choice)
     heading = "to job.toml: replace [parallel], and these keys of [training]"
     parts += [Text(), Text(heading, style="bold"), *map(Text, lines)]
     return Group(*parts)
-
-
-def _format_search(searched: SearchCounts) -> Text:
-    refused = searched.considered - searched.too_big - searched.fit
-    text = f"{searched.considered:,} layouts considered: {searched.fit:,} fit, "
-    text += f"{searched.too_big:,} do not fit, {refused:,} are invalid"
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in searched.refused[:MAX_REJECTED_KINDS])
-    text += f" ({kinds})" if kinds else ""
-    return Text(f"{text}; {searched.timed:,} timed, others ruled out by lower bounds", style=_DIM)
 
 
 def _format_cost(plan: Plan, candidate: Candidate, gpus: int) -> tuple[str, ...]:
@@ -115,18 +113,6 @@ def _build_pareto_table(plan: Plan) -> Table:
             "" if candidate.mfu is None else units.format_percent(candidate.mfu),
             *_format_cost(plan, candidate, point.gpus),
         )
-    return table
-
-
-def _build_details_table(plan: Plan) -> Table:
-    """The settings of each layout, and why it is slower."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("1", _build_settings(plan.best))
-    for rank, runner_up in enumerate(plan.runners_up, 2):
-        text = Text(explain_runner_up(plan.best, runner_up), style="yellow")
-        table.add_row(str(rank), Group(_build_settings(runner_up.candidate), text))
     return table
 
 
@@ -160,30 +146,26 @@ def _build_decision_tree(job: JobConfig, plan: Plan) -> list[RenderableType]:
         words += [f"ep {trial.ep}"] * (trial.ep > 1)
         words += [f"ZeRO-{trial.zero}"] * (trial.zero > 0)
         table.add_row(f"{trial.question}{': ' if words else ''}{' '.join(words)}", needs, answer)
-    links = ", ".join(_format_placement(place) for place in plan.places) or "none (one GPU)"
+    final = plan.tree[-1]
+    axes = (("tp", final.tp), ("pp", final.pp), ("ep", final.ep))
+    sizes = [f"{axis} {size}" for axis, size in axes if size > 1]
+    alone = "data parallelism only" if plan.gpus > 1 else "one GPU"
+    by_hand = f"{' '.join(sizes)} and data parallelism" if sizes else alone
+    places = []
+    for place in plan.places:
+        where = "within a node" if place.nodes == 1 else f"across {place.nodes:,} nodes"
+        places.append(f"{place.axis} {place.ranks:,} {where} ({place.link})")
+    links = ", ".join(places) or "none (one GPU)"
     gpu_memory = f"memory of a GPU: {units.format_gibibytes(job.hardware.memory_bytes)}"
     rest = Text(
         f"each in its most memory-efficient form, full recomputation; {gpu_memory}", style=_DIM
     )
-    return [table, rest, _format_rule_of_thumb(plan), Text(f"links of the best layout: {links}")]
-
-
-def _format_rule_of_thumb(plan: Plan) -> Text:
-    """The rule-of-thumb layout and the fastest layout."""
-    last, best = plan.tree[-1], format_axes(plan.best.choice)
-    sizes = [
-        f"{axis} {size}"
-        for axis, size in (("tp", last.tp), ("pp", last.pp), ("ep", last.ep))
-        if size > 1
+    return [
+        table,
+        rest,
+        Text(f"rule-of-thumb layout: {by_hand}; fastest layout: {format_axes(plan.best.choice)}"),
+        Text(f"links of the best layout: {links}"),
     ]
-    alone = "data parallelism only" if plan.gpus > 1 else "one GPU"
-    by_hand = f"{' '.join(sizes)} and data parallelism" if sizes else alone
-    return Text(f"rule-of-thumb layout: {by_hand}; fastest layout: {best}")
-
-
-def _format_placement(place: AxisPlacement) -> str:
-    where = "within a node" if place.nodes == 1 else f"across {place.nodes:,} nodes"
-    return f"{place.axis} {place.ranks:,} {where} ({place.link})"
 
 
 # Layouts as text, and why a runner-up is slower.
@@ -214,7 +196,11 @@ def explain_runner_up(best: Candidate, runner_up: RunnerUp) -> str:
     more = [reason for reason in significant if reason.delta_ns > 0][:MAX_REASONS]
     less = [reason for reason in significant if reason.delta_ns < 0][-1:]
     if not more:
-        return f"equally fast, with {_format_memory_change(runner_up.more_bytes)}"
+        memory = "the same memory"
+        if more_bytes := runner_up.more_bytes:
+            size = units.format_gibibytes(abs(more_bytes))
+            memory = f"{size} {'more' if more_bytes > 0 else 'less'} memory"
+        return f"equally fast, with {memory}"
     words = ", ".join(_format_reason(best, runner_up.candidate, reason) for reason in more)
     return words + "".join(
         f"; offset by {_format_reason(best, runner_up.candidate, reason)}" for reason in less
@@ -225,32 +211,24 @@ def _format_microbatches(count: int) -> str:
     return f"{count:,} microbatch{'es' if count > 1 else ''}"
 
 
-def _format_memory_change(more_bytes: int) -> str:
-    if not more_bytes:
-        return "the same memory"
-    return (
-        f"{units.format_gibibytes(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} memory"
-    )
-
-
 def _format_reason(best: Candidate, candidate: Candidate, reason: Reason) -> str:
-    share = units.format_signed_percent(reason.delta_ns / best.step_ns)
-    return (
-        f"{_describe_reason(best, candidate, reason)} "
-        f"{share}{_format_reason_detail(candidate, reason)}"
-    )
-
-
-def _describe_reason(best: Candidate, candidate: Candidate, reason: Reason) -> str:
+    """Such as "exposed tp +3.1 % (tp 8)"."""
+    choice = candidate.choice
     if reason.bucket == "compute":
-        return (
-            _describe_extra_compute(best.choice, candidate.choice)
-            if reason.delta_ns > 0
-            else "compute"
-        )
-    if reason.bucket == "p2p" and reason.axis == "pp":
-        return "messages between pipeline stages"
-    return f"exposed {reason.axis}" if reason.axis else _BUCKET_NAMES[reason.bucket]
+        is_more = reason.delta_ns > 0
+        what = _describe_extra_compute(best.choice, choice) if is_more else "compute"
+    elif reason.bucket == "p2p" and reason.axis == "pp":
+        what = "messages between pipeline stages"
+    else:
+        what = f"exposed {reason.axis}" if reason.axis else _BUCKET_NAMES[reason.bucket]
+    sizes = dict(zip(("tp", "pp", "cp", "dp", "ep"), choice.axes, strict=True))
+    size = sizes.get(reason.axis, 0)
+    detail = f" ({reason.axis} {size})" if size and reason.axis != "pp" else ""
+    if reason.bucket == "bubble" and choice.pp > 1:
+        chunks = f" x {choice.chunks}" if choice.chunks > 1 else ""
+        microbatches = _format_microbatches(candidate.microbatches)
+        detail = f" ({microbatches} for {choice.pp} stages{chunks})"
+    return f"{what} {units.format_signed_percent(reason.delta_ns / best.step_ns)}{detail}"
 
 
 def _describe_extra_compute(best: Choice, choice: Choice) -> str:
@@ -262,16 +240,6 @@ def _describe_extra_compute(best: Choice, choice: Choice) -> str:
     if choice.micro_batch < best.micro_batch or choice.cp > best.cp:
         return "smaller GEMMs"
     return "compute of the slowest stage"
-
-
-def _format_reason_detail(candidate: Candidate, reason: Reason) -> str:
-    choice = candidate.choice
-    if reason.bucket == "bubble" and choice.pp > 1:
-        chunks = f" x {choice.chunks}" if choice.chunks > 1 else ""
-        return f" ({_format_microbatches(candidate.microbatches)} for {choice.pp} stages{chunks})"
-    sizes = dict(zip(("tp", "pp", "cp", "dp", "ep"), choice.axes, strict=True))
-    size = sizes.get(reason.axis, 0)
-    return f" ({reason.axis} {size})" if size and reason.axis != "pp" else ""
 
 
 # The screen of calibrate: the constants, and how well they reproduce the runs.
@@ -290,13 +258,20 @@ def build_calibration_screen(calibration: Calibration, out: Path | None) -> Rend
     words = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     name = calibration.hardware.name
     off = units.format_percent(calibration.hardware.efficiency.error)
+    constants = build_table("constant", "before", "calibrated")
+    dtype = calibration.hardware.efficiency.dtypes[0]
+    before = _list_constants(calibration.known, dtype)
+    now = _list_constants(calibration.hardware, dtype)
+    for (constant, old), (_, new) in zip(before, now, strict=True):
+        if new:
+            constants.add_row(constant, old or _GUESS, new)
     parts: list[RenderableType] = [
         Group(
             Text(f"{name} calibrated from {words}: {', '.join(runs)}", style="bold"),
             Text(f"expected error for other layouts: {off}"),
         ),
         Text(),
-        _build_constants_table(calibration),
+        constants,
         Text(),
     ]
     notes = [Text(f"not calibrated: {one}") for one in calibration.refused]
@@ -315,19 +290,11 @@ def build_calibration_screen(calibration: Calibration, out: Path | None) -> Rend
         more = len(rows) - MAX_TRANSFERS
         left_out = Text(f"and {more} more (see --json)", style=_DIM)
         parts += [Group(table, left_out) if more > 0 else Group(table), Text()]
-    parts += [_build_stages_table(calibration.stages), *_build_usage_hint(calibration, out)]
-    return Group(*parts)
-
-
-def _build_constants_table(calibration: Calibration) -> Table:
-    table = build_table("constant", "before", "calibrated")
-    dtype = calibration.hardware.efficiency.dtypes[0]
-    before = _list_constants(calibration.known, dtype)
-    now = _list_constants(calibration.hardware, dtype)
-    for (name, old), (_, new) in zip(before, now, strict=True):
-        if new:
-            table.add_row(name, old or _GUESS, new)
-    return table
+    parts += [_build_stages_table(calibration.stages), Text()]
+    if out is None:
+        return Group(*parts, Text("save these constants with --out FILE", style=_DIM))
+    hint = (Text("[hardware]"), Text(f'file = "{out}"'))
+    return Group(*parts, Text("add to job.toml", style="bold"), *hint)
 
 
 def _list_constants(hardware: HardwareConfig, dtype: str) -> Iterable[tuple[str, str]]:
@@ -335,9 +302,15 @@ def _list_constants(hardware: HardwareConfig, dtype: str) -> Iterable[tuple[str,
     known, intra, inter = hardware.efficiency, hardware.intra, hardware.inter
     peak = hardware.peak_flops_per_s(dtype) or 0.0
     bytes_per_s = known.memory * hardware.memory_bytes_per_s
+    # The forward rate of attention; in words if it is that of the kernel that runs.
+    if hardware.attention is not None:
+        attention = f"{units.format_flops(hardware.attention.forward_flops_per_s)}/s"
+    else:
+        share = known.attention
+        attention = f"{units.format_flops(share * peak)}/s" if share else _PUBLISHED
     return (
         ("GEMM", f"{units.format_flops(known.gemm * peak)}/s"),
-        ("attention", _format_attention(hardware, peak)),
+        ("attention", attention),
         ("memory", units.format_gigabytes_per_second(bytes_per_s)),
         ("kernel launch", units.format_microseconds(known.launch_ns)),
         (
@@ -352,42 +325,22 @@ def _list_constants(hardware: HardwareConfig, dtype: str) -> Iterable[tuple[str,
     )
 
 
-def _format_attention(hardware: HardwareConfig, peak: float) -> str:
-    """The forward rate; in words if it is that of the kernel that runs."""
-    share = hardware.efficiency.attention
-    if hardware.attention is not None:
-        return f"{units.format_flops(hardware.attention.forward_flops_per_s)}/s"
-    return f"{units.format_flops(share * peak)}/s" if share else _PUBLISHED
-
-
 def _build_stages_table(stages: tuple[ExplainedStage, ...]) -> Table:
     """Measured and predicted step of each stage, and the bucket with the largest error."""
     table = build_table("run", "stage", "measured", "predicted", "error", "largest in")
     for stage in stages:
         off = units.format_signed_percent(stage.predicted.step_ns / stage.step_ns - 1)
+        errors = zip(BUCKETS, (stage.predicted - stage.measured).buckets_ns, strict=True)
+        bucket, ns = max(errors, key=lambda pair: abs(pair[1]))
         table.add_row(
             stage.run,
             str(stage.stage),
             units.format_milliseconds(stage.step_ns),
             units.format_milliseconds(stage.predicted.step_ns),
             off,
-            _find_worst_bucket(stage),
+            f"{bucket} {units.format_signed_percent(ns / stage.step_ns)}",
         )
     return table
-
-
-def _find_worst_bucket(stage: ExplainedStage) -> str:
-    error = (stage.predicted - stage.measured).buckets_ns
-    bucket, ns = max(zip(BUCKETS, error, strict=True), key=lambda pair: abs(pair[1]))
-    return f"{bucket} {units.format_signed_percent(ns / stage.step_ns)}"
-
-
-def _build_usage_hint(calibration: Calibration, out: Path | None) -> list[RenderableType]:
-    """How to use the constants."""
-    if out is None:
-        return [Text(), Text("save these constants with --out FILE", style=_DIM)]
-    lines = ("add to job.toml", "[hardware]", f'file = "{out}"')
-    return [Text(), Text(lines[0], style="bold"), *map(Text, lines[1:])]
 
 
 # The screen of validate: error and limit of each check, and the rows with the largest errors.
@@ -415,18 +368,24 @@ def build_validation_screen(checks: Sequence[Check], every_row: bool = False) ->
     parts: list[RenderableType] = []
     found = [check for check in checks if check.rows or check.left_out]
     for group in _GROUPS:
-        parts += _build_group([check for check in found if _classify_check(check) == group], group)
+        own = [check for check in found if _classify_check(check) == group]
+        if own:
+            is_equal = group == EQUALITIES
+            parts.append(_build_equality_table(own) if is_equal else _build_limit_table(own, group))
+            parts += [*_build_baseline_table(own), *_list_notes(own), Text()]
     for check in found:
         rows = check.rows if every_row else select_worst_rows(check)
         if rows:
-            parts += [
-                Text(_format_validation_heading(check, every_row), style="bold"),
-                build_row_table(rows),
-                Text(),
-            ]
+            what = "not equal" if check.measure == "equality" else "largest errors"
+            heading = Text(f"{check.name}: {'all rows' if every_row else what}", style="bold")
+            parts += [heading, build_row_table(rows), Text()]
     if absent := len(checks) - len(found):
         parts.append(Text(f"checks without rows in this folder: {absent}", style=_DIM))
-    return Group(*parts, _format_total(checks))
+    counted = [check for check in checks if check.bar and not check.skipped]
+    met = sum(check.met for check in counted)
+    fitted = len({row.case for check in checks for row in check.rows if row.fitted})
+    words = f"{met} of {len(counted)} checks met; rows excluded because fitted: {fitted}"
+    return Group(*parts, Text(words, style="bold" if met == len(counted) else "bold red"))
 
 
 def _classify_check(check: Check) -> str:
@@ -435,15 +394,6 @@ def _classify_check(check: Check) -> str:
         return EQUALITIES
     topics = (topic for topic, words in _TOPICS.items() if any(w in check.name for w in words))
     return next(topics, _COLLECTIVES)
-
-
-def _build_group(checks: Sequence[Check], name: str) -> list[RenderableType]:
-    if not checks:
-        return []
-    table = (
-        _build_equality_table(checks) if name == EQUALITIES else _build_limit_table(checks, name)
-    )
-    return [table, *_build_baseline_table(checks), *_list_notes(checks), Text()]
 
 
 def _build_equality_table(checks: Sequence[Check]) -> Table:
@@ -502,15 +452,13 @@ def _format_verdict(check: Check) -> Text:
         return Text("no limit", style="bright_black")
     if check.met:
         return Text("met", style="green")
-    return Text(f"missed by {_format_miss(check)}", style="red")
-
-
-def _format_miss(check: Check) -> str:
     if check.measure == "equality":
         count = sum(not row.equal for row in check.reported)
-        return f"{count} row{'s' if count > 1 else ''}"
-    over = max(result - bar for result, bar in zip(check.result, check.bar, strict=True))
-    return f"{100 * over:.1f} pt"
+        missed = f"{count} row{'s' if count > 1 else ''}"
+    else:
+        over = max(result - bar for result, bar in zip(check.result, check.bar, strict=True))
+        missed = f"{100 * over:.1f} pt"
+    return Text(f"missed by {missed}", style="red")
 
 
 def _build_baseline_table(checks: Sequence[Check]) -> list[RenderableType]:
@@ -546,20 +494,6 @@ def _list_notes(checks: Sequence[Check]) -> list[Text]:
     return [Text(line, style="bright_black") for line in lines]
 
 
-def _format_total(checks: Sequence[Check]) -> Text:
-    counted = [check for check in checks if check.bar and not check.skipped]
-    met = sum(check.met for check in counted)
-    fitted = len({row.case for check in checks for row in check.rows if row.fitted})
-    words = f"{met} of {len(counted)} checks met; rows excluded because fitted: {fitted}"
-    return Text(words, style="bold" if met == len(counted) else "bold red")
-
-
-def _format_validation_heading(check: Check, every_row: bool) -> str:
-    if every_row:
-        return f"{check.name}: all rows"
-    return f"{check.name}: {'not equal' if check.measure == 'equality' else 'largest errors'}"
-
-
 # The table of published and predicted values.
 
 _SHOWN, _NOTABLE = 3, 0.01
@@ -577,8 +511,7 @@ def build_row_table(rows: Sequence[ValidationRow]) -> Table:
     """One line per row; long ids wrap."""
     several = len({row.what for row in rows}) > 1
     marks = ["fitted"] if any(row.fitted for row in rows) else []
-    table = build_table("row", "published", "predicted", "error", *marks)
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    table = _build_table("row", "published", "predicted", "error", *marks)
     for row in rows:
         table.add_row(
             f"{row.case}, {row.what}" if several else row.case,

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
-from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, RuleOfThumb, Unit, Verdict
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
+from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, Unit, Verdict
 from stepsplit.analyzer.model.memory import estimate_allocated_band
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
@@ -38,7 +38,11 @@ def build_prediction_screen(job: JobConfig, prediction: Prediction) -> Renderabl
     rate = units.format_tokens_per_second(prediction.tokens_per_s_per_gpu)
     text.append(f" ({band})", style="not bold")
     text.append(f"   confidence {prediction.confidence}", style=_CONFIDENCE[prediction.confidence])
-    text.append(f"   {rate}/GPU   {_format_utilization(prediction)}", style="not bold")
+    utilization = "MFU unknown: no peak at this dtype"
+    if prediction.mfu is not None and prediction.hfu is not None:
+        mfu, hfu = units.format_percent(prediction.mfu), units.format_percent(prediction.hfu)
+        utilization = f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
+    text.append(f"   {rate}/GPU   {utilization}", style="not bold")
     parts += [text, _build_memory_line(job, prediction)]
     parts += [Text(), build_split_table(prediction), _build_memo(prediction)]
     parts += [Text(), _build_pipeline_line(job, prediction), build_stages_table(prediction)]
@@ -52,23 +56,17 @@ def build_prediction_screen(job: JobConfig, prediction: Prediction) -> Renderabl
 def _build_heading(job: JobConfig, prediction: Prediction) -> Text:
     hardware, ranks = job.hardware, job.parallel.world_size
     nodes = -(-ranks // hardware.gpus_per_node)
+    sizes = f"of {job.model.layers} layers, hidden size {job.model.hidden:,}"
+    trained = ""
+    if job.training.lora_rank:
+        trained = f", {units.format_count(count_trained_parameters(job))} of adapters trained"
     known = (
-        f"model {job.model.name or _format_sizes(job)}",
-        f"{units.format_count(prediction.parameters)} parameters{_format_trained(job)}",
+        f"model {job.model.name or sizes}",
+        f"{units.format_count(prediction.parameters)} parameters{trained}",
         f"{ranks} x {hardware.name} ({nodes} node{'s' if nodes > 1 else ''})",
         _format_axes(job.parallel),
     )
     return Text("   ".join(part for part in known if part), style="bold")
-
-
-def _format_trained(job: JobConfig) -> str:
-    if not job.training.lora_rank:
-        return ""
-    return f", {units.format_count(count_trained_parameters(job))} of adapters trained"
-
-
-def _format_sizes(job: JobConfig) -> str:
-    return f"of {job.model.layers} layers, hidden size {job.model.hidden:,}"
 
 
 def _format_axes(layout: ParallelConfig) -> str:
@@ -81,6 +79,9 @@ def _format_axes(layout: ParallelConfig) -> str:
 
 def _build_training_line(job: JobConfig) -> Text:
     training = job.training
+    # Such as "activations of 40 layers, optimizer".
+    layers = f" of {training.offload_layers} layers" if training.offload_layers else ""
+    offload = ", ".join(sorted(training.offload)).replace("activations", f"activations{layers}")
     known = (
         f"{training.global_batch:,} sequence{'s' if training.global_batch > 1 else ''} "
         f"of {training.seq_len:,} tokens per step",
@@ -89,22 +90,9 @@ def _build_training_line(job: JobConfig) -> Text:
         f"{training.dtype} {training.optimizer}, {training.framework}",
         f"LoRA of rank {training.lora_rank}" if training.lora_rank else "",
         "" if training.recompute == "none" else f"recompute {training.recompute}",
-        f"offload {_list_offloaded(training)}" if training.offload else "",
+        f"offload {offload}" if training.offload else "",
     )
     return Text("   ".join(part for part in known if part))
-
-
-def _list_offloaded(training: TrainingConfig) -> str:
-    """Such as "activations of 40 layers, optimizer"."""
-    layers = f" of {training.offload_layers} layers" if training.offload_layers else ""
-    return ", ".join(sorted(training.offload)).replace("activations", f"activations{layers}")
-
-
-def _format_utilization(prediction: Prediction) -> str:
-    if prediction.mfu is None or prediction.hfu is None:
-        return "MFU unknown: no peak at this dtype"
-    mfu, hfu = units.format_percent(prediction.mfu), units.format_percent(prediction.hfu)
-    return f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
 
 
 def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
@@ -227,7 +215,15 @@ def build_communication_table(prediction: Prediction) -> Group:
     words = table.columns[1]
     words.justify, words.no_wrap, words.overflow = "left", False, "fold"
     for row in rows[:MOST_KINDS]:
-        table.add_row(*_format_cells(row))
+        table.add_row(
+            AXIS_SHORT.get(row.axis, row.axis),
+            f"{row.op} {row.phase}",
+            f"{row.count:,}",
+            units.format_size(row.message_bytes),
+            units.format_size(row.sent_bytes),
+            units.format_milliseconds_range(row.low_ns, row.high_ns),
+            units.format_milliseconds(row.exposed_ns),
+        )
     more = len(rows) - MOST_KINDS
     kinds = f"{more} more kind{'s' if more > 1 else ''}"
     left_out = [Text(f"and {kinds} (see --json)", style="bright_black")]
@@ -269,18 +265,6 @@ def _merge_calls(rows: Sequence[Communication]) -> list[_CallKind]:
     ]
 
 
-def _format_cells(kind: _CallKind) -> tuple[str, ...]:
-    return (
-        AXIS_SHORT.get(kind.axis, kind.axis),
-        f"{kind.op} {kind.phase}",
-        f"{kind.count:,}",
-        units.format_size(kind.message_bytes),
-        units.format_size(kind.sent_bytes),
-        units.format_milliseconds_range(kind.low_ns, kind.high_ns),
-        units.format_milliseconds(kind.exposed_ns),
-    )
-
-
 # The list of formulas with the numbers of the job, and common rules of thumb.
 
 _INDENT = (0, 0, 0, 2)
@@ -303,7 +287,9 @@ def build_formula_listing(
         parts += [Text(), *_build_entry(entry)]
     if rules:
         parts += [Text(), Text("COMMON RULES OF THUMB about these formulas", style="bold")]
-        parts += [_format_claim(rule) for rule in rules]
+        for rule in rules:
+            claim = Text(f'"{rule.rule}" {_VERDICTS[rule.verdict]}: {rule.reference}')
+            parts.append(claim.append(f" ({rule.citation})", style="bright_black"))
     return Group(*parts)
 
 
@@ -322,18 +308,11 @@ def _build_entry(explained: Explanation) -> list[RenderableType]:
         table,
         Text(explained.formula.citation, style="bright_black"),
     ]
-    lines += [_format_rule_of_thumb(each, explained.unit) for each in explained.rules]
+    for rule in explained.rules:
+        value = _format_value(rule.value, explained.unit)
+        text = f'rule of thumb "{rule.rule}" gives {value}: {rule.why}'
+        lines.append(Text(text, style="yellow"))
     return [heading, *(Padding(line, _INDENT, expand=False) for line in lines)]
-
-
-def _format_rule_of_thumb(rule: RuleOfThumb, unit: Unit) -> Text:
-    value = _format_value(rule.value, unit)
-    return Text(f'rule of thumb "{rule.rule}" gives {value}: {rule.why}', style="yellow")
-
-
-def _format_claim(rule: CheckedRule) -> Text:
-    text = Text(f'"{rule.rule}" {_VERDICTS[rule.verdict]}: {rule.reference}')
-    return text.append(f" ({rule.citation})", style="bright_black")
 
 
 def _format_value(value: float, unit: Unit) -> str:

@@ -44,15 +44,14 @@ def format_critical_path(report: Report) -> list[Text]:
     if not total or len(report.run.ranks) < 2:
         return []
     largest = sorted(sums, key=lambda kind: -sums[kind].total())[:_MOST_PARTS]
-    shown = [_format_part(*kind, sums[kind], total) for kind in largest]
+    shown = []
+    for bucket, axis in largest:
+        ranks = sums[bucket, axis]
+        on = f" on {axis}" if axis and bucket in _COMMUNICATION else ""
+        (most, _), *others = ranks.most_common()
+        whose = f"mostly r{most}" if others else f"r{most}"
+        shown.append(f"{bucket}{on} {units.format_percent(ranks.total() / total)} ({whose})")
     return [Text(f"critical path: {', '.join(shown)}")]
-
-
-def _format_part(bucket: str, axis: str | None, ranks: Counter[int], total: int) -> str:
-    on = f" on {axis}" if axis and bucket in _COMMUNICATION else ""
-    (most, _), *others = ranks.most_common()
-    whose = f"mostly r{most}" if others else f"r{most}"
-    return f"{bucket}{on} {units.format_percent(ranks.total() / total)} ({whose})"
 
 
 def format_slow_steps(report: Report) -> list[Text]:
@@ -125,17 +124,9 @@ MAX_RANKS = 8
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks as a list of ranges, such as 0-3,7."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [
-        part
-        for run in runs
-        for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run])
-    ]
+    parts: list[str] = []
+    for run in units.group_consecutive(sorted(ranks)):
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     more = f" +{len(parts) - MAX_RANKS}" if len(parts) > MAX_RANKS else ""
     return ",".join(parts[:MAX_RANKS]) + more
 

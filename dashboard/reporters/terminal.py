@@ -24,7 +24,6 @@ from stepsplit.analyzer.report.headline import (
 )
 from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
-    Finding,
     IdleRow,
     Pipeline,
     Report,
@@ -96,8 +95,15 @@ def build_report_screen(report: Report) -> RenderableType:
     if report.gap is not None:
         parts += [Text(), *build_gap_section(report.gap)]
     if report.findings:
-        parts += [Text(), *_list_bottlenecks(report.findings)]
-    parts += _list_unexplained(report)
+        more = "" if len(report.findings) < 2 else ", not additive"
+        rows = [
+            (str(place), units.format_milliseconds(finding.gain_ns), finding.message)
+            for place, finding in enumerate(report.findings, 1)
+        ]
+        parts += _build_list(f"TOP BOTTLENECKS (estimated saving per step{more})", rows)
+    if large := list_unexplained_buckets(report):
+        rows = [(one.bucket, units.format_percent(one.share), one.part) for one in large]
+        parts += _build_list("OTHER LARGE PARTS OF THE STEP", rows)
     parts += format_slow_steps(report)
     return Group(*parts)
 
@@ -191,28 +197,15 @@ def _format_memo(report: Report, summary: Summary | None) -> Text:
     return Text(memo, style="bright_black")
 
 
-def _list_bottlenecks(findings: Sequence[Finding]) -> list[RenderableType]:
-    more = "" if len(findings) < 2 else ", not additive"
+def _build_list(heading: str, rows: Sequence[tuple[str, str, str]]) -> list[RenderableType]:
+    """A heading, and below it a line of name, number and sentence for each row."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column()
-    for place, finding in enumerate(findings, 1):
-        table.add_row(str(place), units.format_milliseconds(finding.gain_ns), finding.message)
-    return [Text(f"TOP BOTTLENECKS (estimated saving per step{more})", style="bold"), table]
-
-
-def _list_unexplained(report: Report) -> list[RenderableType]:
-    large = list_unexplained_buckets(report)
-    if not large:
-        return []
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column()
-    for one in large:
-        table.add_row(one.bucket, units.format_percent(one.share), one.part)
-    return [Text(), Text("OTHER LARGE PARTS OF THE STEP", style="bold"), table]
+    for row in rows:
+        table.add_row(*row)
+    return [Text(), Text(heading, style="bold"), table]
 
 
 # The tables of the report: buckets, pipeline stages, collectives.
@@ -383,7 +376,10 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
     table = build_table("stage", *(str(stage.stage) for stage in pipeline.stages))
     ranks = _list_ranks_by_stage(report, len(pipeline.stages))
     if ranks:
-        table.add_row("compute", *(_format_compute(report, each) for each in ranks))
+        full = select_full_steps(report.steps)
+        compute_ns = [[row.compute_ns for row in full if row.rank in own] for own in ranks]
+        shown = (units.format_milliseconds(mean(ns)) if ns else "" for ns in compute_ns)
+        table.add_row("compute", *shown)
     table.add_row(
         "bubble", *(units.format_milliseconds(stage.bubble_ns) for stage in pipeline.stages)
     )
@@ -391,9 +387,13 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
         "bubble fraction",
         *(units.format_percent(stage.bubble_fraction) for stage in pipeline.stages),
     )
-    peaks = [_format_peak(report, each) for each in ranks]
+    memory = report.memory or ()
+    peaks = [
+        max((row.peak_allocated_bytes or 0 for row in memory if row.rank in own), default=0)
+        for own in ranks
+    ]
     if any(peaks):
-        table.add_row("peak memory", *peaks)
+        table.add_row("peak memory", *(units.format_gibibytes(n) if n else "" for n in peaks))
     return Group(Text(line), table)
 
 
@@ -406,16 +406,6 @@ def _list_ranks_by_stage(report: Report, stages: int) -> list[set[int]]:
             for stage, rank in enumerate(group.ranks):
                 ranks[stage] |= {rank} & recorded
     return ranks if all(ranks) else []
-
-
-def _format_compute(report: Report, ranks: set[int]) -> str:
-    times_ns = [row.compute_ns for row in select_full_steps(report.steps) if row.rank in ranks]
-    return units.format_milliseconds(mean(times_ns)) if times_ns else ""
-
-
-def _format_peak(report: Report, ranks: set[int]) -> str:
-    peaks = [row.peak_allocated_bytes or 0 for row in report.memory or () if row.rank in ranks]
-    return units.format_gibibytes(max(peaks)) if any(peaks) else ""
 
 
 def build_collectives_table(report: Report) -> Table:

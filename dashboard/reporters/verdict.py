@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from xml.etree import ElementTree as xml
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.regression.checks import (
@@ -39,69 +38,52 @@ _LOW = "low confidence: a side has only one run; record 3 to 5 runs per side"
 
 def build_verdict_screen(verdict: CheckResult) -> RenderableType:
     """Builds the screen of a check result for a rich console of any width."""
+    gated = build_table("  metric", "budget", "baseline", "candidate", "change", "96 % interval")
+    for result in sort_exact_first(verdict.gated):
+        name = Text(f"{MARKS[result.answer]} {result.metric}", STYLE[result.answer])
+        gated.add_row(name, result.budget, *_format_numbers(result))
     parts: list[RenderableType] = [
         Text(format_headline(verdict), style=f"bold {STYLE[verdict.answer]}"),
         Text(format_sides(verdict), _DIM),
         *(Text(one, "yellow") for one in verdict.warnings),
         *([Text(_LOW, "yellow")] if verdict.low_confidence else []),
         Text(),
-        _build_gated_table(verdict),
+        gated,
         *_list_notes(verdict),
-        *_list_causes(verdict),
-        *_build_other_changes(verdict),
     ]
+    if verdict.causes:
+        parts += [Text(), Text("CAUSES", "bold")]
+        parts += (Text(f"{i}  {one.message}") for i, one in enumerate(verdict.causes, 1))
+        if verdict.compare_url is not None:
+            parts.append(Text(f"comparison: {verdict.compare_url}", _DIM))
+    if verdict.others:
+        others = build_table("metric", "baseline", "candidate", "change", "96 % interval")
+        for other in verdict.others:
+            others.add_row(other.metric, *_format_numbers(other))
+        parts += [Text(), Text("OTHER SIGNIFICANT CHANGES (no budget)", "bold"), others]
     return Group(*parts)
 
 
-def _build_gated_table(verdict: CheckResult) -> Table:
-    table = build_table("  metric", "budget", "baseline", "candidate", "change", "96 % interval")
-    for result in sort_exact_first(verdict.gated):
-        table.add_row(
-            Text(f"{MARKS[result.answer]} {result.metric}", STYLE[result.answer]),
-            result.budget,
-            format_value(result.metric, result.baseline),
-            format_value(result.metric, result.candidate),
-            format_change(result),
-            format_interval(result),
-        )
-    return table
+def _format_numbers(judged: CheckedMetric | ShiftedMetric) -> tuple[str, str, str, str]:
+    """The cells of a metric: baseline, candidate, change and its interval."""
+    return (
+        format_value(judged.metric, judged.baseline),
+        format_value(judged.metric, judged.candidate),
+        format_change(judged),
+        format_interval(judged),
+    )
 
 
 def _list_notes(verdict: CheckResult) -> list[Text]:
-    noted = (one for one in verdict.gated if one.note or one.answer != "pass")
-    notes = [Text(_format_note(one), STYLE[one.answer]) for one in noted]
+    notes = []
+    for one in verdict.gated:
+        if one.note or one.answer != "pass":
+            text = f"{MARKS[one.answer]} {one.metric} {one.answer}"
+            notes.append(Text(f"{text}: {one.note}" if one.note else text, STYLE[one.answer]))
     shown = [f"{one.metric} {text}" for one in verdict.gated if (text := format_detectable(one))]
     minimum = f"minimum detectable change (80 % power): {', '.join(shown)}"
     needs = [Text(text, "yellow") for one in verdict.gated if (text := format_needs(one))]
     return [*notes, *needs, *([Text(minimum, _DIM)] if shown else [])]
-
-
-def _format_note(result: CheckedMetric) -> str:
-    text = f"{MARKS[result.answer]} {result.metric} {result.answer}"
-    return f"{text}: {result.note}" if result.note else text
-
-
-def _list_causes(verdict: CheckResult) -> list[RenderableType]:
-    if not verdict.causes:
-        return []
-    lines = [Text(f"{i}  {one.message}") for i, one in enumerate(verdict.causes, 1)]
-    link = [] if verdict.compare_url is None else [Text(f"comparison: {verdict.compare_url}", _DIM)]
-    return [Text(), Text("CAUSES", "bold"), *lines, *link]
-
-
-def _build_other_changes(verdict: CheckResult) -> list[RenderableType]:
-    if not verdict.others:
-        return []
-    table = build_table("metric", "baseline", "candidate", "change", "96 % interval")
-    for result in verdict.others:
-        table.add_row(
-            result.metric,
-            format_value(result.metric, result.baseline),
-            format_value(result.metric, result.candidate),
-            format_change(result),
-            format_interval(result),
-        )
-    return [Text(), Text("OTHER SIGNIFICANT CHANGES (no budget)", "bold"), table]
 
 
 # Markdown for a pull request comment, or for the summary of a workflow step.
@@ -129,57 +111,45 @@ _MOST_CALLS = 20
 
 def format_markdown(verdict: CheckResult, most_bytes: int = COMMENT_BYTES) -> str:
     """The check result as markdown, truncated to most_bytes."""
-    gated = sort_exact_first(verdict.gated)
+    gated = [
+        [
+            _escape_code(one.metric),
+            _escape_code(one.budget),
+            *_format_numbers(one),
+            format_detectable(one),
+            f"{MARKS[one.answer]} {one.answer}",
+        ]
+        for one in sort_exact_first(verdict.gated)
+    ]
     blocks = [
         f"### stepsplit {MARKS[verdict.answer]} {_escape_text(format_headline(verdict))}",
         _escape_text(format_sides(verdict)),
         *(f"> {_escape_text(one)}" for one in verdict.warnings),
-        _format_table(_GATED_COLUMNS, [_format_gated_row(one) for one in gated]),
+        _format_table(_GATED_COLUMNS, gated),
         *(
             f"{_escape_code(one.metric)}: {_escape_text(one.note)}"
             for one in verdict.gated
             if one.note
         ),
         *(_escape_text(text) for one in verdict.gated if (text := format_needs(one))),
-        *_format_causes(verdict),
-        *_format_calls(verdict),
     ]
-    return _truncate("\n\n".join(blocks) + "\n", most_bytes)
-
-
-def _format_gated_row(result: CheckedMetric) -> list[str]:
-    return [
-        _escape_code(result.metric),
-        _escape_code(result.budget),
-        format_value(result.metric, result.baseline),
-        format_value(result.metric, result.candidate),
-        format_change(result),
-        format_interval(result),
-        format_detectable(result),
-        f"{MARKS[result.answer]} {result.answer}",
-    ]
-
-
-def _format_causes(verdict: CheckResult) -> list[str]:
-    if not verdict.causes:
-        return []
-    lines = [f"{i}. {_escape_text(cause.message)}" for i, cause in enumerate(verdict.causes, 1)]
-    url = verdict.compare_url
-    link = [] if url is None else [f"[Comparison in the dashboard]({url})"]
-    return ["**Causes**", "\n".join(lines), *link]
-
-
-def _format_calls(verdict: CheckResult) -> list[str]:
-    rows = [
-        [
-            _escape_code(f"{row.axis} {row.op}"),
-            format_value("bytes", row.message_bytes),
-            f"{row.baseline:,}",
-            f"{row.candidate:,}",
+    if verdict.causes:
+        lines = (f"{i}. {_escape_text(one.message)}" for i, one in enumerate(verdict.causes, 1))
+        blocks += ["**Causes**", "\n".join(lines)]
+        if verdict.compare_url is not None:
+            blocks.append(f"[Comparison in the dashboard]({verdict.compare_url})")
+    if verdict.calls:
+        calls = [
+            [
+                _escape_code(f"{row.axis} {row.op}"),
+                format_value("bytes", row.message_bytes),
+                f"{row.baseline:,}",
+                f"{row.candidate:,}",
+            ]
+            for row in verdict.calls[:_MOST_CALLS]
         ]
-        for row in verdict.calls[:_MOST_CALLS]
-    ]
-    return [_format_table(_CALLS_COLUMNS, rows)] if rows else []
+        blocks.append(_format_table(_CALLS_COLUMNS, calls))
+    return _truncate("\n\n".join(blocks) + "\n", most_bytes)
 
 
 def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -357,13 +327,18 @@ def format_annotations(verdict: CheckResult) -> list[str]:
 
     One error per regressed metric, one per cause, one warning per inconclusive metric.
     """
-    errors = [
-        format_workflow_command("error", title, text) for title, text in _list_errors(verdict)
-    ]
-    inconclusive = [one for one in verdict.gated if one.answer == "inconclusive"]
-    warnings = [
-        format_workflow_command("warning", "stepsplit: inconclusive", format_line(one))
-        for one in inconclusive
+    errors, warnings = [], []
+    for one in verdict.gated:
+        if one.answer == "regressed":
+            errors.append(
+                format_workflow_command("error", "stepsplit: regressed", format_line(one))
+            )
+        elif one.answer == "inconclusive":
+            text = format_line(one)
+            warnings.append(format_workflow_command("warning", "stepsplit: inconclusive", text))
+    errors += [
+        format_workflow_command("error", "stepsplit: cause", cause.message)
+        for cause in verdict.causes
     ]
     warnings += [format_workflow_command("warning", "stepsplit", text) for text in verdict.warnings]
     return [*errors[:MAX_ANNOTATIONS], *warnings[:MAX_ANNOTATIONS]]
@@ -372,14 +347,6 @@ def format_annotations(verdict: CheckResult) -> list[str]:
 def format_summary(verdict: CheckResult, existing_bytes: int = 0) -> str:
     """The markdown to append to a step summary, whose present size is given."""
     return format_markdown(verdict, SUMMARY_BYTES - existing_bytes)
-
-
-def _list_errors(verdict: CheckResult) -> Iterator[tuple[str, str]]:
-    for result in verdict.gated:
-        if result.answer == "regressed":
-            yield "stepsplit: regressed", format_line(result)
-    for cause in verdict.causes:
-        yield "stepsplit: cause", cause.message
 
 
 # GitLab: the code quality widget, and metrics as OpenMetrics text.
@@ -418,39 +385,33 @@ def format_code_quality(verdict: CheckResult, path: str) -> bytes:
     Issues point to the file at path, which contains the budgets or the baseline. Fingerprints are
     stable between runs, so that GitLab recognizes an issue.
     """
-    issues = [_build_issue(one, path) for one in verdict.gated if one.answer != "pass"]
+    issues = [
+        _Issue(
+            description=format_line(one),
+            check_name=f"stepsplit.{one.metric}",
+            fingerprint=hashlib.sha256(f"stepsplit {path} {one.metric}".encode()).hexdigest(),
+            severity=_SEVERITY[one.answer],
+            location=_Location(path, _Lines(1)),
+        )
+        for one in verdict.gated
+        if one.answer != "pass"
+    ]
     return _encode_json(issues)
-
-
-def _build_issue(result: CheckedMetric, path: str) -> _Issue:
-    fingerprint = hashlib.sha256(f"stepsplit {path} {result.metric}".encode()).hexdigest()
-    where = _Location(path, _Lines(1))
-    return _Issue(
-        format_line(result),
-        f"stepsplit.{result.metric}",
-        fingerprint,
-        _SEVERITY[result.answer],
-        where,
-    )
 
 
 def format_open_metrics(verdict: CheckResult) -> str:
     """The gated metrics of both sides as OpenMetrics text, in seconds, bytes and ratios."""
-    lines = [line for one in verdict.gated for line in _format_metric(one)]
+    lines = []
+    for one in verdict.gated:
+        meaning = require_metric(one.metric)
+        unit, scale = _UNITS[meaning.unit], 1e-9 if meaning.unit == "ns" else 1.0
+        stem = one.metric.replace(".", "_")
+        name = f"stepsplit_{stem}" + ("" if stem == unit else f"_{unit}")
+        lines += [f"# TYPE {name} gauge", f"# UNIT {name} {unit}"]
+        for side, value in (("baseline", one.baseline), ("candidate", one.candidate)):
+            if value is not None:
+                lines.append(f'{name}{{side="{side}"}} {value * scale!r}')
     return "\n".join([*lines, "# EOF"]) + "\n"
-
-
-def _format_metric(result: CheckedMetric) -> Iterator[str]:
-    meaning = require_metric(result.metric)
-    unit = _UNITS[meaning.unit]
-    stem = result.metric.replace(".", "_")
-    name = f"stepsplit_{stem}" + ("" if stem == unit else f"_{unit}")
-    scale = 1e-9 if meaning.unit == "ns" else 1.0
-    yield f"# TYPE {name} gauge"
-    yield f"# UNIT {name} {unit}"
-    for side, value in (("baseline", result.baseline), ("candidate", result.candidate)):
-        if value is not None:
-            yield f'{name}{{side="{side}"}} {value * scale!r}'
 
 
 # JUnit XML for GitLab, Jenkins and GitHub: one test case per gated metric. The text is repeated in
@@ -517,20 +478,13 @@ def format_bencher(verdict: CheckResult) -> bytes:
 
 def format_benchmark_action(verdict: CheckResult) -> bytes:
     """The candidate's gated metrics as customSmallerIsBetter; skips those where more is better."""
-    rows = [_build_benchmark(one, verdict) for one in verdict.gated if _is_smaller_better(one)]
+    rows = []
+    for one in verdict.gated:
+        metric = require_metric(one.metric)
+        if metric.worse > 0 and one.candidate is not None:
+            name = f"{_name_setup(verdict)}: {one.metric}"
+            rows.append(_Benchmark(name, metric.unit, one.candidate, format_line(one)))
     return _encode_json(rows)
-
-
-def _build_benchmark(result: CheckedMetric, verdict: CheckResult) -> _Benchmark:
-    assert result.candidate is not None
-    name = f"{_name_setup(verdict)}: {result.metric}"
-    return _Benchmark(
-        name, require_metric(result.metric).unit, result.candidate, format_line(result)
-    )
-
-
-def _is_smaller_better(result: CheckedMetric) -> bool:
-    return require_metric(result.metric).worse > 0 and result.candidate is not None
 
 
 def _name_setup(verdict: CheckResult) -> str:

@@ -68,12 +68,6 @@ def serve(
     raise SystemExit(status)
 
 
-def find_free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free at this moment."""
-    with open_listener(host, 0) as listener:
-        return int(listener.getsockname()[1])
-
-
 @dataclass(frozen=True, slots=True)
 class _ServerProcesses:
     """The processes that answer requests."""

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.dashboard_processes import Dashboard, open_store, running_dashboard, until
+from support.dashboard_processes import (
+    Dashboard,
+    find_free_port,
+    open_store,
+    running_dashboard,
+    until,
+)
 from support.required import absent
 from support.store_builders import state
 
@@ -75,7 +81,7 @@ def proxy(
     monkeypatch.setenv("STEPSPLIT_PROXY_SECRET", SECRET)
     options = ("--workers", "0", "--password-file", str(password), *OPTIONS)
     with running_dashboard(tmp_path, *options) as dashboard:
-        port = _find_free_port()
+        port = find_free_port()
         config = _read_docs(request.param).replace("127.0.0.1:8050", dashboard.url[7:])
         write = _write_nginx if request.param == "nginx" else _write_caddy
         command = write(tmp_path, config, port, certificate, key)
@@ -180,12 +186,6 @@ def _answers(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
         return True
     return False
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _make_certificate(folder: Path) -> tuple[Path, Path]:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dashboard_processes import until
+from support.dashboard_processes import find_free_port, until
 from test_sinks import read_wandb_history
 
 from stepsplit.analyzer import analyze
 from stepsplit.collectors.record.log_to import STEP
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.sinks.scalars import build_report_points
-from stepsplit.dashboard.web.serve import find_free_port
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from collector_jobs.starting import heed_interrupts
-from support.dashboard_processes import open_store, running_dashboard, until
+from support.dashboard_processes import find_free_port, open_store, running_dashboard, until
 
 pytest.importorskip("torch")
 
@@ -30,7 +30,6 @@ from stepsplit.collectors.formats.watch_notes import NoteFile, RankEnded, RankSt
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.watch import WatchRange
 from stepsplit.dashboard.store.watch_slots import LEVELS_S
-from stepsplit.dashboard.web.serve import find_free_port
 
 pytestmark = [
     pytest.mark.slow,

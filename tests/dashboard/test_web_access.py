@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
+from support.dashboard_processes import find_free_port
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.database import open_database
@@ -23,7 +24,7 @@ from stepsplit.dashboard.web.auth import (
     list_guessed,
 )
 from stepsplit.dashboard.web.options import Access, choose_access, parse_trusted_proxy
-from stepsplit.dashboard.web.serve import find_free_port, serve
+from stepsplit.dashboard.web.serve import serve
 from stepsplit.dashboard.web.server import create_server
 
 HOST = {"Host": "traces.example"}

@@ -5,20 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.chunk_flops import ChunkFlops, count_chunk_flops
 from support.work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
 from stepsplit.analyzer.model.config import Experts, ParallelConfig
 from stepsplit.analyzer.model.parameters import (
     CONVENTIONS,
-    ChunkFlops,
-    compute_korthikanti_flops,
-    compute_korthikanti_selective_flops,
     compute_mfu,
-    compute_sc21_days,
     compute_sc21_flops,
     compute_training_days,
     count_active_parameters,
-    count_chunk_flops,
     count_hardware_flops,
     count_model_flops,
     count_parameters,
@@ -85,6 +81,9 @@ def test_for_gpt_the_count_product_by_product_equals_the_published_closed_forms(
     for row in published("megatron_sc21_table1"):
         model, batch = gpt_of(row), int(row["global_batch"])
         sizes = (model.layers, model.hidden, 2048, 51200, batch)
+        # Korthikanti et al., eq. 7 (C1, no recomputation); eq. 8 (C2) has the core twice.
+        products = 72 * model.layers * model.hidden**2 + 6 * model.hidden * 51200
+        core = 12 * model.layers * model.hidden * 2048
         step = {"seq_len": 2048, "global_batch": batch}
         plain, selective, full = (
             job(
@@ -99,9 +98,9 @@ def test_for_gpt_the_count_product_by_product_equals_the_published_closed_forms(
         assert (
             count_model_flops(plain)
             == count_hardware_flops(plain)
-            == compute_korthikanti_flops(*sizes)
+            == batch * 2048 * (products + core)
         )
-        assert count_hardware_flops(selective) == compute_korthikanti_selective_flops(*sizes)
+        assert count_hardware_flops(selective) == batch * 2048 * (products + 2 * core)
         assert count_hardware_flops(full) == compute_sc21_flops(*sizes)
 
 
@@ -197,7 +196,9 @@ def test_megatron_table_2_takes_the_days_of_equation_3() -> None:
         rate, gpus = float(row["tflops_per_gpu"]) * 1e12, int(row["gpus"])
         days = compute_training_days(300e9, count_hardware_flops(trained) / 2048, gpus, rate)
         assert days == pytest.approx(float(row["days_for_300B_tokens"]), abs=1)
-        short = compute_sc21_days(300e9, count_parameters(trained.model), gpus, rate)
+        # Equation 4, 8 T P / (n X), leaves out attention.
+        weights = count_parameters(trained.model)
+        short = compute_training_days(300e9, 8 * weights, gpus, rate)
         assert 0.97 * days < short < 0.98 * days
 
 

@@ -32,11 +32,15 @@ from stepsplit.analyzer.model.memory import (
     is_within_memory,
     list_stage_states,
 )
-from stepsplit.analyzer.model.memory_peak import Moment, list_stage_moments
-from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
-from stepsplit.analyzer.model.parameters import count_stage_parameters
+from stepsplit.analyzer.model.memory_peak import Moment, compute_needs
+from stepsplit.analyzer.model.memory_states import (
+    LayersByKind,
+    compute_layers_by_kind,
+    count_chunks_in_flight,
+)
+from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.prediction import StageMemory
-from stepsplit.analyzer.model.rank_layout import list_stages
+from stepsplit.analyzer.model.rank_layout import StageConfig, list_stages
 
 WORKSPACE = 64 * 2**20
 
@@ -96,6 +100,18 @@ def list_moments(one: JobConfig) -> tuple[Moment, ...]:
     (states,) = list_stage_states(one)
     layers = compute_layers_by_kind(one)
     return list_stage_moments(one, stage, parameters, layers, states.gradients_bytes)
+
+
+def list_stage_moments(
+    one: JobConfig,
+    stage: StageConfig,
+    parameters: StageParameters,
+    layers: LayersByKind,
+    gradients_bytes: int,
+) -> tuple[Moment, ...]:
+    """The candidate moments for the peak of one rank, in the order of the step."""
+    needs = compute_needs(one, stage, parameters, layers, gradients_bytes)
+    return needs.list_moments(count_chunks_in_flight(one, stage.index))
 
 
 COPIES = 2 * (4 * 784 + 4096)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.chunk_flops import count_chunk_flops
 from support.work_builders import DEVICE, LITE, TINY, job
 
 from stepsplit.analyzer.errors import UsageError
@@ -45,11 +46,7 @@ from stepsplit.analyzer.model.layer_time import (
     time_pieces,
 )
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
-from stepsplit.analyzer.model.parameters import (
-    count_chunk_flops,
-    count_stage_parameters,
-    count_updated_parameters,
-)
+from stepsplit.analyzer.model.parameters import count_stage_parameters, count_updated_parameters
 from stepsplit.analyzer.model.rank_layout import Chunk, list_stages
 
 UNIT = DeviceSpeed(

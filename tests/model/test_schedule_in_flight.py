@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterable
+from itertools import accumulate, product
 
 import pytest
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule
-from stepsplit.analyzer.model.schedule import (
-    Pass,
-    build_orders,
-    count_in_flight,
-    count_peak_in_flight,
-)
+from stepsplit.analyzer.model.schedule import Pass, build_orders, count_in_flight
+
+
+def count_peak_in_flight(order: Iterable[Pass]) -> int:
+    """The peak of a rank's passes by their order; it does not depend on their times."""
+    changes = ({"F": 1, "I": 0}.get(one.kind, -1) for one in order)
+    return max(accumulate(changes), default=0)
 
 
 def held(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> list[int]:

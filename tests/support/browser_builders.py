@@ -28,9 +28,10 @@ folder = Path(sys.argv[1])
 store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
 """
 _SERVER = """
+from support.dashboard_processes import find_free_port
 from stepsplit.dashboard.web.auth import Access
 from stepsplit.dashboard.web.options import ServeOptions
-from stepsplit.dashboard.web.serve import find_free_port, serve
+from stepsplit.dashboard.web.serve import serve
 ready = lambda url: print(url, flush=True)
 serve(store, port=find_free_port(), ready=ready, options=ServeOptions(Access(), workers=0))
 """

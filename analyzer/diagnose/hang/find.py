@@ -55,13 +55,11 @@ from stepsplit.analyzer.readers.nccl.inspector import (
     RasRank,
     read_ras,
 )
+from stepsplit.analyzer.readers.run_metadata import read_run_spec
 from stepsplit.analyzer.readers.sources import is_special
 from stepsplit.analyzer.trace import Group
 from stepsplit.collectors.formats.rank_state import RAISED, RAS_NAME, RankState
-from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec, from_json
-
-_MAX_RUN_BYTES = 64 << 20
-
+from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec
 
 _GUESSED_TEXT = "the dumps do not list group members: inferred from the ranks that used each group"
 
@@ -154,8 +152,7 @@ def read_spec(places: Sequence[str | Path]) -> RunSpec | None:
     with list_files([str(place) for place in places]) as sources:
         for source in (one for one in sources if one.inner.name == RUN_FILE):
             try:
-                with open_unpacked(source) as content:
-                    return from_json(content.read(_MAX_RUN_BYTES))
+                return read_run_spec(source)
             except (DataError, ValueError):
                 continue
     return None

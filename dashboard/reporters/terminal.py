@@ -156,8 +156,13 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
         second.append(f"{units.format_tokens_per_second(per_s)}/{device}")
         if report.mfu is not None:
             second.append(f"MFU {units.format_percent(report.mfu)}")
+    third = []
+    if summary is not None and summary.other is not None:
+        third.append(summary.other.describe(summary))
     return [
-        Text("   ".join(part for part in line if part)) for line in (first, second) if any(line)
+        Text("   ".join(part for part in line if part))
+        for line in (first, second, third)
+        if any(line)
     ]
 
 

@@ -234,3 +234,31 @@ def test_the_shares_of_the_cards_add_up(name: str) -> None:
     shares = [float(shown[one].split()[0]) for one in ("compute", "collective", "bubble", "other")]
     assert sum(shares) == pytest.approx(100, abs=1e-9)
     assert cards[0][0] == "mean step" and "; median " in cards[0][2]
+
+
+def test_steps_of_another_kind_are_counted_and_their_difference_is_named() -> None:
+    """Every third step has an evaluation of 60 more compute and 2 less idle time."""
+    rows = [
+        build_step(rank, step, compute=100, idle=20)
+        if step % 3
+        else build_step(rank, step, "other", compute=160, idle=18)
+        for rank in (0, 1)
+        for step in range(1, 7)
+    ]
+    summary = summarize([*rows, build_step(0, 7, "partial", compute=9_000)], ())
+    assert summary is not None and summary.other is not None
+    other = summary.other
+    assert (summary.step_ns, other.steps, other.step_ns) == (120, (3, 6), 178)
+    assert sum(other.buckets_ns) == other.step_ns
+    assert other.share == pytest.approx(2 * 178 / (2 * 178 + 4 * 120))
+    assert other.all_steps_ns == (2 * 178 + 4 * 120) // 6
+    assert other.describe(summary) == (
+        "2 of 6 complete steps make other calls (#3, #6): 0.00 ms each, most apart in compute "
+        "(+0.00 ms); they take 42.6 % of the time, and all 6 steps take 0.00 ms in the mean"
+    )
+
+
+def test_without_a_full_step_none_is_of_another_kind() -> None:
+    rows = [build_step(0, step, "other", compute=100) for step in (1, 2)]
+    summary = summarize(rows, ())
+    assert summary is not None and summary.other is None

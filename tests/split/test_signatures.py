@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 from support.builders import GpuTrace
 
-from stepsplit.analyzer import Strategy, analyze
-from stepsplit.analyzer.split import strategies
+from stepsplit.analyzer import AxisSize, Strategy, analyze
+from stepsplit.analyzer.split import axis_signatures, strategies
+from stepsplit.analyzer.split.axis_signatures import (
+    AXIS_SIGNATURES,
+    AxisSignature,
+    HasMeanCalls,
+    UsagePattern,
+)
 from stepsplit.analyzer.split.signature import (
     HasByteRatio,
     HasCalls,
@@ -83,3 +89,15 @@ def test_the_docstring_of_a_strategy_has_the_names_of_the_table() -> None:
     described = (Strategy.__doc__ or "").split("name: ")[1].split("axis: ")[0]
     names = dict.fromkeys(signature.name for signature in SIGNATURES)
     assert re.findall(r'"([^"]+)"', described) == [*names]
+
+
+def test_an_axis_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_step(tmp_path, "Reduce", 4096)
+    assert analyze(tmp_path).run.mesh is None
+    streams = UsagePattern(
+        needs=(HasMeanCalls("broadcast", "early", 2), HasMeanCalls("broadcast", "late", 2)),
+        absent=(HasMeanCalls("all_gather", "early"),),
+    )
+    toy = AxisSignature("dp_shard", patterns=(streams,))
+    monkeypatch.setattr(axis_signatures, "AXIS_SIGNATURES", (*AXIS_SIGNATURES, toy))
+    assert analyze(tmp_path).run.mesh == (AxisSize("dp_shard", 2),)

@@ -54,7 +54,10 @@ def infer_axes(
     groups = [group for trace in traces for group in trace.groups if len(group.ranks) > 1]
     mesh = [group for group in groups if not parse_group_name(group.description).experts]
     named_axes = {g: axis for g in mesh if (axis := parse_single_axis(g.description)) is not None}
-    named_axes |= {group: "cp" for group in _list_message_groups(traces) if group.ranks in rings}
+    for trace in traces:
+        with_messages = sorted(set(trace.calls.group_id[trace.calls.is_message].tolist()) - {-1})
+        on_rings = (trace.groups[i] for i in with_messages if trace.groups[i].ranks in rings)
+        named_axes |= dict.fromkeys(on_rings, "cp")
     used = {
         g: u for g, u in measure_usage(traces).items() if g not in named_axes and len(g.ranks) > 1
     }
@@ -163,16 +166,6 @@ def _compute_shape(group: Group) -> frozenset[int]:
 def _compute_stride(group: Group) -> int:
     line = fit_line(group.ranks)
     return line.stride if line is not None else 1
-
-
-def _list_message_groups(traces: Sequence[RankTrace]) -> list[Group]:
-    """The groups with messages."""
-    return [
-        trace.groups[group_id]
-        for trace in traces
-        for group_id in sorted(set(trace.calls.group_id[trace.calls.is_message].tolist()))
-        if group_id >= 0
-    ]
 
 
 # Usage of each group in a step: collectives before and after the first backward.

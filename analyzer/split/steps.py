@@ -95,7 +95,9 @@ def find_steps_of_ranks(traces: Sequence[RankTrace]) -> list[Steps]:
     if all(one.whole for one in host):
         return found
     return [
-        _mark_all_partial(steps) if one.whole else steps
+        replace(steps, windows=tuple(replace(w, kind="partial") for w in steps.windows))
+        if one.whole
+        else steps
         for steps, one in zip(found, host, strict=True)
     ]
 
@@ -104,7 +106,12 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
     """The windows of the steps, with their kinds; empty ones are dropped with a note."""
     marked = host.steps
     if host.whole or not trace.on_device:
-        windows = _build_host_windows(marked)
+        # Each window runs from the end of the previous step to its own, even if the marks overlap.
+        edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
+        windows = [
+            StepWindow(step.step, "full", start, end)
+            for step, (start, end) in zip(marked, pairwise(edges), strict=True)
+        ]
     else:
         windows = _build_device_windows(trace, marked)
     kinds = _classify_steps(trace, marked)
@@ -124,7 +131,11 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
     if trace.on_device:
         windows, lost = _mark_lost_work(trace, marked, windows)
         notes += [*lost, *_note_several_devices(trace), *_note_no_launches(trace)]
-    notes += [_note_empty(w, trace.rank) for w in windows if w.end_ns <= w.start_ns]
+    notes += [
+        Note("empty_step", f"step {w.step} is empty and was dropped", trace.rank)
+        for w in windows
+        if w.end_ns <= w.start_ns
+    ]
     return Steps(tuple(w for w in windows if w.end_ns > w.start_ns), tuple(notes))
 
 
@@ -137,10 +148,6 @@ def _is_torn(trace: RankTrace, marked: Sequence[HostStep]) -> bool:
     """Whether the last step alone has no optimizer step: the job crashed or stopped in it."""
     count = count_optimizer_steps(trace, marked)
     return len(marked) > _MIN_STEPPED and bool(count[:-1].all()) and not count[-1]
-
-
-def _note_empty(window: StepWindow, rank: int) -> Note:
-    return Note("empty_step", f"step {window.step} is empty and was dropped", rank)
 
 
 def _note_several_devices(trace: RankTrace) -> list[Note]:
@@ -169,11 +176,6 @@ def _note_no_launches(trace: RankTrace) -> list[Note]:
     return [Note("no_launches", text, trace.rank)]
 
 
-def _mark_all_partial(steps: Steps) -> Steps:
-    windows: tuple[StepWindow, ...] = tuple(replace(w, kind="partial") for w in steps.windows)
-    return replace(steps, windows=windows)
-
-
 def _mark_lost_work(
     trace: RankTrace, marked: Sequence[HostStep], windows: Sequence[StepWindow]
 ) -> tuple[list[StepWindow], list[Note]]:
@@ -191,15 +193,6 @@ def _mark_lost_work(
         text = f"the profiler lost device work of step {listed}: partial"
         notes.append(Note("device_work_cut", text, trace.rank))
     return partial, notes
-
-
-def _build_host_windows(marked: Sequence[HostStep]) -> list[StepWindow]:
-    """Each window runs from the end of the previous step to its own, even if the marks overlap."""
-    edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
-    return [
-        StepWindow(step.step, "full", start, end)
-        for step, (start, end) in zip(marked, pairwise(edges), strict=True)
-    ]
 
 
 def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[StepWindow]:

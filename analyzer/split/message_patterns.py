@@ -201,7 +201,7 @@ def _only_swap(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
 
 MIN_SHARE = 0.8
 """In a ring, at least this fraction of the compute between messages follows a send; the last stage
-of a pipeline computes between receive and send."""
+of a pipeline computes between receive and send. test_layout.py passes at 0.4 and at 1 too."""
 
 
 def is_ring_exchange(trace: RankTrace, peer: int) -> bool:

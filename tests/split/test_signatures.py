@@ -91,6 +91,11 @@ def test_the_docstring_of_a_strategy_has_the_names_of_the_table() -> None:
     assert re.findall(r'"([^"]+)"', described) == [*names]
 
 
+def test_entries_refer_only_to_names_of_the_table() -> None:
+    names = {signature.name for signature in SIGNATURES}
+    assert {other for signature in SIGNATURES for other in signature.unless} <= names
+
+
 def test_an_axis_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_step(tmp_path, "Reduce", 4096)
     assert analyze(tmp_path).run.mesh is None

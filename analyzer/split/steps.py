@@ -106,12 +106,7 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
     """The windows of the steps, with their kinds; empty ones are dropped with a note."""
     marked = host.steps
     if host.whole or not trace.on_device:
-        # Each window runs from the end of the previous step to its own, even if the marks overlap.
-        edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
-        windows = [
-            StepWindow(step.step, "full", start, end)
-            for step, (start, end) in zip(marked, pairwise(edges), strict=True)
-        ]
+        windows = _build_host_windows(marked)
     else:
         windows = _build_device_windows(trace, marked)
     kinds = _classify_steps(trace, marked)
@@ -193,6 +188,15 @@ def _mark_lost_work(
         text = f"the profiler lost device work of step {listed}: partial"
         notes.append(Note("device_work_cut", text, trace.rank))
     return partial, notes
+
+
+def _build_host_windows(marked: Sequence[HostStep]) -> list[StepWindow]:
+    """Each window runs from the end of the previous step to its own, even if the marks overlap."""
+    edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
+    return [
+        StepWindow(step.step, "full", start, end)
+        for step, (start, end) in zip(marked, pairwise(edges), strict=True)
+    ]
 
 
 def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[StepWindow]:

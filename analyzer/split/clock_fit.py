@@ -147,15 +147,12 @@ def _estimate_drift(since: Float, apart: Float, kind: Int64) -> tuple[float, flo
 def _estimate_slope(since: Float, apart: Float) -> float:
     """Theil-Sen slope: the median slope between the medians of time bins."""
     order = np.argsort(since, kind="stable")
-    time_bin = _number_bins(len(order), min(_BINS, max(len(order) // 3, 2)))
+    # Bins of equal size, the first ones larger by one if they must be.
+    bins = min(_BINS, max(len(order) // 3, 2))
+    size, larger = divmod(len(order), bins)
+    time_bin = np.repeat(np.arange(bins), size + (np.arange(bins) < larger))
     x, y = (group_median(time_bin, values[order]) for values in (since, apart))
     i, j = np.triu_indices(len(x), k=1)
     apart_in_time = x[j] - x[i]
     valid = apart_in_time > 0
     return float(np.median((y[j] - y[i])[valid] / apart_in_time[valid])) if valid.any() else 0.0
-
-
-def _number_bins(rows: int, bins: int) -> Int64:
-    """The bin of each row: bins of equal size, the first ones larger by one if they must be."""
-    size, larger = divmod(rows, bins)
-    return np.repeat(np.arange(bins), size + (np.arange(bins) < larger))

@@ -62,9 +62,11 @@ class _ClockJoin:
         self.left.remove(domain)
         fit = self._fit_domain(domain) if self.clocks else EXACT
         for trace, own in zip(domain.traces, domain.clocks, strict=True):
-            clock = self._choose_clock(
-                trace, None if fit is None else own.compose(fit), domain.host
-            )
+            if fit is not None:
+                clock = self._build_clock(trace, own.compose(fit))
+            else:
+                shared = self._take_host_clock(trace, domain.host)
+                clock = shared or self._place_within_bounds(trace)
             self.clocks[trace] = clock
             self._of_host.setdefault(domain.host, clock)
             # Records when the rank's calls started and ended on the common clock.
@@ -105,11 +107,6 @@ class _ClockJoin:
             for trace, own in zip(domain.traces, domain.clocks, strict=True)
         ]
         return fit.shift(Bounds.intersect(bounds).compute_least_shift())
-
-    def _choose_clock(self, trace: int, fit: ClockFit | None, host: str) -> Clock:
-        if fit is not None:
-            return self._build_clock(trace, fit)
-        return self._take_host_clock(trace, host) or self._place_within_bounds(trace)
 
     def _build_clock(self, trace: int, fit: ClockFit) -> Clock:
         return Clock(

@@ -103,7 +103,12 @@ def _merge_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[
     A group is identified by its ranks, and by its name if a rank has several groups of the same
     ranks.
     """
-    several = {ranks for trace in traces for ranks in _find_repeated(trace.groups)}
+    several = {
+        ranks
+        for trace in traces
+        for ranks, count in Counter(group.ranks for group in trace.groups).items()
+        if count > 1
+    }
     numbers: dict[tuple[str, tuple[int, ...]], int] = {}
     groups: list[Group] = []
     columns = []
@@ -120,26 +125,29 @@ def _merge_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[
     return tuple(groups), columns
 
 
-def _find_repeated(groups: Sequence[Group]) -> list[tuple[int, ...]]:
-    counts = Counter(group.ranks for group in groups)
-    return [ranks for ranks, count in counts.items() if count > 1]
-
-
 def _assign_keys(
     rows: MatchedCalls, traces: Sequence[RankTrace], alignment: Alignment | None
 ) -> MatchedCalls:
     start, end = (
         _convert_by_clocks(rows, traces, alignment, at) for at in (rows.start_ns, rows.end_ns)
     )
-    calls = build_call_rows(
-        traces, rows.trace, rows.group, start, end, _list_clock_names(traces, alignment)
-    )
+    # The clock of each trace: that of its host, or the common clock if an alignment links it.
+    is_joined = [
+        alignment is not None and alignment.clocks[i].sigma_ns is not None
+        for i in range(len(traces))
+    ]
+    clocks = ["common" if one else trace.host for one, trace in zip(is_joined, traces, strict=True)]
+    calls = build_call_rows(traces, rows.trace, rows.group, start, end, clocks)
     collective = np.flatnonzero(~rows.is_message & (rows.group >= 0))
     identified = identify_calls(
         calls, collective, np.flatnonzero(rows.is_message & (calls.peer >= 0))
     )
     label, count = identified.label, int(identified.label.max(initial=-1)) + 1
-    members = _count_members(rows, label, count)
+    # The number of ranks in each call; for a message, the number of recorded ends.
+    labeled = np.flatnonzero(label >= 0)
+    member = np.where(rows.is_message[labeled], labeled, rows.trace[labeled])
+    distinct = first_rows(group_ids(label[labeled], member))
+    members = np.bincount(label[labeled][distinct], minlength=count)
     one_call = (members >= 2) & _check_agreement(rows, label, count)
     # The number of members of each call when complete.
     sizes = np.array([len(group.ranks) for group in rows.groups] + [0], dtype=np.int64)
@@ -182,23 +190,6 @@ def _convert_by_clocks(
     return np.concatenate(parts)
 
 
-def _list_clock_names(traces: Sequence[RankTrace], alignment: Alignment | None) -> list[str]:
-    """The clock of each trace: that of its host, or "common" if it is linked to the common
-    clock."""
-    if alignment is None:
-        return [trace.host for trace in traces]
-    joined = [clock.sigma_ns is not None for clock in alignment.clocks]
-    return ["common" if one else trace.host for one, trace in zip(joined, traces, strict=True)]
-
-
-def _count_members(rows: MatchedCalls, label: Int64, count: int) -> Int64:
-    """The number of ranks in each call; for a message, the number of recorded ends."""
-    known = np.flatnonzero(label >= 0)
-    who = np.where(rows.is_message[known], known, rows.trace[known])
-    first = first_rows(group_ids(label[known], who))
-    return np.bincount(label[known][first], minlength=count)
-
-
 def _check_agreement(rows: MatchedCalls, label: Int64, count: int) -> Bool:
     """Whether the members of a call have the same op, and the same size unless the op allows
     others."""
@@ -208,15 +199,10 @@ def _check_agreement(rows: MatchedCalls, label: Int64, count: int) -> Bool:
     sized = np.where(size >= 0, label, -1)
     same_size = group_min(sized, size, count) >= group_max(sized, size, count)
     free = group_max(label, (~np.isin(rows.op, SYMMETRIC_CODES)).astype(np.int64), count) > 0
-    agreed: Bool = same_op & (same_size | free) & _has_two_ends(rows, label, count)
-    return agreed
-
-
-def _has_two_ends(rows: MatchedCalls, label: Int64, count: int) -> Bool:
-    """Whether the rows of a message are from two ranks."""
     trace = rows.trace.astype(np.int64)
-    apart: Bool = group_max(label, trace, count) > group_min(label, trace, count)
-    return apart
+    on_two_ranks = group_max(label, trace, count) > group_min(label, trace, count)
+    agreed: Bool = same_op & (same_size | free) & on_two_ranks
+    return agreed
 
 
 def _build_notes(groups: Sequence[Group], traces: Sequence[RankTrace]) -> tuple[Note, ...]:

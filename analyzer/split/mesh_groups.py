@@ -56,7 +56,10 @@ def find_named_lines(groups: Iterable[Group]) -> dict[str, RankLine]:
     A group along several axes yields the axis that is left after removing the known ones, such as
     data parallel ranks from a group with cp.
     """
-    described = {(parse_group_name(g.description), _compute_offsets(g.ranks)) for g in groups}
+    described = {
+        (parse_group_name(g.description), tuple(rank - g.ranks[0] for rank in g.ranks))
+        for g in groups
+    }
     spans = sorted((n.axes, offsets) for n, offsets in described if n.whole and not n.experts)
     candidates: dict[str, set[RankLine | None]] = {}
     for axes, offsets in spans:
@@ -94,10 +97,6 @@ def build_mesh(
         if all(_is_in_mesh(mesh, group, parse_group_name(group.description)) for group in groups)
         else None
     )
-
-
-def _compute_offsets(ranks: Sequence[int]) -> tuple[int, ...]:
-    return tuple(rank - ranks[0] for rank in ranks)
 
 
 def _deduce_line(

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
+from stepsplit.analyzer.split.axis_signatures import Counts, Usage
 from stepsplit.analyzer.split.call_purposes import (
     DDP_FORWARD,
     CallPurposes,
@@ -54,7 +54,10 @@ def infer_axes(
     groups = [group for trace in traces for group in trace.groups if len(group.ranks) > 1]
     mesh = [group for group in groups if not parse_group_name(group.description).experts]
     named_axes = {g: axis for g in mesh if (axis := parse_single_axis(g.description)) is not None}
-    named_axes |= {group: "cp" for group in _list_message_groups(traces) if group.ranks in rings}
+    for trace in traces:
+        with_messages = sorted(set(trace.calls.group_id[trace.calls.is_message].tolist()) - {-1})
+        on_rings = (trace.groups[i] for i in with_messages if trace.groups[i].ranks in rings)
+        named_axes |= dict.fromkeys(on_rings, "cp")
     used = {
         g: u for g, u in measure_usage(traces).items() if g not in named_axes and len(g.ranks) > 1
     }
@@ -165,107 +168,13 @@ def _compute_stride(group: Group) -> int:
     return line.stride if line is not None else 1
 
 
-def _list_message_groups(traces: Sequence[RankTrace]) -> list[Group]:
-    """The groups with messages."""
-    return [
-        trace.groups[group_id]
-        for trace in traces
-        for group_id in sorted(set(trace.calls.group_id[trace.calls.is_message].tolist()))
-        if group_id >= 0
-    ]
-
-
 # Usage of each group in a step: collectives before and after the first backward.
 
 SCALAR_BYTES = 1024
 """Collectives of at most this many bytes reduce a loss, a norm or a flag, not a tensor, unless a
-range shows their purpose."""
-
-MIN_REPEATS = 4
-"""Minimum all_reduces before the first backward of a step: two per layer for two layers."""
-
-ODD_SHARE = 0.5
-"""Calls that move less than this fraction of the bytes do not decide what a group is for."""
-
-Counts = npt.NDArray[np.float64]
+range shows their purpose. test_layout.py and test_strategies.py pass at half and at twice of it."""
 
 _GATHER, _SUM, _SCATTER = (OP_CODE[op] for op in ("all_gather", "all_reduce", "reduce_scatter"))
-
-
-class Usage(Struct, frozen=True):
-    """Mean calls per step and rank, shape (ops,), before the first backward of a step and after it.
-
-    early_bytes: bytes of the early calls. hooked: reductions in a hook of autograd, which are of
-    gradients. sizes: number of distinct all_to_all sizes on the group. sharded: FSDP issued the
-    group's gathers. activations: layers of tensor parallelism reduce on the group. replicated:
-    DistributedDataParallel can reduce its gradients on no other group. late_share: fraction of the
-    all_reduced bytes that are reduced outside of the backward, in sizes that no forward reduces.
-    """
-
-    early: Counts
-    late: Counts
-    early_bytes: Counts
-    hooked: Counts
-    sizes: int = 0
-    sharded: bool = False
-    activations: bool = False
-    replicated: bool = False
-    late_share: float = 0.0
-
-    def infer_axis(self) -> str | None:
-        """The axis of a group with this usage; None if several axes are possible."""
-        return self.find_marked_axis() or self._infer_by_pattern()
-
-    def find_marked_axis(self) -> str | None:
-        """The axis that the ranges around the calls show; None without such ranges."""
-        if self.sharded:
-            return "dp_shard"
-        if self.activations:
-            return "tp"
-        return "dp_replicate" if self.replicated or self.hooked[_SUM] else None
-
-    def _infer_by_pattern(self) -> str | None:
-        """The axis by the number, the order and the bytes of the calls.
-
-        Layers of tp reduce, or gather and scatter, activations in both passes. Sharded weights are
-        gathered in both passes and reduce-scattered only in the backward. Replicated weights have
-        no collective before the backward, or small ones: a loop averages their gradients after it.
-        Expert all_to_alls vary in size, all_to_alls of attention heads do not.
-        """
-        if self._is_frequent("all_to_all", early=0, late=0):
-            return "ep" if self.sizes > MIN_REPEATS else None
-        if self.late_share > ODD_SHARE and not self.early[[_GATHER, _SCATTER]].any():
-            return "dp_replicate"
-        if self._is_frequent("all_reduce", early=MIN_REPEATS, late=MIN_REPEATS):
-            return "tp"
-        if self._is_frequent("reduce_scatter", early=MIN_REPEATS, late=MIN_REPEATS):
-            return "tp" if self.early[_GATHER] >= MIN_REPEATS else None
-        if self.early[_SCATTER] or self._reduces_early():
-            return None
-        both_late = bool(self.late[_GATHER] and self.late[_SCATTER])
-        if self.early[_GATHER]:
-            return "dp_shard" if both_late else None
-        return "dp_replicate" if self.late[_SUM] or both_late else None
-
-    def _reduces_early(self) -> bool:
-        """Whether the all_reduces before the backward may be of activations.
-
-        They are not if gradients are scattered in hooks, or if they are small against the weights
-        that are gathered.
-        """
-        small = self.early_bytes[_SUM] < ODD_SHARE * self.early_bytes[_GATHER]
-        return bool(self.early[_SUM] and not self.hooked[_SCATTER] and not small)
-
-    def _is_frequent(self, op: str, *, early: float, late: float) -> bool:
-        """Whether the op is called, and at least this often in both parts of a step."""
-        code = OP_CODE[op]
-        called = bool(self.early[code] or self.late[code])
-        return called and bool(self.early[code] >= early and self.late[code] >= late)
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether tensors are reduced after the start of the first backward."""
-        return bool(self.late[[_SUM, _SCATTER]].any())
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ from stepsplit.analyzer.split.transfers import (
 )
 from stepsplit.analyzer.split.work import Work, collect_work
 from stepsplit.analyzer.split.world_group import assign_world_group
-from stepsplit.analyzer.trace import Category, Int64, Note, RankTrace, find_earlier_calls
+from stepsplit.analyzer.trace import Category, Note, RankTrace, find_earlier_calls
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
@@ -151,7 +151,13 @@ def split_run(
         stage_bubbles=stage_bubbles,
         detail=compute_detail(ranks, context),
         notes=notes,
-        strategies=detect_strategies(traces, steps, matched, layout, _find_schedule_name(schedule)),
+        strategies=detect_strategies(
+            traces,
+            steps,
+            matched,
+            layout,
+            None if schedule is None or schedule.name == _UNKNOWN else schedule.name,
+        ),
     )
 
 
@@ -184,10 +190,6 @@ def _infer_schedule(
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
 
 
-def _find_schedule_name(schedule: Schedule | None) -> str | None:
-    return None if schedule is None or schedule.name == _UNKNOWN else schedule.name
-
-
 def _collect_notes(
     usable: UsableRanks,
     steps: Sequence[Steps],
@@ -204,22 +206,24 @@ def _collect_notes(
     present = {trace.rank for trace in traces} | {note.rank for note in usable.left_out}
     world_size = max(trace.world_size for trace in traces)
     missing = [rank for rank in range(world_size) if rank not in present]
-    unmatched = [
-        _note_unmatched(trace.rank, int((keys < 0).sum()), len(keys))
-        for trace, keys in zip(traces, _list_recorded_keys(traces, matched), strict=True)
-        if (keys < 0).any()
-    ]
-    absent = [_note_missing_ranks(missing, world_size)] if missing else []
+    unmatched = []
+    for i, trace in enumerate(traces):
+        # Calls of steps before the recording have no counterparts and need none.
+        keys = matched.key[matched.slice_trace(i)][~find_earlier_calls(trace)]
+        if (keys < 0).any():
+            text = (
+                f"{int((keys < 0).sum())} of {len(keys)} collectives and messages have no matching "
+                "call on the peer ranks: their wait time is estimated (not available without sizes)"
+            )
+            unmatched.append(Note("unmatched", text, trace.rank))
+    absent = []
+    if missing:
+        text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
+        absent.append(Note("ranks_missing", text + units.format_number_list(missing)))
     return (
         *absent, *usable.left_out, *layout.notes, *alignment.notes, *rank_notes, *matched.notes,
         *unmatched,
     )  # fmt: skip
-
-
-def _list_recorded_keys(traces: Sequence[RankTrace], matched: MatchedCalls) -> list[Int64]:
-    """The key of each call of each rank, but for calls of steps before the recording."""
-    keys = [matched.key[matched.slice_trace(i)] for i in range(len(traces))]
-    return [key[~find_earlier_calls(trace)] for key, trace in zip(keys, traces, strict=True)]
 
 
 def _note_few_ops(rank: RankSplit) -> Note | None:
@@ -232,19 +236,6 @@ def _note_few_ops(rank: RankSplit) -> Note | None:
     length, share = units.format_milliseconds(step_ns), units.format_percent(idle_ns / step_ns)
     text = f"{count:,} ops in {length} leave {share} idle: the trace may be a fragment of the work"
     return Note("few_ops", text, rank.trace.rank)
-
-
-def _note_unmatched(rank: int, count: int, total: int) -> Note:
-    problem = f"{count} of {total} collectives and messages have no matching call on the peer ranks"
-    return Note(
-        "unmatched", f"{problem}: their wait time is estimated (not available without sizes)", rank
-    )
-
-
-def _note_missing_ranks(missing: Sequence[int], world_size: int) -> Note:
-    text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
-    text += units.format_number_list(missing)
-    return Note("ranks_missing", text)
 
 
 # Detail of the split: idle causes, kernel families, contention, overlaps.
@@ -279,18 +270,15 @@ def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
             for one, parts in zip(ranks, idle_parts, strict=True)
         ),
         families=sum_kernel_families(traces, windows),
-        contention=tuple(_measure_contention(one) for one in ranks),
+        # Op times of a CPU run depend mostly on who shares the core.
+        contention=tuple(
+            measure_contention(one.trace, one.windows, one.pieces) if one.trace.on_device else None
+            for one in ranks
+        ),
         variation=compute_variation([step for one in ranks for step in one.steps]),
         overlaps=tuple(row for one in ranks for row in _compute_overlaps(one, context)),
         coverage=compute_coverage(traces, context.matched, context.layout),
     )
-
-
-def _measure_contention(rank: RankSplit) -> Contention | None:
-    """Contention on GPU ranks only: op times of a CPU run depend mostly on who shares the core."""
-    if not rank.trace.on_device:
-        return None
-    return measure_contention(rank.trace, rank.windows, rank.pieces)
 
 
 def _compute_overlaps(rank: RankSplit, context: RunContext) -> tuple[Overlap, ...]:
@@ -369,6 +357,9 @@ def split_rank(
     guesses = context.arrivals.estimated[rows] | held.estimated
     guessed = attribution.exposed.window[guesses[attribution.exposed.call]]
     phases = infer_phases(trace, windows.windows, layout)
+    # Group -1, of a call whose group is unknown, has no axis.
+    axes = (*(layout.find_axis(group) for group in trace.groups), None)
+    exposed_groups = trace.calls.group_id[attribution.exposed.call].tolist()
     # The step splits on the common clock; a step blocked by an estimated call is estimated.
     estimated = set(guessed.tolist())
     covered = [sum_bubble_covered_ns(g.busy, band) for g, band in zip(grids, bands, strict=True)]
@@ -391,18 +382,10 @@ def split_rank(
             for i, window in enumerate(windows.windows)
         ),
         grids=grids,
-        axis=_find_axes(trace, attribution, layout),
+        axis=tuple(axes[group] for group in exposed_groups),
         phase=tuple(phases[call] for call in attribution.exposed.call.tolist()),
         clock=clock,
     )
-
-
-def _find_axes(
-    trace: RankTrace, attribution: Attribution, layout: RankLayout
-) -> tuple[str | None, ...]:
-    """The mesh axis of each exposed row."""
-    axes = (*(layout.find_axis(group) for group in trace.groups), None)
-    return tuple(axes[group] for group in trace.calls.group_id[attribution.exposed.call].tolist())
 
 
 def _select_window(band: BucketBands, window: int, clock: Clock) -> BucketBands:

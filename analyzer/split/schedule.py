@@ -62,7 +62,13 @@ def detect_schedule(steps: Sequence[Line]) -> DetectedSchedule:
     line = whole[names.index(name)]
     return DetectedSchedule(
         name=name,
-        microbatches=_count_microbatches(line, name),
+        # dualpipe has its microbatches in both directions, each once per rank.
+        microbatches=max(
+            len(_list_microbatches(boxes, "forward"))
+            if name == "dualpipe"
+            else len({box.microbatch for box in boxes})
+            for boxes in line
+        ),
         chunks=max(len(_list_stages(boxes)) for boxes in line),
         times_ns=_measure_times_ns(line),
     )
@@ -140,18 +146,14 @@ def _list_microbatches(slots: Sequence[MicrobatchSlot], phase: str) -> set[tuple
     return {(box.stage, box.microbatch) for box in slots if box.phase == phase}
 
 
-def _count_microbatches(line: Line, name: str | None) -> int:
-    """The number of microbatches in the pipeline; for dualpipe in both directions, each once per
-    rank."""
-    if name == "dualpipe":
-        return max(len(_list_microbatches(boxes, "forward")) for boxes in line)
-    return max(len({box.microbatch for box in boxes}) for boxes in line)
-
-
 def _measure_times_ns(line: Line) -> tuple[float, float, float] | None:
     """Medians over the slots that did not overlap with another slot of their rank."""
     weights = {at for boxes in line for at in _list_microbatches(boxes, "weight")}
-    alone = [box for boxes in line for box in _select_exclusive(boxes)]
+    alone = []
+    for boxes in line:
+        # Combined actions have slots with identical times, whose single durations are unknown.
+        at_once = Counter((box.start_ns, box.end_ns) for box in boxes)
+        alone += [box for box in boxes if at_once[box.start_ns, box.end_ns] == 1]
     split = [box for box in alone if (box.stage, box.microbatch) in weights]
     durations = [
         [box.end_ns - box.start_ns for box in among if box.phase == phase]
@@ -161,9 +163,3 @@ def _measure_times_ns(line: Line) -> tuple[float, float, float] | None:
         return None
     forward, inputs, weight = (float(median(times)) for times in durations)
     return forward, inputs, weight
-
-
-def _select_exclusive(slots: Sequence[MicrobatchSlot]) -> list[MicrobatchSlot]:
-    """Drops combined actions: slots with identical times, whose single durations are unknown."""
-    at = Counter((box.start_ns, box.end_ns) for box in slots)
-    return [box for box in slots if at[box.start_ns, box.end_ns] == 1]

@@ -62,8 +62,9 @@ def pair_sequences(
     Among equally good pairings, the likely one is used; else, on one clock, the one clearly closest
     in time; else the one that pairs the most calls with the smallest shift.
     """
-    if one_clock and likely is None and _end_together(first, second):
-        likely = 0
+    if one_clock and likely is None and len(first) == len(second):
+        # If as many calls end within noise of each other, no other pairing is clearly closer.
+        likely = 0 if _measure_distance_ns(first, second, 0) <= _NOISE_NS else None
     if likely is not None and _fits_closely(first, second, likely):
         return Pairing(_apply_shift(first, second, likely), False)
     shifts = _find_consistent(
@@ -76,11 +77,6 @@ def pair_sequences(
         return Pairing(_apply_shift(first, second, likely), False)
     best = _choose_closest(first, second, fitting) if one_clock else fitting[0]
     return Pairing(_apply_shift(first, second, best), len(fitting) > 1)
-
-
-def _end_together(first: CallSequence, second: CallSequence) -> bool:
-    """Whether as many calls end within noise of each other: no other pairing is clearly closer."""
-    return len(first) == len(second) and _measure_distance_ns(first, second, 0) <= _NOISE_NS
 
 
 def _choose_closest(first: CallSequence, second: CallSequence, fitting: list[int]) -> int:

@@ -124,7 +124,10 @@ def _map_durations(steps: Iterable[StepSplit]) -> Mapping[int, int]:
 def _build_durations(rank: int | None, length_ns: Mapping[int, int]) -> StepDurations:
     ordered = np.sort(np.array(list(length_ns.values()), dtype=np.int64))
     middle = _compute_median(ordered)
-    slow = tuple(n for n, ns in sorted(length_ns.items()) if _is_slow(ns, ordered, middle))
+    sigma = SIGMA_OF_MAD * _compute_median(np.abs(ordered - middle))
+    limit_ns = max(SIGMAS * sigma, MIN_EXCESS * middle)
+    enough = len(ordered) >= MIN_STEPS
+    slow = tuple(n for n, ns in sorted(length_ns.items()) if enough and ns - middle > limit_ns)
     place = -(-99 * len(ordered) // 100) - 1
     return StepDurations(rank, len(ordered), middle, int(ordered[place]), int(ordered[-1]), slow)
 
@@ -133,13 +136,6 @@ def _compute_median(values: Int64) -> int:
     """The median; for an even count the mean of the two middle values, rounded down."""
     ordered = np.sort(values)
     return int(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
-
-
-def _is_slow(step_ns: int, all_ns: Int64, middle: int) -> bool:
-    if len(all_ns) < MIN_STEPS:
-        return False
-    sigma = SIGMA_OF_MAD * _compute_median(np.abs(all_ns - middle))
-    return step_ns - middle > max(SIGMAS * sigma, MIN_EXCESS * middle)
 
 
 def _find_slow_steps(

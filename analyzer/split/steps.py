@@ -95,7 +95,9 @@ def find_steps_of_ranks(traces: Sequence[RankTrace]) -> list[Steps]:
     if all(one.whole for one in host):
         return found
     return [
-        _mark_all_partial(steps) if one.whole else steps
+        replace(steps, windows=tuple(replace(w, kind="partial") for w in steps.windows))
+        if one.whole
+        else steps
         for steps, one in zip(found, host, strict=True)
     ]
 
@@ -124,7 +126,11 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
     if trace.on_device:
         windows, lost = _mark_lost_work(trace, marked, windows)
         notes += [*lost, *_note_several_devices(trace), *_note_no_launches(trace)]
-    notes += [_note_empty(w, trace.rank) for w in windows if w.end_ns <= w.start_ns]
+    notes += [
+        Note("empty_step", f"step {w.step} is empty and was dropped", trace.rank)
+        for w in windows
+        if w.end_ns <= w.start_ns
+    ]
     return Steps(tuple(w for w in windows if w.end_ns > w.start_ns), tuple(notes))
 
 
@@ -137,10 +143,6 @@ def _is_torn(trace: RankTrace, marked: Sequence[HostStep]) -> bool:
     """Whether the last step alone has no optimizer step: the job crashed or stopped in it."""
     count = count_optimizer_steps(trace, marked)
     return len(marked) > _MIN_STEPPED and bool(count[:-1].all()) and not count[-1]
-
-
-def _note_empty(window: StepWindow, rank: int) -> Note:
-    return Note("empty_step", f"step {window.step} is empty and was dropped", rank)
 
 
 def _note_several_devices(trace: RankTrace) -> list[Note]:
@@ -167,11 +169,6 @@ def _note_no_launches(trace: RankTrace) -> list[Note]:
         " later one where the host runs ahead; keep the events of category cuda_runtime"
     )
     return [Note("no_launches", text, trace.rank)]
-
-
-def _mark_all_partial(steps: Steps) -> Steps:
-    windows: tuple[StepWindow, ...] = tuple(replace(w, kind="partial") for w in steps.windows)
-    return replace(steps, windows=windows)
 
 
 def _mark_lost_work(

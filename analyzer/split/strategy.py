@@ -1,4 +1,4 @@
-"""The strategies that can be detected."""
+"""A detected strategy."""
 
 from __future__ import annotations
 
@@ -7,29 +7,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from stepsplit.collectors.formats.run_spec import AXES
-
-NAMES = (
-    "ddp",
-    "zero-1",
-    "zero-2",
-    "fsdp",
-    "hsdp",
-    "tp",
-    "sp",
-    "vocabulary",
-    "loss",
-    "cp",
-    "ep",
-    "pp",
-    "gradient accumulation",
-    "recompute",
-    "offload",
-    "autocast",
-    "fp8",
-    "mixed precision",
-    "loss scaling",
-)
-"""In display order; names that predicted messages also have are spelled like those."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import re
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, is_inside, union
@@ -20,9 +19,7 @@ from stepsplit.analyzer.split.issue_steps import (
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.steps import Steps
-from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
-
-Counts = npt.NDArray[np.float64]
+from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Group, Int64, RankTrace
 
 FORWARD, BACKWARD, AFTER = range(3)
 """The parts of a step. AFTER follows the last backward, where optimizers run; gradients reduced
@@ -83,21 +80,6 @@ class RankEvidence(Struct, frozen=True):
         used = sorted(set(self.group[self.group >= 0].tolist()))
         used_groups = dict.fromkeys(self.trace.groups[i] for i in used)
         return [group for group in used_groups if len(group.ranks) > 1]
-
-    def count_per_step(self, mask: Bool) -> Counts:
-        """Number of these calls per step, shape (parts, ops)."""
-        return self._compute_per_step(mask, None)
-
-    def sum_bytes(self, mask: Bool) -> Counts:
-        """Bytes of these calls per step, shape (parts, ops)."""
-        return self._compute_per_step(mask, np.maximum(self.message_bytes, 0))
-
-    def _compute_per_step(self, mask: Bool, weights: Int64 | None) -> Counts:
-        mask = mask & (self.part >= 0)
-        place = self.part[mask] * len(OPS) + self.op[mask]
-        call_weights = None if weights is None else weights[mask]
-        size = 3 * len(OPS)
-        return np.bincount(place, call_weights, size).reshape(3, len(OPS)) / max(1, len(self.steps))
 
     def build_sequence(self, mask: Bool) -> str:
         """The forward work of all steps as a string: X for each of these calls issued in a forward,

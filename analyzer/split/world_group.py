@@ -26,15 +26,16 @@ kernels."""
 def assign_world_group(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """The traces with calls without a group on the world group, if they are its collectives."""
     world = infer_world_group(traces)
-    return list(traces) if world is None else [_add_group(trace, world) for trace in traces]
-
-
-def _add_group(trace: RankTrace, group: Group) -> RankTrace:
-    """The trace with its calls without group and peer on this group."""
-    calls, groups = trace.calls, (*trace.groups, group)
-    unnamed = (calls.group_id < 0) & (calls.peer < 0)
-    group_id = np.where(unnamed, len(groups) - 1, calls.group_id).astype(np.int32)
-    return replace(trace, calls=replace(calls, group_id=group_id), groups=groups)
+    if world is None:
+        return list(traces)
+    assigned = []
+    for trace in traces:
+        calls = trace.calls
+        unnamed = (calls.group_id < 0) & (calls.peer < 0)
+        group_id = np.where(unnamed, len(trace.groups), calls.group_id).astype(np.int32)
+        calls = replace(calls, group_id=group_id)
+        assigned.append(replace(trace, calls=calls, groups=(*trace.groups, world)))
+    return assigned
 
 
 def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
@@ -45,10 +46,17 @@ def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
         return None
     if any(1 < len(group.ranks) < len(traces) for trace in traces for group in trace.groups):
         return None
-    # Beside gloo's calls with a group, those without have an unknown order on each rank.
-    if any(not trace.on_device and _has_grouped_calls(trace) for trace in traces):
+    # If gloo has calls with a group too, those without have an unknown order on each rank.
+    if any(
+        not trace.on_device and ((trace.calls.group_id >= 0) & (trace.calls.peer < 0)).any()
+        for trace in traces
+    ):
         return None
-    if len({_list_names(trace, one) for trace, one in zip(traces, rows, strict=True)}) > 1:
+    names = {
+        tuple(trace.events.names[name] for name in trace.events.name_id[one].tolist())
+        for trace, one in zip(traces, rows, strict=True)
+    }
+    if len(names) > 1:
         return None
     # Whether the n-th kernels of all ranks overlap, after aligning the median ends.
     start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
@@ -67,12 +75,3 @@ def find_unnamed(trace: RankTrace) -> Int64:
     unnamed = (calls.group_id < 0) & (calls.peer < 0) & ~find_earlier_calls(trace)
     events = calls.event[unnamed]
     return events[np.argsort(trace.events.start_ns[events], kind="stable")]
-
-
-def _has_grouped_calls(trace: RankTrace) -> bool:
-    calls = trace.calls
-    return bool(((calls.group_id >= 0) & (calls.peer < 0)).any())
-
-
-def _list_names(trace: RankTrace, events: Int64) -> tuple[str, ...]:
-    return tuple(trace.events.names[name] for name in trace.events.name_id[events].tolist())

@@ -11,7 +11,7 @@ from support.required import shared_trace
 
 from stepsplit.analyzer import Strategy, analyze
 from stepsplit.analyzer.report.io import from_json, to_json
-from stepsplit.analyzer.split.strategy import NAMES
+from stepsplit.analyzer.split.strategies import SIGNATURES
 from stepsplit.collectors.demo.launch import launch_workload
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -342,7 +342,7 @@ def test_a_report_without_strategies_still_loads() -> None:
 
 def test_the_words_are_those_of_a_predictions_messages() -> None:
     assert {"ddp", "zero-1", "zero-2", "fsdp", "hsdp", "tp", "sp", "cp", "ep", "pp", "loss"} < {
-        *NAMES
+        signature.name for signature in SIGNATURES
     }
 
 

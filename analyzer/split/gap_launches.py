@@ -26,8 +26,9 @@ class GapLaunches(Struct, frozen=True):
     """For each gap the device event that ended it, and its launch; columns of one length.
 
     row and launch index the events, -1 for none. returned_ns is when the launching call returned
-    (an earlier bound if only later launches are recorded, NEVER if unknown); thread is the
-    launching host thread; ordered: an event wait or a graph preceded the start.
+    (an earlier bound if only later launches are recorded, NEVER if unknown; the end of the gap
+    where nothing follows it); thread is the launching host thread; ordered: an event wait or a
+    graph preceded the start.
     """
 
     row: Int64
@@ -76,7 +77,7 @@ def find_gap_launches(events: Events, gaps: Intervals, threads: HostThreads) -> 
     return GapLaunches(
         row=np.where(ended, device[at], -1),
         launch=launch,
-        returned_ns=np.where(launch >= 0, events.ends_of(launch), queued),
+        returned_ns=np.select([launch >= 0, ended], [events.ends_of(launch), queued], gaps.end_ns),
         thread=np.where(launch >= 0, threads.of_lane[events.lane[launch]], threads.main),
         ordered=np.asarray((launch >= 0) & (ordered_ns > launched_ns)),
     )

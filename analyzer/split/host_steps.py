@@ -12,15 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, list_distinct
-from stepsplit.analyzer.trace import (
-    DEVICE_CATEGORIES,
-    Bool,
-    Category,
-    Events,
-    Int64,
-    Note,
-    RankTrace,
-)
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64, Note, RankTrace
 
 # ProfilerStep marks, else numbered ranges.
 
@@ -34,9 +26,13 @@ _NO_MARKS = "no ProfilerStep in the trace"
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
+    """A step on the host; is_end_known: whether the trace says when it ended there, or only when
+    the next one began."""
+
     step: int
     start_ns: int
     end_ns: int
+    is_end_known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,7 @@ def _close_open_steps(trace: RankTrace, steps: Sequence[HostStep]) -> MarkedStep
     trace_end_ns = int(trace.events.end_ns.max())
     next_ns = [*(step.start_ns for step in steps[1:]), trace_end_ns]
     closed = tuple(
-        replace(step, end_ns=end_ns) if without_end else step
+        replace(step, end_ns=end_ns, is_end_known=False) if without_end else step
         for step, end_ns, without_end in zip(steps, next_ns, is_open, strict=True)
     )
     text = "step marks without a duration: each step ends where the next begins"
@@ -159,7 +155,10 @@ def find_unmarked_steps(trace: RankTrace) -> MarkedSteps:
     # The steps between these ends, plus the incomplete ones at both edges of the recording.
     first, last = int(trace.events.start_ns.min()), int(trace.events.end_ns.max())
     edges = [first, *(end for end in boundaries.ends_ns.tolist() if first < end < last), last]
-    steps = [HostStep(i, start, end) for i, (start, end) in enumerate(pairwise(edges))]
+    steps = [
+        HostStep(i, start, end, is_end_known=boundaries.are_ends)
+        for i, (start, end) in enumerate(pairwise(edges))
+    ]
     note = _note_inferred(boundaries.source, trace.rank)
     return MarkedSteps(tuple(steps), (note,), (steps[0].step, steps[-1].step))
 
@@ -169,12 +168,11 @@ def _note_inferred(source: str, rank: int) -> Note:
 
 
 def _take_whole_trace(trace: RankTrace) -> MarkedSteps:
-    """One step from the first event of host or device to the last one of the device, if any."""
+    """One step from the first event of host or device to the last one."""
     events = trace.events
     rows = ~events.is_category(Category.OTHER)
     rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
-    until = events.is_category(*DEVICE_CATEGORIES) if trace.on_device else rows
-    step = HostStep(0, int(events.start_ns[rows].min()), int(events.ends_of(until).max()))
+    step = HostStep(0, int(events.start_ns[rows].min()), int(events.ends_of(rows).max()))
     note = Note("no_steps", f"{_NO_MARKS}: the whole trace counts as one step", trace.rank)
     return MarkedSteps((step,), (note,), whole=True)
 
@@ -246,19 +244,24 @@ _FEWEST_CALLS, _FEWEST_TIMES = 4, 3
 
 
 class StepBoundaries(Struct, frozen=True):
-    """Host times at which one step ends and the next begins, and what they were inferred from."""
+    """Host times at which one step ends and the next begins, and what they were inferred from.
+
+    are_ends: whether the work of the step on the host ends then, as with its optimizer.
+    """
 
     ends_ns: Int64
     source: str
+    are_ends: bool
 
 
 def find_boundaries(trace: RankTrace) -> StepBoundaries | None:
     """Infers step boundaries from optimizer steps, else from the sequence of calls, else None."""
     ends = _find_optimizer_ends(trace.events)
     if len(ends):
-        return StepBoundaries(ends, "optimizer steps")
+        return StepBoundaries(ends, "optimizer steps", are_ends=True)
     ends = _find_period_ends(trace)
-    return StepBoundaries(ends, "the repeating sequence of collectives") if len(ends) else None
+    source = "the repeating sequence of collectives"
+    return StepBoundaries(ends, source, are_ends=False) if len(ends) else None
 
 
 def _find_optimizer_ends(events: Events) -> Int64:

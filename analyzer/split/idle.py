@@ -174,6 +174,13 @@ def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]
     host_end = np.clip(starts.returned_ns, gaps.start_ns, gaps.end_ns)
     launch_known = starts.returned_ns < NEVER
     hosts = launch_known & (host_end > gaps.start_ns)
+    # What the host does after the last event of the device has delayed no launch.
+    last = hosts & (starts.row < 0)
+    if last.any():
+        launchers = build_launch_threads(events, threads, threads.main)
+        tail = Intervals(gaps.start_ns[last], gaps.end_ns[last])
+        yield _attribute_to_threads(tail, np.flatnonzero(last), launchers, "launch_bound")
+    hosts &= ~last
     allocating = events.match_names(ALLOCATES)
     for number in np.unique(starts.thread[hosts]).tolist():
         rows = np.flatnonzero(hosts & (starts.thread == number))

@@ -111,8 +111,7 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
         windows = _build_device_windows(trace, marked)
     kinds = _classify_steps(trace, marked)
     windows = [
-        w if w.kind == "partial" else replace(w, kind=k)
-        for w, k in zip(windows, kinds, strict=True)
+        replace(w, kind=k) if w.kind == "full" else w for w, k in zip(windows, kinds, strict=True)
     ]
     ends = [step for step in (trace.device_stopped_step, trace.end_step) if step is not None]
     if ends:
@@ -201,7 +200,12 @@ def _build_host_windows(marked: Sequence[HostStep]) -> list[StepWindow]:
 
 def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[StepWindow]:
     """Windows on the device: a step ends with the last kernel that it launched on a main compute
-    stream."""
+    stream, or with its mark on the host if that ends later: an optimizer on the CPU or a checkpoint
+    belongs to the step that does it.
+
+    A mark behind which nothing was launched has only the time of its host; as the last one it is
+    empty, for prof.stop() closes one.
+    """
     events = trace.events
     device = np.flatnonzero(events.is_category(*DEVICE_CATEGORIES))
     launched = events.find_launch_ns(device)
@@ -218,9 +222,13 @@ def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[
     latest = group_max(own, ends, len(marked)).tolist()
     windows: list[StepWindow] = []
     for i, (step, last) in enumerate(zip(marked, latest, strict=True)):
-        end = max(start, last)
+        has_work = last > start
+        # Marks that lie elsewhere than all work are empty.
+        is_timed = has_work or (max(latest) > step.start_ns and i < len(marked) - 1)
+        is_timed &= step.is_end_known
+        end = max(start, last, step.end_ns if is_timed else start)
         kind: Kind = "partial" if i == 0 and start > host_start else "full"
-        windows.append(StepWindow(step.step, kind, start, end))
+        windows.append(StepWindow(step.step, kind if has_work else "other", start, end))
         start = end
     return windows
 

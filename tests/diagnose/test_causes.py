@@ -269,8 +269,8 @@ def test_a_link_slower_than_others_with_the_same_traffic_is_found(tmp_path: Path
     for rank in range(4):
         first = rank // 2 * 2
         groups = [("0", "mesh_tp", [0, 1]), ("1", "mesh_tp", [2, 3])]
-        trace = GpuTrace(rank, 4, groups=groups).step(1, 0, 200)
         took = 10 if first == 0 else 20
+        trace = GpuTrace(rank, 4, groups=groups).step(1, 0, 4 * (took + 10) + 10)
         for call in range(4):
             at = call * (took + 10)
             trace.kernel("gemm", at, at + 10)

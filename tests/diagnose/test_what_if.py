@@ -147,7 +147,7 @@ def test_stages_made_even_share_their_work(tmp_path: Path) -> None:
     """Rank 1 computes 60 and rank 0 20 before they meet; even, both have 40."""
     traces = []
     for rank, busy in ((0, 20), (1, 60)):
-        trace = GpuTrace(rank, 2, groups=[("0", "mesh_pp", [0, 1])]).step(1, 0, 70)
+        trace = GpuTrace(rank, 2, groups=[("0", "mesh_pp", [0, 1])]).step(1, 0, busy)
         traces.append(trace.kernel("gemm", 0, busy).all_reduce(busy, 70))
     found = what_if(*(trace.write(tmp_path) for trace in traces), changes=["even-stages"])
     assert found.step_ns == 40_000, "a step ends with its compute"

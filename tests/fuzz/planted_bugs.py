@@ -14,7 +14,7 @@ from simulator.scenarios import SCENARIOS
 
 from stepsplit.analyzer.arrays import make_empty_intervals, union
 from stepsplit.analyzer.buckets import Bucket
-from stepsplit.analyzer.diagnose.graph import blame
+from stepsplit.analyzer.diagnose.graph import binding_paths, blame
 from stepsplit.analyzer.readers.kineto import calls
 from stepsplit.analyzer.split import (
     attribute,
@@ -182,12 +182,12 @@ BUGS = (
     Bug(
         "imbalance is slowness",
         SCENARIOS["ep_hot_expert"],
-        _wrapped(blame, "_list_workloads", _no_imbalance),
+        _wrapped(binding_paths, "_list_workloads", _no_imbalance),
     ),
     Bug(
         "paths of one event",
         SCENARIOS["fsdp_slow_rank"],
-        _wrapped(blame, "_compare_paths", _only_the_last_event),
+        _wrapped(blame, "compare_paths", _only_the_last_event),
     ),
     Bug("overlap counted twice", SCENARIOS["ddp"], _communication_first),
 )

@@ -64,7 +64,7 @@ def test_python_is_named_by_its_innermost_function_without_addresses(tmp_path: P
     trace.python("<built-in method sleep of Clock object at 0x7f0e>", 110, 130)
     trace.python("Python GC", 115, 118)
     assert causes(tmp_path, late(trace, 140)) == [
-        ("python", "train.py(7): step", 20, 1),
+        ("python", "train.py(7): step", 60, 2),
         ("python", "<built-in method sleep of Clock object>", 17, 1),
         ("launch_bound", "cudaLaunchKernel", 5, 1),
         ("python", "Python GC", 3, 1),
@@ -75,7 +75,7 @@ def test_python_is_named_by_its_innermost_function_without_addresses(tmp_path: P
 def test_without_functions_python_is_named_by_the_annotation(tmp_path: Path) -> None:
     trace = first().op("aten::add", 80, 90).step(1, 0, 200).annotation("loss", 95, 200)
     assert causes(tmp_path, late(trace, 140)) == [
-        ("python", "loss", 40, 1),
+        ("python", "loss", 80, 2),
         ("launch_bound", "loss", 5, 1),
         (*LATENCY, 2, 1),
     ]
@@ -118,10 +118,14 @@ def test_an_unrecorded_launch_has_an_unknown_cause(tmp_path: Path) -> None:
     assert causes(tmp_path, trace) == [("unknown", "", 23, 1)]
 
 
-def test_a_step_of_a_device_ends_with_its_last_event_so_something_follows_each_gap(
+def test_the_host_s_work_after_the_last_kernel_belongs_to_the_step_that_does_it(
     tmp_path: Path,
 ) -> None:
-    assert causes(tmp_path, first().step(1, 0, 123)) == []
+    trace = first().step(1, 0, 200).op("DeepSpeedCPUAdam::adam_update", 105, 195)
+    assert causes(tmp_path, trace) == [
+        ("launch_bound", "DeepSpeedCPUAdam::adam_update", 90, 1),
+        ("python", "", 10, 1),
+    ]
 
 
 def test_item_delays_the_host_by_the_duration_of_its_wait(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ def test_a_wait_before_an_earlier_launch_causes_no_later_gap(tmp_path: Path) -> 
     trace = first().call("cudaDeviceSynchronize", 20, 105).op("aten::mul", 107, 200)
     trace.launch("next", (110, 115), (117, 130))
     assert causes(tmp_path, late(trace, 140)) == [
-        ("launch_bound", "aten::mul", 15, 1),
+        ("launch_bound", "aten::mul", 55, 2),
         ("synchronize", "cudaDeviceSynchronize", 15, 1),
         (*LATENCY, 4, 2),
     ]
@@ -202,6 +206,7 @@ def test_while_backward_runs_its_thread_is_the_host(tmp_path: Path) -> None:
     trace.op(BACKWARD, 95, 110, tid=ENGINE).op(BACKWARD, 130, 150, tid=ENGINE)
     trace.launch("late", (140, 145), (147, 160), tid=ENGINE)
     assert causes(tmp_path, trace) == [
+        ("python", "train", 140, 1),
         ("launch_bound", BACKWARD, 25, 1),
         ("launch_bound", "train", 20, 1),
         (*LATENCY, 2, 1),

@@ -13,11 +13,11 @@ WORLD = [("0", "default_pg", (0, 1))]
 
 def rank(number: int, late_in: int | None = None) -> GpuTrace:
     """Five steps of 100 us with two large calls and a small one; in one step the second large call
-    begins after the last kernel of its step."""
+    begins after the end of its step."""
     trace = GpuTrace(rank=number, world_size=2, groups=WORLD)
     for step in range(5):
         at = 100 * step
-        trace.step(step, at, at + 100).kernel("gemm", at + 1, at + 80, launched=at + 1)
+        trace.step(step, at, at + 82).kernel("gemm", at + 1, at + 80, launched=at + 1)
         second = at + 85 if step == late_in else at + 60
         trace.all_reduce(at + 20, at + 25).all_reduce(at + 40, at + 42, nelems=2)
         trace.all_reduce(second, second + 5, launched=at + 50)

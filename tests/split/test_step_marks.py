@@ -48,7 +48,7 @@ def test_ranges_named_after_steps_are_steps(
     tmp_path: Path, first: str, second: str, numbers: list[int]
 ) -> None:
     report = analyze(two_ranges(first, second).write(tmp_path))
-    assert steps(report) == [(numbers[0], "full", 0, 90), (numbers[1], "full", 90, 100)]
+    assert steps(report) == [(numbers[0], "full", 0, 100), (numbers[1], "full", 100, 100)]
     [warning] = report.warnings
     assert warning.code == "steps_inferred"
     assert warning.message.endswith(f"steps were inferred from ranges such as {first!r}")
@@ -68,7 +68,7 @@ def test_ranges_named_after_steps_are_steps(
 )
 def test_other_ranges_are_not(tmp_path: Path, first: str, second: str) -> None:
     report = analyze(two_ranges(first, second).write(tmp_path))
-    assert steps(report) == [(0, "full", 0, 190)]
+    assert steps(report) == [(0, "full", 0, 200)]
     assert codes(report) == ["no_steps"]
 
 
@@ -96,7 +96,7 @@ def test_ranges_of_an_nsight_export_are_steps(tmp_path: Path) -> None:
         export.range(f"Step {number}", begin, begin + 1000)
         export.kernel("gemm", begin + 100, begin + 900)
     report = analyze(export.write(tmp_path / "report.sqlite"))
-    assert [(row.step, row.step_ns) for row in report.steps] == [(3, 900), (4, 1000)]
+    assert [(row.step, row.step_ns) for row in report.steps] == [(3, 1000), (4, 1000)]
     assert "steps_inferred" in codes(report)
 
 
@@ -291,7 +291,7 @@ def test_of_two_marks_of_one_step_the_longer_counts(tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 100).kernel("gemm", 10, 90)
     trace.step(1, 95, 96).step(2, 100, 200).kernel("gemm", 110, 190)
     report = analyze(trace.write(tmp_path))
-    assert steps(report) == [(1, "full", 0, 90), (2, "full", 90, 100)]
+    assert steps(report) == [(1, "full", 0, 100), (2, "full", 100, 100)]
 
 
 def test_the_step_in_which_a_rank_died_enters_no_median_of_any_rank() -> None:
@@ -299,3 +299,30 @@ def test_the_step_in_which_a_rank_died_enters_no_median_of_any_rank() -> None:
     torn = {(row.rank, row.step) for row in report.steps if row.kind == "partial"}
     assert torn == {(0, 13), (1, 13)}
     assert max(row.step_ns for row in report.steps if row.kind == "full") < 13_000_000
+
+
+def test_a_step_ends_with_its_mark_if_that_ends_after_its_last_kernel(tmp_path: Path) -> None:
+    """The optimizer on the CPU belongs to the step that does it, also in the last one; a host that
+    runs ahead ends its marks before its kernels."""
+    trace = GpuTrace().step(1, 0, 100).kernel("gemm", 10, 40)
+    trace.op("DeepSpeedCPUAdam::adam_update", 45, 95)
+    trace.step(2, 100, 150).kernel("gemm", 110, 170).step(3, 150, 300).kernel("gemm", 180, 200)
+    report = analyze(trace.write(tmp_path))
+    assert steps(report) == [(1, "full", 0, 100), (2, "full", 100, 70), (3, "full", 170, 130)]
+    assert [row.idle_ns for row in report.steps] == [70_000, 10_000, 110_000]
+
+
+def test_a_mark_in_which_nothing_was_launched_is_no_full_step(tmp_path: Path) -> None:
+    """Between others it has the time of its host; the last one is the end of the recording."""
+    trace = GpuTrace().step(1, 0, 100).kernel("gemm", 10, 90).step(2, 100, 140)
+    trace.step(3, 140, 240).kernel("gemm", 150, 230).step(4, 240, 900)
+    report = analyze(trace.write(tmp_path))
+    assert steps(report) == [(1, "full", 0, 100), (2, "other", 100, 40), (3, "full", 140, 100)]
+    assert codes(report) == ["empty_step"]
+
+
+@pytest.mark.parametrize("name", ["one_step"])
+def test_the_tail_of_an_only_step_is_idle(name: str) -> None:
+    report = analyze(shared_repro(f"wild2/step_tail_lost/{name}"))
+    [step] = report.steps
+    assert (step.step_ns, step.compute_ns, step.idle_ns) == (10_000_000, 3_000_000, 7_000_000)

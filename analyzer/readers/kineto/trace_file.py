@@ -41,6 +41,7 @@ from stepsplit.analyzer.readers.kineto.schema import (
     Track,
     lenient,
 )
+from stepsplit.analyzer.readers.kineto.timeless import drop_timeless
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.stream_order import clip_overruns
 from stepsplit.analyzer.trace import (
@@ -302,9 +303,10 @@ def join_parts(
     if any(track.tid is None and track.name in names for track in tracks):
         rows, more = classify_tracks(rows, tracks, is_whole)
         header = name_device(header)
+    rows, time_notes = drop_timeless(rows, header.base_ns)
     events, order_notes = clip_overruns(rows.events, rows.shapes, rows.noted_row)
     rows = replace(rows, events=events)
-    notes = (*_build_notes(rows, is_whole, torn), *more, *order_notes)
+    notes = (*_build_notes(rows, is_whole, torn), *more, *time_notes, *order_notes)
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
     calls = build_device_calls(rows, header.distributed.groups, rules)

@@ -188,6 +188,11 @@ def _find_schedule_name(schedule: Schedule | None) -> str | None:
     return None if schedule is None or schedule.name == _UNKNOWN else schedule.name
 
 
+_LACKING = frozenset({"collectives_not_recorded", "device_times_missing", "device_work_lost"})
+"""Codes of the notes on device events that a recording lacks, which come before what follows from
+that: clocks and groups without a shared call."""
+
+
 def _collect_notes(
     usable: UsableRanks,
     steps: Sequence[Steps],
@@ -210,9 +215,11 @@ def _collect_notes(
         if (keys < 0).any()
     ]
     absent = [_note_missing_ranks(missing, world_size)] if missing else []
+    lacking = [note for note in rank_notes if note.code in _LACKING]
+    others = [note for note in rank_notes if note.code not in _LACKING]
     return (
-        *absent, *usable.left_out, *layout.notes, *alignment.notes, *rank_notes, *matched.notes,
-        *unmatched,
+        *absent, *usable.left_out, *lacking, *layout.notes, *alignment.notes, *others,
+        *matched.notes, *unmatched,
     )  # fmt: skip
 
 

@@ -309,10 +309,12 @@ def join_parts(
     notes = (*_build_notes(rows, is_whole, torn), *more, *time_notes, *order_notes)
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
-    calls = build_device_calls(rows, header.distributed.groups, rules)
+    calls, call_notes = build_device_calls(rows, header.distributed.groups, rules)
     waits = collect_event_waits(rows)
     nothing = np.zeros(0, dtype=np.int64)
-    return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes, waits)
+    return KinetoFile(
+        header, replace(rows, noted_row=nothing, noted_args=()), calls, (*notes, *call_notes), waits
+    )
 
 
 def read_part(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:

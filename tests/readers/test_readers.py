@@ -43,7 +43,7 @@ def begun(content: bytes) -> bytes:
         (b"[1, 2]", "not a trace"),
         (b"[]", "has no events"),
         (
-            b"[rank0]:[E603 17:48:01.5 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective",
+            b"[rank0]:[E603 17:48:01.5 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught",
             "a log that is not read: lines of the NCCL watchdog",
         ),
         (b"[2026-11-29 10:00:01] [INFO] epoch 3", "a log that is not read: no training step"),

@@ -285,7 +285,8 @@ def join_parts(
 
     Empties the list of parts: their rows need as much memory as the sorted ones.
     """
-    is_whole, tail = parts[-1].whole, parts[-1].tail
+    is_whole = parts[-1].whole
+    tail, rest = _split_tail(parts[-1].tail, opening)
     # Decodes the fields around the entries, ignoring unreadable ones.
     before = opening.fields or b"{"
     whole = before + b'"":0' + (tail.strip() or b"}")
@@ -307,6 +308,10 @@ def join_parts(
     events, order_notes = clip_overruns(rows.events, rows.shapes, rows.noted_row)
     rows = replace(rows, events=events)
     notes = (*_build_notes(rows, is_whole, torn), *more, *time_notes, *order_notes)
+    if is_whole and rest:
+        what = "the begin of another trace" if b'"traceEvents"' in rest else "more text"
+        text = f"{what} follows the end of the trace and is ignored: {len(rest):,} bytes or more"
+        notes = (*notes, Note("text_after_trace", text))
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
     calls, call_notes = build_device_calls(rows, header.distributed.groups, rules)
@@ -315,6 +320,23 @@ def join_parts(
     return KinetoFile(
         header, replace(rows, noted_row=nothing, noted_args=()), calls, (*notes, *call_notes), waits
     )
+
+
+_WHITESPACE = b" \t\r\n\x00"
+
+
+def _split_tail(tail: bytes, opening: TraceOpening) -> tuple[bytes, bytes]:
+    """The text behind the array up to the end of the trace, and the text after that."""
+    if not opening.fields:
+        return b"", tail.strip(_WHITESPACE)
+    prefix = '{"":0'
+    try:
+        _, end = json.JSONDecoder().raw_decode(prefix + tail.decode("latin-1"))
+    except (ValueError, RecursionError):
+        # The fields behind the array are damaged or missing: nothing says where they end.
+        return tail, b""
+    end -= len(prefix)
+    return tail[:end], tail[end:].strip(_WHITESPACE)
 
 
 def read_part(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:

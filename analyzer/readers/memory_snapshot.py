@@ -113,11 +113,11 @@ def read_memory(source: Source) -> MemoryRecord:
     settings = snapshot.allocator_settings
     if isinstance(settings, dict) and settings.get("trace_alloc_overflowed") is True:
         kept = sum(map(len, events.values()))
-        text = (
+        message = (
             f"the history of allocations overflowed: its last {kept:,} events are known, and peaks"
             " before them are missing; record with larger max_entries"
         )
-        notes = (*notes, Note("memory_overflowed", text))
+        notes = (*notes, Note("memory_overflowed", message))
     return MemoryRecord(source.where, "snapshot", devices, (), notes)
 
 

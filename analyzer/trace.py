@@ -541,6 +541,13 @@ def find_earlier_calls(trace: RankTrace) -> Bool:
     return trace.events.is_launched_before(trace.calls.event)
 
 
+def find_timeless(events: Events) -> Bool:
+    """Which events ran on a device at an unknown time: the reader left them without a category,
+    and no other such event has a correlation."""
+    timeless: Bool = (events.correlation >= 0) & (events.category == int(Category.OTHER))
+    return timeless
+
+
 def compute_start_offsets_ns(traces: Sequence[RankTrace]) -> Int64:
     """For each trace, its start after the earliest trace in ns, by the ranks' wall clocks."""
     t0 = min(trace.t0_unix_ns for trace in traces)

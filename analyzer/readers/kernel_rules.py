@@ -280,10 +280,17 @@ class Rules:
         return next(families, OTHER)
 
     def _find_kernel_rule(self, name: str) -> KernelRule | None:
-        if self.suspect.search(name.lower()) is None:
-            return None
+        return None if self.suspect.search(name.lower()) is None else self._find_rule(name)
+
+    def _find_rule(self, name: str) -> KernelRule | None:
         matching = (rule for rule in self.kernels if compile_pattern(rule.match).search(name))
         return next(matching, None)
+
+
+def has_kernel_rule(rules: Rules, name: str) -> bool:
+    """Whether a rule knows a kernel of this name; in a redacted name that of compute is lost."""
+    stated = parse_stated_class(name)
+    return stated.kind != "compute" if stated else rules._find_rule(name) is not None
 
 
 # The class that a redacted name states: it is used before any rule.

@@ -28,9 +28,7 @@ from stepsplit.analyzer.trace import Int64, Note
 
 ALLOCATOR_UNIT_BYTES = 512
 
-_UNUSED_KEYS = frozenset(
-    {"frames", "cpp_frames", "forward_frames", "allocator_settings", "external_annotations"}
-)
+_UNUSED_KEYS = frozenset({"frames", "cpp_frames", "forward_frames", "external_annotations"})
 
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -76,6 +74,7 @@ class _Event(Struct):
 class _Snapshot(Struct):
     segments: list[Any]
     device_traces: list[list[Any]] = []
+    allocator_settings: Any = None
 
 
 def is_memory_snapshot(head: bytes) -> bool:
@@ -110,7 +109,16 @@ def read_memory(source: Source) -> MemoryRecord:
         for number in numbers
     )
     lost = [d.device for d in devices if d.device in events and not len(d.curve)]
-    return MemoryRecord(source.where, "snapshot", devices, (), _list_snapshot_notes(n_odd, lost))
+    notes = _list_snapshot_notes(n_odd, lost)
+    settings = snapshot.allocator_settings
+    if isinstance(settings, dict) and settings.get("trace_alloc_overflowed") is True:
+        kept = sum(map(len, events.values()))
+        message = (
+            f"the history of allocations overflowed: its last {kept:,} events are known, and peaks"
+            " before them are missing; record with larger max_entries"
+        )
+        notes = (*notes, Note("memory_overflowed", message))
+    return MemoryRecord(source.where, "snapshot", devices, (), notes)
 
 
 def _convert_snapshot(value: object, where: str) -> _Snapshot:

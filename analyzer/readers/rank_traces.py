@@ -6,7 +6,7 @@ The rank is the one in the content, in the name of the file, or that of its posi
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -233,10 +233,13 @@ def _keep_latest_capture(
     candidates: Sequence[TraceCandidate],
 ) -> tuple[Sequence[TraceCandidate], tuple[Note, ...]]:
     """The latest capture if the run was captured several times, and a note on the others."""
-    by_rank: dict[int | str, list[TraceCandidate]] = defaultdict(list)
+    by_rank: dict[int | tuple[str, int], list[TraceCandidate]] = defaultdict(list)
+    of_file: Counter[Path] = Counter()
     for candidate in candidates:
-        process = CAPTURE_PART.sub("", str(candidate.trace.source))
-        rank = candidate.stated_rank
+        source, rank = candidate.trace.source, candidate.stated_rank
+        # Traces of one file are of several processes, never captures of one.
+        process = (CAPTURE_PART.sub("", str(source)), of_file[source])
+        of_file[source] += 1
         by_rank[process if rank is None else rank].append(candidate)
     repeated = [same for same in by_rank.values() if len(same) > 1]
     # Captures of one rank or process have paths that differ only in numbers. Other files of the

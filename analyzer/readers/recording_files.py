@@ -164,6 +164,23 @@ def _list_other_kinds(sources: Iterable[Source]) -> list[str]:
     return list(dict.fromkeys(kind.name for kind in kinds))
 
 
+_JSON = re.compile(
+    rb"(?:\{\s*(?:[\"}]|\Z)|\[\s*(?:[\[{\"\]]|-?\d[\d.eE+-]*\s*(?:,|\]?\s*\Z)|true|false|null|\Z))"
+)
+"""Unlike [rank0]: or [2026-11-29 10:00:01], with which lines of a log begin."""
+
+_LOG = re.compile(
+    rb"\[|\d{4}[-/]\d\d[-/]\d\d|\d\d:\d\d:\d\d"
+    rb"|(?:TRACE|DEBUG|INFO|WARN|WARNING|ERROR|[IWEF]\d{4} )\b"
+)
+
+_WATCHDOG = re.compile(rb"ProcessGroupNCCL\.cpp:\d+\].{0,200}[Ww]atchdog")
+
+_UNREAD_LOG = "a log that is not read: {}"
+
+_DUMP = "set TORCH_NCCL_DUMP_ON_TIMEOUT=1 and pass the Flight Recorder's dumps to stepsplit hang"
+
+
 def _explain_unknown_kind(source: Source) -> tuple[str, str]:
     """Why the file is of no known kind, and the hint."""
     if source.inner.suffix.lower() in (".nsys-rep", ".qdrep"):
@@ -174,8 +191,12 @@ def _explain_unknown_kind(source: Source) -> tuple[str, str]:
         return f"the file is damaged ({content.torn})", RECORD_AGAIN
     if not head:
         return "the file is empty", RECORD_AGAIN
-    if head[:1] in b"{[":
+    if _JSON.match(head):
         return "JSON, but not a trace, or cut off before its first event", _NAME_A_TRACE
+    if _WATCHDOG.search(head):
+        return _UNREAD_LOG.format("lines of the NCCL watchdog"), _DUMP
+    if _LOG.match(head):
+        return _UNREAD_LOG.format("no training step and no NCCL INFO line"), _NAME_A_TRACE
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself", "fetch it with git lfs pull"
     return "neither JSON nor another supported format", _NAME_A_TRACE

@@ -313,15 +313,20 @@ class Timer(Struct, frozen=True):
 
 
 class _Family(Struct, frozen=True):
-    """The step lines of one program: each contains needle; pattern matches before the fields."""
+    """The step lines of one program: each contains needle; pattern matches before the fields. If
+    mfu_in_percent, it has no sign."""
 
     framework: str
     needle: str
     pattern: re.Pattern[str]
     field: re.Pattern[str]
+    mfu_in_percent: bool = False
 
 
-_BAR = rf"([^|\s][^|]{{0,60}}?)\s*[:=\s]\s*({NUMBER})\s*([A-Za-z%/]*)\s*(?=\||$)"
+_MEAN = rf"(?:/{NUMBER}| \(avg {NUMBER}\))?"
+"""Primus adds the mean of the run to the value of the row: 5000.0/5004.2, or 401.5 (avg 398.2)."""
+
+_BAR = rf"([^|\s][^|]{{0,60}}?)\s*[:=\s]\s*({NUMBER}){_MEAN}\s*([A-Za-z%/]*)\s*(?=\||$)"
 
 _BARRED = re.compile(rf"(?:^|\|)\s*{_BAR}")
 
@@ -335,6 +340,10 @@ _QUOTED = re.compile(rf"'(\w+)': '?({NUMBER})('?)(?=[,}}])")
 _PER_GPU = re.compile(rf"\| (loss|tps(?= [\d.]+\()) (?:[\d.]+\()?({NUMBER})(/gpu)?")
 
 _WORDS = re.compile(rf"(loss|time|mfu) ({NUMBER})(ms|%)?")
+
+_DASHED = re.compile(rf"(?:^|\s)([A-Za-z][\w/]{{0,60}}):(?:np\.float\d\d\()?({NUMBER})()")
+
+_COLONS = re.compile(rf"(\w{{1,60}}):({NUMBER})()")
 
 _STEP = r"(?P<step>\d{1,18})"
 
@@ -354,6 +363,14 @@ FAMILIES = (
                        r"(?=\|)"), _BARRED),
     _Family("torchtitan", "step:",
             re.compile(rf"(?<!validate )\bstep:\s*{_STEP}\s+loss:"), _PAIRS),
+    # verl's LocalLogger; a line of validation alone is about no step.
+    _Family("verl", "timing_s/step:",
+            re.compile(rf"\bstep:{_STEP} - (?=\S)"), _DASHED),
+    # StdoutLogger and DiskLogger of torchtune's metric_logging.
+    _Family("torchtune", "Step ", re.compile(rf"(?:^|\s)Step {_STEP} \| (?=loss:)"), _COLONS),
+    # scripts/base_train.py of nanochat; its tokens are those of the whole job.
+    _Family("nanochat", "tok/sec: ",
+            re.compile(rf"\bstep {_STEP}(?:/\d+)? \([\d.]+%\) (?=\| loss: )"), _BARRED, True),
     _Family("deepspeed", "iter time (s):",
             re.compile(rf"\bsteps: {_STEP} loss: \S+ iter time \(s\):"), _PAIRS),
     _Family("deepspeed", "AvgSamplesPerSec=",
@@ -388,6 +405,9 @@ _COLUMN = {
     "iter time(s)": ("step_ns", _S),
     "seconds": ("step_ns", _S),
     "time": ("step_ns", _MS),
+    "dt": ("step_ns", _MS),
+    "timing s/step": ("step_ns", _S),
+    "compute per gpu(tflop/s/gpu)": ("flops_per_s_per_gpu", _TERA),
     "throughput per gpu(tflop/s/gpu)": ("flops_per_s_per_gpu", _TERA),
     "approx flops per gpu": ("flops_per_s_per_gpu", _TERA),
     "model tflops per gpu": ("flops_per_s_per_gpu", _TERA),
@@ -397,12 +417,18 @@ _COLUMN = {
     "tflops per gpu": ("flops_per_s_per_gpu", _TERA),
     "train throughput/device/flops per sec": ("flops_per_s_per_gpu", 1),
     "mfu": ("mfu", 1),
+    "bf16 mfu": ("mfu", 1),
+    "perf/mfu/actor": ("mfu", 1),
     "train throughput/device/mfu": ("mfu", 1),
     "tps": ("tokens_per_s_per_gpu", 1),
     "wps": ("tokens_per_s_per_gpu", 1),
     "tokens per gpu per second(tgs)": ("tokens_per_s_per_gpu", 1),
     "tokens per gpu per second tgs": ("tokens_per_s_per_gpu", 1),
     "tokens per sec per gpu": ("tokens_per_s_per_gpu", 1),
+    "tokens per gpu(tokens/s/gpu)": ("tokens_per_s_per_gpu", 1),
+    "tokens/s/gpu inst/harmonic mean": ("tokens_per_s_per_gpu", 1),
+    "tokens per second per gpu": ("tokens_per_s_per_gpu", 1),
+    "perf/throughput": ("tokens_per_s_per_gpu", 1),
     "tokens/s/device": ("tokens_per_s_per_gpu", 1),
     "tokens/sec/gpu": ("tokens_per_s_per_gpu", 1),
     "train throughput/device/tokens per sec": ("tokens_per_s_per_gpu", 1),
@@ -454,6 +480,8 @@ def _parse_columns(family: _Family, text: str) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name, value, unit in family.field.findall(text):
         column, scale = _COLUMN.get(_normalize_name(name), ("", 0))
+        if column == "mfu" and family.mfu_in_percent:
+            unit = "%"
         if column:
             columns[column] = _parse_value(column, value, scale * _UNIT.get(unit, 1), unit)
     return columns

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, list_distinct
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, Note, RankTrace
 
@@ -40,13 +41,15 @@ class MarkedSteps:
     """The steps of a rank on the host, in order, and the notes on how they were found.
 
     partial has the numbers of the steps that the recording may have cut off; whole: the trace is
-    one step.
+    one step. restarts has the numbers of the steps before which the loop was left: what ran
+    between is of no step.
     """
 
     steps: tuple[HostStep, ...]
     notes: tuple[Note, ...] = ()
     partial: tuple[int, ...] = ()
     whole: bool = False
+    restarts: tuple[int, ...] = ()
 
 
 def read_marked_steps(trace: RankTrace) -> MarkedSteps | None:
@@ -59,7 +62,8 @@ def _read_marks(trace: RankTrace) -> MarkedSteps | None:
     events = trace.events
     marked = _read_profiler_steps(events)
     if marked:
-        return _close_open_steps(trace, marked)
+        closed = _close_open_steps(trace, marked)
+        return _number_in_order(closed, trace.rank)
     ranges = find_step_ranges(events)
     if ranges is None:
         return None
@@ -74,14 +78,77 @@ def _read_profiler_steps(events: Events) -> list[HostStep]:
     mask = events.is_category(Category.ANNOTATION, Category.OP) & events.match_prefix(
         "ProfilerStep#"
     )
-    by_number: dict[int, HostStep] = {}
+    by_number: dict[int, list[HostStep]] = defaultdict(list)
     for row in np.flatnonzero(mask).tolist():
         if (match := STEP.match(events.names[events.name_id[row]])) is not None:
             number, start = int(match[1]), int(events.start_ns[row])
             step = HostStep(number, start, start + int(events.dur_ns[row]))
-            known = by_number.get(number, step)
-            by_number[number] = max(known, step, key=lambda one: one.end_ns - one.start_ns)
-    return sorted(by_number.values(), key=lambda step: step.start_ns)
+            by_number[number].append(step)
+    steps = [step for same in by_number.values() for step in _drop_copies(same)]
+    return sorted(steps, key=lambda step: step.start_ns)
+
+
+_COPY_SHARE = 0.01
+"""A mark with less of the longest mark's duration is a copy of it, not a step of its own."""
+
+
+def _drop_copies(same: Sequence[HostStep]) -> list[HostStep]:
+    """The marks of one number without copies: of those that overlap the longest, and no tiny ones.
+
+    Marks of one number after each other are of several loops in one recording.
+    """
+    longest_ns = max(step.end_ns - step.start_ns for step in same)
+    kept: list[HostStep] = []
+    for step in sorted(same, key=lambda one: one.start_ns - one.end_ns):
+        is_tiny = bool(kept) and step.end_ns - step.start_ns < _COPY_SHARE * longest_ns
+        overlaps = any(
+            step.start_ns == one.start_ns
+            or (step.start_ns < one.end_ns and one.start_ns < step.end_ns)
+            for one in kept
+        )
+        if not is_tiny and not overlaps:
+            kept.append(step)
+    return kept
+
+
+_BREAK_SHARE = 0.1
+"""The loop was left before a step that begins so much of its duration after the mark before it."""
+
+
+def _number_in_order(marked: MarkedSteps, rank: int) -> MarkedSteps:
+    """The steps with increasing numbers, and notes if those of the marks repeat or skip."""
+    steps, notes, partial = marked.steps, list(marked.notes), marked.partial
+    numbers = [step.step for step in steps]
+    jumps = [(one, two) for one, two in pairwise(numbers) if two != one + 1]
+    if not jumps:
+        return marked
+    skipped = [number for one, two in jumps for number in range(one + 1, min(two, one + 9))]
+    if skipped:
+        count = sum(max(two - one - 1, 0) for one, two in jumps)
+        missing = "1 step number has" if count == 1 else f"{count:,} step numbers have"
+        text = f"{missing} no ProfilerStep: {units.format_number_list(skipped)}"
+        notes.append(Note("step_numbers_skip", text, rank))
+    anew = sum(two <= one for one, two in jumps)
+    if anew:
+        first, last = numbers[0], numbers[0] + len(steps) - 1
+        steps = tuple(replace(step, step=first + i) for i, step in enumerate(steps))
+        partial = (last,) if partial else ()
+        text = (
+            f"the numbers of ProfilerStep repeat, as in {anew + 1:,} loops: {len(steps):,} steps"
+            f" have {len(set(numbers)):,} numbers, and are numbered {first} to {last} in order"
+        )
+        notes.append(Note("step_numbers_repeat", text, rank))
+    restarts = tuple(
+        step.step
+        for i, (before, step) in enumerate(pairwise(steps))
+        if numbers[i + 1] != numbers[i] + 1
+        and step.start_ns - before.end_ns > _BREAK_SHARE * (step.end_ns - step.start_ns)
+    )
+    if restarts:
+        text = "what ran before step {}, outside of the marks of a loop, is of no step"
+        text = text.format(units.format_number_list(restarts))
+        notes.append(Note("between_loops", text, rank))
+    return replace(marked, steps=steps, notes=tuple(notes), partial=partial, restarts=restarts)
 
 
 def _close_open_steps(trace: RankTrace, steps: Sequence[HostStep]) -> MarkedSteps:
@@ -118,18 +185,20 @@ def _merge_microbatches(trace: RankTrace, found: MarkedSteps) -> MarkedSteps:
     if lasts[-1] < len(steps) - 1:
         lasts.append(len(steps) - 1)
     merged, begin = list[HostStep](), 0
-    partial = set(found.partial)
+    partial, restarts = set(found.partial), list[int]()
     for last in lasts:
         merged.append(HostStep(steps[last].step, steps[begin].start_ns, steps[last].end_ns))
         if last - begin + 1 != period or last > has_optimizer[-1]:
             partial.add(steps[last].step)
+        if steps[begin].step in found.restarts:
+            restarts.append(steps[last].step)
         begin = last + 1
     text = (
         f"{period} step marks for each optimizer step, as if of microbatches: merged, a step has"
         " the number of its last mark"
     )
     notes = (*found.notes, Note(MERGED, text, trace.rank))
-    return MarkedSteps(tuple(merged), notes, tuple(sorted(partial)))
+    return MarkedSteps(tuple(merged), notes, tuple(sorted(partial)), restarts=tuple(restarts))
 
 
 def count_profiled_steps(trace: RankTrace) -> int:

@@ -20,6 +20,7 @@ from stepsplit.analyzer.trace import (
     Int64,
     Note,
     RankTrace,
+    find_timeless,
 )
 
 _LAUNCH = re.compile(r"launch(?!host)|memcpy", re.I)
@@ -36,11 +37,13 @@ class Launches(Struct, frozen=True):
     """The launches of a rank by start, except those captured into a CUDA graph.
 
     A launch that the runtime passes on to the driver is one launch. has_work says whether a device
-    event with the launch's correlation was recorded.
+    event with the launch's correlation was recorded. exported_lost is the number of device events
+    that were recorded without a time.
     """
 
     start_ns: Int64
     has_work: Bool
+    exported_lost: int = 0
 
     @property
     def lost(self) -> int:
@@ -69,10 +72,14 @@ def collect_launches(events: Events) -> Launches:
     wanted = events.correlation[rows]
     at = np.searchsorted(device, wanted)
     has_work = (wanted >= 0) & (np.append(device, -1)[at] == wanted)
+    timeless = find_timeless(events)
+    exported_lost = int(timeless.sum())
+    if exported_lost:
+        has_work &= ~np.isin(wanted, events.correlation[timeless])
     order = np.lexsort((events.start_ns[rows], events.lane[rows]))
     rows, has_work = rows[order], has_work[order]
     if not len(rows):
-        return Launches(events.start_ns[rows], has_work)
+        return Launches(events.start_ns[rows], has_work, exported_lost)
     start, end, lane = events.start_ns[rows], events.ends_of(rows), events.lane[rows]
     # Lanes are placed one after the other, so that one running maximum serves all of them.
     shift = lane.astype(np.int64) * (int(end.max()) + 1)
@@ -82,7 +89,7 @@ def collect_launches(events: Events) -> Launches:
     first = np.flatnonzero(is_outer)
     merged = np.logical_or.reduceat(has_work, first)
     by_start = np.argsort(start[first], kind="stable")
-    return Launches(start[first][by_start], merged[by_start])
+    return Launches(start[first][by_start], merged[by_start], exported_lost)
 
 
 # Ranks whose device activity was not recorded: they cannot be split.
@@ -178,7 +185,7 @@ _MIN_LOST, _MIN_LOST_SHARE = 10, 0.02
 
 _CUT_SHARE, _MOSTLY_LOST_SHARE = 0.05, 0.5
 """A step is incomplete if this share of its launches is lost at the end of the recording, or
-anywhere."""
+anywhere; the first one anywhere if the trace has the lost work without a time."""
 
 
 _SILENT_SHARE, _MIN_STEPS_BEFORE = 0.2, 3
@@ -205,7 +212,9 @@ def find_lost_steps(launches: Launches, events: Events, starts_ns: Sequence[int]
         np.bincount(step[mask], minlength=len(starts_ns))
         for mask in (inside, inside & lost, in_tail)
     )
-    is_cut |= (at_end > _CUT_SHARE * total) | (missing > _MOSTLY_LOST_SHARE * total)
+    # Launches may have no device work for other reasons, unless it was recorded without a time.
+    most = _CUT_SHARE if launches.exported_lost else _MOSTLY_LOST_SHARE
+    is_cut |= (at_end > _CUT_SHARE * total) | (missing > most * total)
     # Whether the last step with launches goes on with ops after them, unlike the steps before.
     last = int(step[worked[-1]])
     ops_ns = events.start_ns[events.is_category(Category.OP)]
@@ -223,7 +232,8 @@ def find_lost_steps(launches: Launches, events: Events, starts_ns: Sequence[int]
 def note_lost_work(launches: Launches, events: Events, rank: int) -> tuple[Note, ...]:
     """A note with the number of launches whose device work is missing, if it is high."""
     total, lost = len(launches.start_ns), launches.lost
-    if lost < max(_MIN_LOST, _MIN_LOST_SHARE * total):
+    least = 1 if launches.exported_lost else max(_MIN_LOST, _MIN_LOST_SHARE * total)
+    if lost < least:
         return ()
     if not _has_reliable_correlations(launches, events):
         return ()

@@ -190,6 +190,11 @@ def _infer_schedule(
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
 
 
+_LACKING = frozenset({"collectives_not_recorded", "device_times_missing", "device_work_lost"})
+"""Codes of the notes on device events that a recording lacks, which come before what follows from
+that: clocks and groups without a shared call."""
+
+
 def _collect_notes(
     usable: UsableRanks,
     steps: Sequence[Steps],
@@ -220,9 +225,11 @@ def _collect_notes(
     if missing:
         text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
         absent.append(Note("ranks_missing", text + units.format_number_list(missing)))
+    lacking = [note for note in rank_notes if note.code in _LACKING]
+    others = [note for note in rank_notes if note.code not in _LACKING]
     return (
-        *absent, *usable.left_out, *layout.notes, *alignment.notes, *rank_notes, *matched.notes,
-        *unmatched,
+        *absent, *usable.left_out, *lacking, *layout.notes, *alignment.notes, *others,
+        *matched.notes, *unmatched,
     )  # fmt: skip
 
 

@@ -41,8 +41,8 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The windows of a rank in order, adjacent and without overlap; notes list the assumptions
-    made."""
+    """The windows of a rank in order, without overlap and adjacent within a loop; notes list the
+    assumptions made."""
 
     windows: tuple[StepWindow, ...]
     notes: tuple[Note, ...]
@@ -106,9 +106,9 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
     """The windows of the steps, with their kinds; empty ones are dropped with a note."""
     marked = host.steps
     if host.whole or not trace.on_device:
-        windows = _build_host_windows(marked)
+        windows = _build_host_windows(marked, host.restarts)
     else:
-        windows = _build_device_windows(trace, marked)
+        windows = _build_device_windows(trace, marked, host.restarts)
     kinds = _classify_steps(trace, marked)
     windows = [
         replace(w, kind=k) if w.kind == "full" else w for w, k in zip(windows, kinds, strict=True)
@@ -189,19 +189,27 @@ def _mark_lost_work(
     return partial, notes
 
 
-def _build_host_windows(marked: Sequence[HostStep]) -> list[StepWindow]:
-    """Each window runs from the end of the previous step to its own, even if the marks overlap."""
+def _build_host_windows(
+    marked: Sequence[HostStep], restarts: Sequence[int] = ()
+) -> list[StepWindow]:
+    """Each window runs from the end of the previous step to its own, even if the marks overlap; the
+    first step of another loop (restarts) from its own start."""
     edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
     return [
-        StepWindow(step.step, "full", start, end)
+        StepWindow(
+            step.step, "full", max(start, step.start_ns) if step.step in restarts else start, end
+        )
         for step, (start, end) in zip(marked, pairwise(edges), strict=True)
     ]
 
 
-def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[StepWindow]:
+def _build_device_windows(
+    trace: RankTrace, marked: Sequence[HostStep], restarts: Sequence[int] = ()
+) -> list[StepWindow]:
     """Windows on the device: a step ends with the last kernel that it launched on a main compute
     stream, or with its mark on the host if that ends later: an optimizer on the CPU or a checkpoint
-    belongs to the step that does it.
+    belongs to the step that does it. The first step of another loop (restarts) begins with its
+    mark.
 
     A mark behind which nothing was launched has only the time of its host; as the last one it is
     empty, for prof.stop() closes one.
@@ -222,6 +230,8 @@ def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[
     latest = group_max(own, ends, len(marked)).tolist()
     windows: list[StepWindow] = []
     for i, (step, last) in enumerate(zip(marked, latest, strict=True)):
+        if step.step in restarts:
+            start = max(start, step.start_ns)
         has_work = last > start
         # Marks that lie elsewhere than all work are empty.
         is_timed = has_work or (max(latest) > step.start_ns and i < len(marked) - 1)

@@ -19,9 +19,9 @@ from stepsplit.collectors.safe_io.atomic_file import PRIVATE
 
 SPOILS = frozenset(
     {
-        "clock_unaligned", "device_stopped", "device_work_lost", "entries_damaged", "file_cut",
-        "file_skipped", "file_torn", "no_clock", "no_device_data", "no_steps", "no_steps_on_rank",
-        "step_torn", "trace_cut_off",
+        "clock_unaligned", "collectives_not_recorded", "device_stopped", "device_times_missing",
+        "device_work_lost", "entries_damaged", "file_cut", "file_skipped", "file_torn", "no_clock",
+        "no_device_data", "no_steps", "no_steps_on_rank", "step_torn", "trace_cut_off",
     }
 )  # fmt: skip
 """Warnings of a report after which its split is not that of the sampled steps."""

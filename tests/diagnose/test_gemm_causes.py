@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.builders import GpuTrace
+from support.required import shared_repro
 
 from stepsplit.analyzer import Finding, analyze
 
@@ -20,10 +21,12 @@ def find_slow(folder: Path) -> list[Finding]:
     return [one for one in analyze(folder).findings if one.code in codes]
 
 
-def write(folder: Path, names: tuple[str, ...], ops: tuple[str, ...] = ()) -> None:
+def write(
+    folder: Path, names: tuple[str, ...], ops: tuple[str, ...] = (), gpu: str = "Test GPU"
+) -> None:
     """Two ranks with a GEMM of 80 us in each step and another of 40; names: the first of each."""
     for rank, name in enumerate(names):
-        trace = GpuTrace(rank, len(names), groups=[("0", "dp", list(range(len(names))))])
+        trace = GpuTrace(rank, len(names), groups=[("0", "dp", list(range(len(names))))], gpu=gpu)
         for step in STEPS:
             at = 200 * step
             trace.step(step, at, at + 200)
@@ -44,6 +47,46 @@ def test_gemms_in_fp32_would_take_an_eighth(tmp_path: Path) -> None:
         "GEMMs run in fp32, outside of the tensor cores: 0.08 ms of a step"
         " (cutlass_80_simt_sgemm_256x128_8x4_nn_align1); bf16 has 16 times the FLOP/s, TF32"
         " (torch.set_float32_matmul_precision) 8 times"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "saved_ns", "remedy"),
+    [
+        ("Tesla V100-SXM2-16GB", 70_000, "fp16 (autocast with a GradScaler) has 8 times"),
+        ("Tesla T4", 70_000, "these tensor cores have neither bf16 nor TF32"),
+        ("NVIDIA GeForce RTX 2080 Ti", 60_000, "fp16 (autocast with a GradScaler) has 4 times"),
+        ("NVIDIA A40", 40_000, "bf16 has 4 times the FLOP/s, TF32 (torch.set_float32_matmul"),
+        ("NVIDIA RTX 5000 Ada Generation", 40_000, "bf16 has 4 times the FLOP/s, TF32 (torch"),
+        ("NVIDIA GeForce RTX 4090", 40_000, "bf16 has 2 times the FLOP/s, TF32 no more than fp32"),
+        ("NVIDIA L40", 40_000, "bf16 has 2 times the FLOP/s, TF32 no more than fp32"),
+        ("NVIDIA H20", 32_000, "bf16 has 3.4 times the FLOP/s, TF32"),
+        ("NVIDIA A100-SXM4-80GB", 70_000, "bf16 has 16 times the FLOP/s, TF32"),
+        ("NVIDIA H100 80GB HBM3", 70_000, "bf16 has 16 times the FLOP/s, TF32"),
+    ],
+)
+def test_what_helps_depends_on_the_generation(
+    tmp_path: Path, gpu: str, saved_ns: int, remedy: str
+) -> None:
+    write(tmp_path, ("volta_sgemm_128x64_nt",) * 2, gpu=gpu)
+    (found,) = find_slow(tmp_path)
+    assert (found.code, found.gain_ns) == ("fp32_gemms", saved_ns)
+    assert remedy in found.message
+
+
+@pytest.mark.parametrize(
+    "gpu", ["Tesla P100-PCIE-16GB", "Tesla K80", "NVIDIA GeForce GTX 1660 Ti", "Quadro P4000"]
+)
+def test_without_tensor_cores_nothing_is_faster(tmp_path: Path, gpu: str) -> None:
+    write(tmp_path, ("maxwell_sgemm_128x64_nt",) * 2, gpu=gpu)
+    assert find_slow(tmp_path) == []
+
+
+def test_a_v100_has_tensor_cores_for_fp16_alone() -> None:
+    (found,) = find_slow(shared_repro("wild2") / "tensor_core_advice_on_old_gpus" / "v100")
+    assert found.message.endswith(
+        "(volta_sgemm_128x64_nt); fp16 (autocast with a GradScaler) has 8 times the FLOP/s; these"
+        " tensor cores have neither bf16 nor TF32"
     )
 
 

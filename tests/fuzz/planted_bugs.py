@@ -87,8 +87,8 @@ def _copies_compute(original: Any, *args: Any) -> Any:
     return structs.replace(found, compute=both, copy=make_empty_intervals())
 
 
-def _by_the_host(original: Any, trace: Any, marked: Any) -> Any:
-    return steps._build_host_windows(marked)
+def _by_the_host(original: Any, trace: Any, marked: Any, restarts: Any) -> Any:
+    return steps._build_host_windows(marked, restarts)
 
 
 def _batches_unread(original: Any, events: Any, posts: Any, launches: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.builders import CpuTrace, GpuTrace
+from support.required import shared_repro
 
 from stepsplit.analyzer import DataError, analyze
 from stepsplit.analyzer.ops import compute_element_bytes, compute_message_bytes, parse_op
@@ -41,6 +42,17 @@ def begun(content: bytes) -> bytes:
         (b'{"traceEvents": 7}', "not a trace"),
         (b"[1, 2]", "not a trace"),
         (b"[]", "has no events"),
+        (
+            b"[rank0]:[E603 17:48:01.5 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught",
+            "a log that is not read: lines of the NCCL watchdog",
+        ),
+        (b"[2026-11-29 10:00:01] [INFO] epoch 3", "a log that is not read: no training step"),
+        (b"[0]: starting", "a log that is not read"),
+        (b"2026-11-29 10:00:01 starting", "a log that is not read"),
+        (b"[", "has no events"),
+        (b"[1.5e3, [2]]", "JSON, but not a trace"),
+        (b'{ "a', "JSON, but not a trace"),
+        (b"once upon a time", "neither JSON nor another supported format"),
     ],
 )
 def test_bad_input_is_one_line_with_file_and_hint(
@@ -55,6 +67,11 @@ def test_bad_input_is_one_line_with_file_and_hint(
     assert problem in line
     assert caught.value.hint in line
     assert "\n" not in line
+
+
+def test_lines_of_the_watchdog_are_no_json() -> None:
+    with pytest.raises(DataError, match="a log that is not read: lines of the NCCL watchdog"):
+        analyze(shared_repro("wild2") / "text_called_json" / "watchdog.log")
 
 
 def test_a_missing_path_is_an_error(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
     read_opening,
     read_range,
 )
+from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -337,3 +338,28 @@ def test_a_link_to_itself_alone_is_one_line(
     assert cli.run(command) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and ("alone" in error or "run.json" in error)
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ("", ""),
+        (" \n\n", ""),
+        ("SECOND", "the begin of another trace follows the end of the trace and is ignored"),
+        ("REST", "more text follows the end of the trace and is ignored: 200 bytes or more"),
+        ("\n]}", "more text follows the end of the trace and is ignored: 2 bytes or more"),
+    ],
+)
+def test_what_follows_the_end_of_a_trace_is_said(tmp_path: Path, rest: str, message: str) -> None:
+    """Two files joined, or one that was written over a longer one."""
+    trace = GpuTrace(3, 4, groups=[("0", "dp", range(4))]).step(0, 0, 100).kernel("gemm", 0, 90)
+    body = trace.body()
+    info = body.pop("distributedInfo")
+    text = json.dumps(body | {"distributedInfo": info})
+    rest = rest.replace("SECOND", json.dumps(body)).replace("REST", text[-200:])
+    (tmp_path / "rank3_trace.json").write_text(text + rest)
+    recording = read_recording([tmp_path])
+    [found] = recording.traces
+    assert (found.rank, found.world_size) == (3, 4)
+    messages = [note.message for note in found.notes if note.code == "text_after_trace"]
+    assert [one[: len(message)] for one in messages] == [message] * bool(message)

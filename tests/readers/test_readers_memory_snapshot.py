@@ -204,6 +204,30 @@ def test_invalid_segments_and_events_are_skipped_and_counted(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "overflowed"),
+    [
+        ({"trace_alloc_overflowed": True, "trace_alloc_max_entries": 4}, True),
+        ({"trace_alloc_overflowed": False}, False),
+        ({}, False),
+        (None, False),
+        ([1], False),
+    ],
+)
+def test_a_history_that_overflowed_lacks_earlier_peaks(
+    tmp_path: Path, settings: object, overflowed: bool
+) -> None:
+    whole = snapshot()
+    kept = len(whole["device_traces"][0])
+    record = record_of(tmp_path, whole | {"allocator_settings": settings})
+    text = (
+        f"the history of allocations overflowed: its last {kept} events are known, and peaks before"
+        " them are missing; record with larger max_entries"
+    )
+    assert [note.message for note in record.notes] == [text] * overflowed
+    assert numbers(record.devices[0]) == numbers(record_of(tmp_path, snapshot()).devices[0])
+
+
 def test_a_truncated_snapshot_is_refused(tmp_path: Path) -> None:
     whole = pickle.dumps(snapshot(), 4)
     file = tmp_path / "cut.pickle"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.nsys_builders import EPOCH_NS, NEW, OLD, Export
 from support.reading import on_disk
-from support.required import shared_trace
+from support.required import shared_repro, shared_trace
 
 from stepsplit.analyzer import OPS, Category, DataError, Group, Lane, RankTrace, analyze
 from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
@@ -165,6 +165,46 @@ def test_processes_without_rank_are_numbered_in_device_order(tmp_path: Path) -> 
     traces = read_nsys(on_disk(export.write(tmp_path / "node.sqlite")))
     assert [(t.rank, t.events.names[t.events.name_id[0]]) for t in traces] == [(0, "a"), (1, "b")]
     assert [note.code for t in traces for note in t.notes] == ["rank_guessed", "rank_guessed"]
+
+
+def export_of_processes(devices: list[int]) -> Export:
+    """One process for each device, which computes for ten times its number plus one, in ns."""
+    export = Export()
+    for number, device in enumerate(devices):
+        export.kernel("gemm", 0, 10 * (device + 1), pid=100 + number, device=device)
+    return export
+
+
+@pytest.mark.parametrize("devices", [[0, 1], [3, 1, 0, 2], [0, 0]])
+def test_the_processes_of_one_export_are_ranks(tmp_path: Path, devices: list[int]) -> None:
+    """As `nsys profile torchrun` writes it, without ranks: torchrun sets them below nsys."""
+    export_of_processes(devices).write(tmp_path / "report1.sqlite")
+    report = analyze(tmp_path)
+    assert report.run.ranks == tuple(range(len(devices)))
+    assert [row.compute_ns for row in report.steps] == [10 * (one + 1) for one in sorted(devices)]
+    assert not {row.code for row in report.warnings} & {"older_captures", "ranks_missing"}
+
+
+def test_the_processes_of_the_exports_of_two_nodes_are_ranks(tmp_path: Path) -> None:
+    for node in ("node0", "node1"):
+        export_of_processes([1, 0]).write(tmp_path / f"{node}.sqlite")
+    assert [row.compute_ns for row in analyze(tmp_path).steps] == [10, 20, 10, 20]
+
+
+def test_of_two_captures_of_two_processes_the_latest_counts(tmp_path: Path) -> None:
+    for step in (10, 20):
+        export_of_processes([0, step]).write(tmp_path / f"run_step{step}.sqlite")
+    report = analyze(tmp_path)
+    assert [row.compute_ns for row in report.steps] == [10, 210]
+    assert [row.code for row in report.warnings if "capture" in row.code] == ["older_captures"]
+
+
+def test_two_processes_of_a_real_shape() -> None:
+    """Rank 0 waits 2 ms in each of four all_reduces, because rank 1 computes longer."""
+    report = analyze(shared_repro("wild2") / "nsys_ranks_in_one_export" / "report1.sqlite")
+    first, second = report.steps
+    assert (first.collective_ns, first.skew_ns) == (4_000_000, 8_000_000)
+    assert (second.compute_ns, second.skew_ns) == (33_996_000, 0)
 
 
 def test_graphs_recorded_as_one_event_are_compute_with_a_note(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.reading import head_of_file, on_disk
-from support.required import shared_trace
+from support.required import shared_repro, shared_trace
 
 from stepsplit.analyzer import DataError, TrainLog
 from stepsplit.analyzer.readers import training_log as golden_values
@@ -110,6 +110,52 @@ def titan(step: int, second: str = "38,735", before: str = "", loss: float = 6.5
         (titan(10), "torchtitan", (10, -1, 339.16 * TERA, 0.3429, 5856.0, NAN, 6.5, -1)),
         (titan(10, loss=-1), "torchtitan",
          (10, -1, 339.16 * TERA, 0.3429, 5856.0, NAN, NAN, -1)),
+        (
+            "[20260702 10:00:02][rank-7/8][INFO ] [----trainer.py:2560] :  iteration      126/    "
+            "5000 | consumed samples:        16128 | elapsed time per iteration (ms): "
+            "13372.8/13364.7 | hip mem usage/free/total/usage_ratio: 153.81GB/102.17GB/255.98GB/"
+            "60.09% | throughput per GPU (TFLOP/s/GPU): 567.6/568.0 | tokens per GPU (tokens/s/GPU)"
+            ": 9801.4/9807.3 | learning rate: 9.9E-06 | global batch size:   128 | lm loss: 6.5E+00"
+            " | loss scale: 1.0 | grad norm: 0.061 |",
+            "megatron",
+            (126, 13_372_800_000, 567.6 * TERA, NAN, 9801.4, NAN, 6.5, 128),
+        ),
+        (
+            " iteration       10/      50 | consumed samples:         1280 | elapsed time per "
+            "iteration (ms): 5000.0/5004.2 | compute per GPU (TFLOP/s/GPU): 615.5 (avg 615.1) | "
+            "tokens/s/GPU inst/harmonic mean: 11941.8/11940.2 | global batch size:   128 |",
+            "megatron",
+            (10, 5_000_000_000, 615.5 * TERA, NAN, 11941.8, NAN, NAN, 128),
+        ),
+        (
+            "(TaskRunner pid=4242) step:7 - global_seqlen/min:1000.000 - actor/pg_loss:0.013 - "
+            "perf/mfu/actor:0.412 - timing_s/gen:20.100 - timing_s/step:35.250 - "
+            "perf/total_num_tokens:980000.000 - perf/time_per_step:35.250 - perf/throughput:868.79",
+            "verl",
+            (7, 35_250_000_000, NAN, 0.412, 868.79, NAN, NAN, -1),
+        ),
+        (
+            "step:7 - perf/mfu/actor:np.float64(0.412) - timing_s/step:35.25 - perf/throughput:8.5",
+            "verl",
+            (7, 35_250_000_000, NAN, 0.412, 8.5, NAN, NAN, -1),
+        ),
+        (
+            "Step 12 | loss:1.6875 lr:2e-05 tokens_per_second_per_gpu:1234.5 grad_norm:2.5 ",
+            "torchtune",
+            (12, -1, NAN, NAN, 1234.5, NAN, 1.6875, -1),
+        ),
+        (
+            "step 00010/21400 (0.05%) | loss: 10.512345 | grad norm: 0.4012 | lrm: 1.00 | dt: "
+            "412.37ms | tok/sec: 1,271,412 | mfu: 47.60 | total time: 0.00m",
+            "nanochat",
+            (10, 412_370_000, NAN, 0.476, NAN, NAN, 10.512345, -1),
+        ),
+        (
+            "step 00010 (0.05%) | loss: 3.5 | lrm: 1.00 | dt: 412.37ms | tok/sec: 1,271 | "
+            "bf16_mfu: 0.84 | epoch: 1 | total time: 0.00m",
+            "nanochat",
+            (10, 412_370_000, NAN, 0.0084, NAN, NAN, 3.5, -1),
+        ),
         (
             "Training epoch 1, iteration 20/149 | lr: 3e-05 | global_batch_size: 32 | "
             "global_step: 170 | reduced_train_loss: 1.25 | train_step_timing in s: 0.03146",
@@ -698,3 +744,19 @@ def test_real_golden_values_have_a_time_per_step(tmp_path: Path) -> None:
         known = [ns for ns in log.steps.step_ns.tolist() if ns >= 0]
         seconds = [s for s in values.values() if s != "nan"] if isinstance(values, dict) else values
         assert known == [round(s * S) for s in seconds]
+
+
+def test_the_log_of_primus_has_the_values_of_each_row() -> None:
+    log = read_train_log(on_disk(shared_repro("wild2") / "primus_log" / "train.log"))
+    assert log.notes == ()
+    assert set(log.steps.step_ns[1:].tolist()) == {5 * S}
+    assert set(log.steps.flops_per_s_per_gpu.tolist()) == {401.5 * TERA}
+    assert set(log.steps.tokens_per_s_per_gpu.tolist()) == {13107.2}
+
+
+def test_a_line_of_verl_with_validation_alone_is_no_step(tmp_path: Path) -> None:
+    step = "step:{} - timing_s/step:{}.0 - perf/throughput:5.0\n"
+    text = step.format(1, 9) + "step:1 - val-core/gsm8k/acc:0.5\n" + step.format(2, 8)
+    log = read(tmp_path, text)
+    assert log.steps.step.tolist() == [1, 2]
+    assert log.steps.step_ns.tolist() == [9 * S, 8 * S]

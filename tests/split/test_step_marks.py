@@ -326,3 +326,77 @@ def test_the_tail_of_an_only_step_is_idle(name: str) -> None:
     report = analyze(shared_repro(f"wild2/step_tail_lost/{name}"))
     [step] = report.steps
     assert (step.step_ns, step.compute_ns, step.idle_ns) == (10_000_000, 3_000_000, 7_000_000)
+
+
+def train_loop(trace: GpuTrace, numbers: list[int], begin: float, busy: float) -> GpuTrace:
+    """Steps of 100 us, each with a kernel that lasts for most of it."""
+    for i, number in enumerate(numbers):
+        at = begin + 100 * i
+        trace.step(number, at, at + 100).kernel("gemm", at + 10, at + 10 + busy)
+    return trace
+
+
+def messages(report: Report, code: str) -> list[str]:
+    return [row.message for row in report.warnings if row.code == code]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "numbers"),
+    [
+        ([0, 1, 2], [0, 1, 2], [0, 1, 2, 3, 4, 5]),
+        ([5, 6], [5, 6, 7], [5, 6, 7, 8, 9]),
+        ([3, 4], [0, 1], [3, 4, 5, 6]),
+        ([0], [0], [0, 1]),
+    ],
+)
+def test_the_steps_of_two_loops_are_numbered_in_order(
+    tmp_path: Path, first: list[int], second: list[int], numbers: list[int]
+) -> None:
+    trace = train_loop(train_loop(GpuTrace(), first, 0, 80), second, 5000, 40)
+    trace.kernel("evaluate", 2000, 3000)
+    report = analyze(trace.write(tmp_path))
+    assert [row.step for row in report.steps] == numbers
+    busy = [80_000] * len(first) + [40_000] * len(second)
+    assert [row.compute_ns for row in report.steps] == busy
+    assert {row.kind for row in report.steps} == {"full"}
+    assert max(row.step_ns for row in report.steps) <= 100_000
+    count, distinct = len(numbers), len({*first, *second})
+    assert messages(report, "step_numbers_repeat") == [
+        f"the numbers of ProfilerStep repeat, as in 2 loops: {count} steps have {distinct} "
+        f"numbers, and are numbered {numbers[0]} to {numbers[-1]} in order"
+    ]
+    assert messages(report, "between_loops") == [
+        f"what ran before step {numbers[len(first)]}, outside of the marks of a loop, is of no step"
+    ]
+
+
+def test_a_step_without_a_mark_is_said(tmp_path: Path) -> None:
+    trace = train_loop(train_loop(GpuTrace(), [0, 1], 0, 80), [3, 4], 300, 80)
+    report = analyze(trace.write(tmp_path))
+    assert [row.step for row in report.steps] == [0, 1, 3, 4]
+    assert [row.compute_ns for row in report.steps] == [80_000] * 4
+    assert messages(report, "step_numbers_skip") == ["1 step number has no ProfilerStep: 2"]
+
+
+def test_numbers_that_skip_without_a_break_leave_no_time_out(tmp_path: Path) -> None:
+    report = analyze(train_loop(GpuTrace(), [0, 10, 20], 0, 80).write(tmp_path))
+    assert [(row.step, row.step_ns) for row in report.steps][1:] == [(10, 100_000), (20, 100_000)]
+    assert messages(report, "step_numbers_skip") == [
+        "18 step numbers have no ProfilerStep: 1, 2, 3, 4, 5, 6, 7, 8, ..."
+    ]
+    assert messages(report, "between_loops") == []
+
+
+def test_copies_of_a_mark_are_no_loop(tmp_path: Path) -> None:
+    """On another thread at the same time, and one of no length behind it."""
+    trace = train_loop(GpuTrace(), [0, 1, 2], 0, 80).op("ProfilerStep#1", 100, 190, tid=200)
+    report = analyze(trace.step(1, 200, 200.5).write(tmp_path))
+    assert [row.step for row in report.steps] == [0, 1, 2]
+    assert [code for code in codes(report) if code.startswith("step_numbers")] == []
+
+
+def test_two_loops_of_a_published_kind() -> None:
+    report = analyze(shared_repro("wild2") / "step_numbers" / "repeated")
+    assert [row.step for row in report.steps] == [0, 1, 2, 3, 4, 5]
+    assert [row.compute_ns for row in report.steps] == [6_500_000] * 3 + [2_500_000] * 3
+    assert len(messages(report, "step_numbers_repeat")) == 1

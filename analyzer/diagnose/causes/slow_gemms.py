@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,50 @@ from stepsplit.analyzer.trace import Int64, RankTrace
 
 
 @dataclass(frozen=True, slots=True)
+class Generation:
+    """GPUs whose tensor cores have other dtypes, or other ratios, than those of A100 and H100.
+
+    Attributes:
+        devices: Their names, as the driver reports them.
+        saved: How much of the time of fp32 GEMMs the remedy saves, 0 without tensor cores.
+        remedy: What to change on them.
+    """
+
+    devices: re.Pattern[str]
+    saved: float
+    remedy: str = ""
+
+
+_FP16 = (
+    "fp16 (autocast with a GradScaler) has {} times the FLOP/s; these tensor cores have neither"
+    " bf16 nor TF32"
+)
+_BF16 = "bf16 has {} times the FLOP/s, TF32 no more than fp32"
+_BOTH = "bf16 has {} times the FLOP/s, TF32 (torch.set_float32_matmul_precision) {} times"
+
+GENERATIONS = (
+    Generation(re.compile(r"V100|TITAN V\b"), 7 / 8, _FP16.format(8)),
+    Generation(re.compile(r"\bT4G?\b|Quadro RTX|TITAN RTX"), 7 / 8, _FP16.format(8)),
+    Generation(re.compile(r"RTX 20\d\d"), 3 / 4, _FP16.format(4)),
+    Generation(
+        re.compile(r"\b[PMK]\d{1,4}\w?\b|\bT\d{3,4}\b|GTX|GP100|TITAN X|\b[GM][TX] ?\d"), 0.0
+    ),
+    Generation(
+        re.compile(r"\bA(?:2|10|16|40)\b|RTX A\d|\bL4\b|L40S|RTX \d000.*Ada|RTX PRO"),
+        1 / 2,
+        _BOTH.format(4, 2),
+    ),
+    Generation(re.compile(r"A10G|\bL40\b|RTX [345]0\d\d"), 1 / 2, _BF16.format(2)),
+    Generation(re.compile(r"\bH20\b"), 2 / 5, _BOTH.format(3.4, 1.7)),
+)
+"""Dense TFLOP/s in NVIDIA's data sheets, against fp32 outside of the tensor cores: V100 125 (fp16)
+and 15.7, T4 65 and 8.1, RTX 2080 Ti 53.8 (summed in fp32) and 13.4; bf16, TF32 and fp32: A40 149.7,
+74.8 and 37.4, L4 121, 60 and 30.3, L40 181, 90.5 and 90.5, RTX 3090 71, 35.6 and 35.6, RTX 4090
+165, 82.6 and 82.6, H20 148, 74 and 44. bf16 and TF32 came with Ampere; Pascal and older and GTX
+have no tensor cores. The first that matches counts."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlowKernels:
     """Kernels of GEMMs that others would be faster than.
 
@@ -27,6 +71,7 @@ class SlowKernels:
         saved: How much of their time the fast ones would save.
         what: What they do.
         remedy: What to change.
+        generations: GPUs on which something else helps.
         op, op_remedy: An op that leads to them, "" for none, and what is known to help where the
             recording has it.
     """
@@ -37,6 +82,14 @@ class SlowKernels:
     remedy: str
     op: str = ""
     op_remedy: str = ""
+    generations: tuple[Generation, ...] = ()
+
+    def adapt(self, device: str) -> SlowKernels | None:
+        """The same kernels on a device of this name; None if it has no faster ones."""
+        own = next((one for one in self.generations if one.devices.search(device)), None)
+        if own is None:
+            return self
+        return replace(self, saved=own.saved, remedy=own.remedy) if own.saved else None
 
 
 FP32 = SlowKernels(
@@ -47,6 +100,7 @@ FP32 = SlowKernels(
     op="grouped_mm",
     op_remedy="autocast does not cast torch's grouped_mm, which experts call: load the model in "
     "bf16",
+    generations=GENERATIONS,
 )
 """Saved: TF32 has 8 times the FLOP/s of fp32 on A100, 7.4 on H100 (NVIDIA's data sheets)."""
 
@@ -66,7 +120,16 @@ _NAME_CHARACTERS = 60
 def find_slow_gemms(context: CauseContext, kind: SlowKernels) -> Iterator[Remedy]:
     """Find kernels of this kind, replayed with the time that others would save."""
     traces = [rank.trace for rank in context.split.ranks]
-    kernels = [_find_kernels(trace, kind) for trace in traces]
+    adapted = [kind.adapt(trace.device) for trace in traces]
+    own_kind = next((one for one in adapted if one is not None), None)
+    if own_kind is None:
+        return
+    # On mixed devices each rank with others than the first is left out: one remedy is one finding.
+    kernels = [
+        _find_kernels(trace, kind) if own == own_kind else np.empty(0, dtype=np.int64)
+        for trace, own in zip(traces, adapted, strict=True)
+    ]
+    kind = own_kind
     if not any(map(len, kernels)):
         return
     spans = []

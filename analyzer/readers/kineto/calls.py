@@ -23,6 +23,11 @@ from stepsplit.analyzer.ops import (
 )
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry, parse_entry_op
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kineto.collective_launches import (
+    MadeCall,
+    find_launched,
+    note_missing,
+)
 from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS, SortedRows, posted_before
 from stepsplit.analyzer.readers.kineto.schema import Args, decode_comm_args, parse_ranks
 from stepsplit.analyzer.trace import (
@@ -48,13 +53,15 @@ _MESSAGES = ("send", "recv")
 
 def build_device_calls(
     rows: SortedRows, known: Sequence[Group], rules: Rules = BUILT_IN
-) -> CallsWithGroups:
-    """A call for each communication kernel; groups that appear only in arguments are added.
+) -> tuple[CallsWithGroups, tuple[Note, ...]]:
+    """A call for each communication kernel, and notes; groups that appear only in arguments are
+    added.
 
     Arguments missing on a kernel are taken from the record_param_comms around its launch. A kernel
     without a description, before whose launch messages were posted that no other launch carries
     out, is a batch of these messages. If other kernels name their collective, any SendRecv kernel
-    without a description is a batch.
+    without a description is a batch. What else a collective launched is its call if nothing better
+    is known (find_launched); collectives without any device event are counted in a note.
     """
     group_table = _GroupTable(known)
     events = rows.events
@@ -63,17 +70,34 @@ def build_device_calls(
     )
     kernels = rows.noted_row[events.is_category(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
     launches = events.find_launches(kernels)
-    surrounding_ops = find_surrounding_ops(events, rows.noted_row[_find_params(rows)], launches)
+    params = rows.noted_row[_find_params(rows)]
+    surrounding_ops = find_surrounding_ops(events, params, launches)
+    others = np.flatnonzero(events.is_category(Category.KERNEL, Category.MEMCPY))
+    others = np.setdiff1d(others, kernels, assume_unique=True)
+    around = find_surrounding_ops(events, params, events.find_launches(others))
+    carried = set(surrounding_ops.tolist())
+    found = find_launched(events, others, around, args_of_event, carried, rules)
+    notes = found.notes
+    if len(found.rows):
+        order = np.argsort(np.concatenate((kernels, found.rows)), kind="stable")
+        kernels = np.concatenate((kernels, found.rows))[order]
+        launches = events.find_launches(kernels)
+        surrounding_ops = np.concatenate((surrounding_ops, found.ops))[order]
     surrounding_ops = _leave_batches(rows, args_of_event, kernels, surrounding_ops, launches)
     issued = np.where(launches >= 0, events.start_ns[launches], -1)
     posted = _find_posted(rows, args_of_event, kernels, surrounding_ops, launches)
+    is_earlier = dict(
+        zip(kernels.tolist(), events.is_launched_before(kernels).tolist(), strict=True)
+    )
     any_named = any(args.collective is not None for args in args_of_event.values())
     by_name = {name: rules.find_op(name) for name in set(map(events.name_of, kernels.tolist()))}
     calls: list[Call] = []
+    made: list[MadeCall] = []
     for event, op, issued_ns, batch in zip(
         kernels.tolist(), surrounding_ops.tolist(), issued.tolist(), posted, strict=True
     ):
-        args, name = _merge_args(args_of_event[event], args_of_event.get(op)), events.name_of(event)
+        own_args, name = args_of_event.get(event), events.name_of(event)
+        args = _merge_args(own_args, args_of_event.get(op))
         parts = [args_of_event[post] for post in batch] or [args]
         parts_as_calls = [
             _build_call(event, by_name[name], part, group_table.find_number(part), issued_ns)
@@ -85,7 +109,22 @@ def build_device_calls(
             if unnamed
             else parts_as_calls
         )
-    return CallsWithGroups(build_calls(calls), tuple(group_table.groups))
+        if issued_ns >= 0 or not is_earlier[event]:
+            carries = tuple(batch) or ((op,) if _is_call(args_of_event.get(op)) else ())
+            made += [MadeCall(one.op, one.group_id, carries) for one in parts_as_calls]
+    groups = tuple(group_table.groups)
+    ops = [
+        (op, args_of_event[op], group_table.find_number(args_of_event[op]))
+        for op in params.tolist()
+        if _is_call(args_of_event[op])
+    ]
+    notes += note_missing(events, ops, made)
+    return CallsWithGroups(build_calls(calls), groups), notes
+
+
+def _is_call(args: Args | None) -> bool:
+    """Whether an op is a collective or message by name, unlike "wait" and "coalesced"."""
+    return args is not None and parse_op(args.collective or "") != "unknown"
 
 
 def number_device_calls(
@@ -142,7 +181,7 @@ def _leave_batches(
     found = around.copy()
     for i in np.flatnonzero(np.isin(around, posts)).tolist():
         event, op, launch = int(kernels[i]), int(around[i]), int(launches[i])
-        if _may_be_batch(events.name_of(event), args_of_event[event]):
+        if _may_be_batch(events.name_of(event), args_of_event.get(event) or Args()):
             lane = events.lane[op]
             before = _find_previous(events, posts, op, lane)
             if before >= 0 and _find_previous(events, calls, launch, lane) < before:
@@ -173,7 +212,7 @@ def _find_posted(
     unmatched = np.setdiff1d(_list_posts(rows, args_of_event), around)
     batches = [
         _may_be_batch(
-            events.name_of(event), _merge_args(args_of_event[event], args_of_event.get(op))
+            events.name_of(event), _merge_args(args_of_event.get(event), args_of_event.get(op))
         )
         for event, op in zip(kernels.tolist(), around.tolist(), strict=True)
     ]

@@ -41,8 +41,11 @@ from stepsplit.analyzer.readers.kineto.schema import (
     Track,
     lenient,
 )
+from stepsplit.analyzer.readers.kineto.timeless import drop_timeless
 from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.stream_order import clip_overruns
 from stepsplit.analyzer.trace import (
+    DEVICE_CATEGORIES,
     NO_WAITS,
     UNKNOWN_CATEGORIES,
     Bool,
@@ -283,7 +286,8 @@ def join_parts(
 
     Empties the list of parts: their rows need as much memory as the sorted ones.
     """
-    is_whole, tail = parts[-1].whole, parts[-1].tail
+    is_whole = parts[-1].whole
+    tail, rest = _split_tail(parts[-1].tail, opening)
     # Decodes the fields around the entries, ignoring unreadable ones.
     before = opening.fields or b"{"
     whole = before + b'"":0' + (tail.strip() or b"}")
@@ -301,13 +305,74 @@ def join_parts(
     if any(track.tid is None and track.name in names for track in tracks):
         rows, more = classify_tracks(rows, tracks, is_whole)
         header = name_device(header)
-    notes = (*_build_notes(rows, is_whole, torn), *more)
+    rows, time_notes = drop_timeless(rows, header.base_ns)
+    events, order_notes = clip_overruns(rows.events, rows.shapes, rows.noted_row)
+    rows = replace(rows, events=events)
+    notes = (*_build_notes(rows, is_whole, torn), *more, *time_notes, *order_notes)
+    if is_whole and rest:
+        what = "the begin of another trace" if b'"traceEvents"' in rest else "more text"
+        text = f"{what} follows the end of the trace and is ignored: {len(rest):,} bytes or more"
+        notes = (*notes, Note("text_after_trace", text))
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
-    calls = build_device_calls(rows, header.distributed.groups, rules)
+    calls, call_notes = build_device_calls(rows, header.distributed.groups, rules)
+    call_notes += _note_launches(rows.events)
     waits = collect_event_waits(rows)
     nothing = np.zeros(0, dtype=np.int64)
-    return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes, waits)
+    return KinetoFile(
+        header, replace(rows, noted_row=nothing, noted_args=()), calls, (*notes, *call_notes), waits
+    )
+
+
+_WHITESPACE = b" \t\r\n\x00"
+
+
+def _split_tail(tail: bytes, opening: TraceOpening) -> tuple[bytes, bytes]:
+    """The text behind the array up to the end of the trace, and the text after that."""
+    if not opening.fields:
+        return b"", tail.strip(_WHITESPACE)
+    prefix = '{"":0'
+    try:
+        _, end = json.JSONDecoder().raw_decode(prefix + tail.decode("latin-1"))
+    except (ValueError, RecursionError):
+        # The fields behind the array are damaged or missing: nothing says where they end.
+        return tail, b""
+    end -= len(prefix)
+    return tail[:end], tail[end:].strip(_WHITESPACE)
+
+
+_EARLY_NS = 20_000
+"""A kernel that starts so long before its launch was timed by another clock; in public traces none
+starts before its launch, and times are rounded to microseconds at most."""
+
+
+def _note_launches(events: Events) -> tuple[Note, ...]:
+    """Notes on kernels that start before their launch, and on launches of several processes."""
+    notes = []
+    device = np.flatnonzero(events.is_category(*DEVICE_CATEGORIES))
+    launch = events.find_launches(device)
+    device, launch = device[launch >= 0], launch[launch >= 0]
+    early_ns = events.start_ns[launch] - events.start_ns[device]
+    is_early = early_ns > _EARLY_NS
+    if is_early.any():
+        most = units.format_milliseconds(int(early_ns.max()))
+        text = (
+            f"{int(is_early.sum()):,} of {len(device):,} kernels and copies start before their"
+            f" launch, by up to {most}: the clocks of host and device differ, so that steps and"
+            " causes of idle time are uncertain"
+        )
+        notes.append(Note("kernels_before_launch", text))
+    # Of all calls: those of two processes may have the same correlations.
+    calls = events.is_category(Category.RUNTIME) & (events.correlation >= 0)
+    lanes = np.flatnonzero(np.bincount(events.lane[calls], minlength=len(events.lanes)))
+    pids = list(dict.fromkeys(events.lanes[lane].pid for lane in lanes.tolist()))
+    if len(pids) > 1:
+        text = (
+            f"{len(pids):,} processes made the runtime calls of the file ({', '.join(pids[:8])}),"
+            " which is split as one rank: merged ranks need a file each"
+        )
+        notes.append(Note("several_processes", text))
+    return tuple(notes)
 
 
 def read_part(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:

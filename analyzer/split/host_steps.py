@@ -19,9 +19,6 @@ from stepsplit.analyzer.trace import Bool, Category, Events, Int64, Note, RankTr
 
 STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 
-MERGED = "steps_merged"
-"""Code of the note that a step has several marks."""
-
 _NO_MARKS = "no ProfilerStep in the trace"
 
 
@@ -42,7 +39,7 @@ class MarkedSteps:
 
     partial has the numbers of the steps that the recording may have cut off; whole: the trace is
     one step. restarts has the numbers of the steps before which the loop was left: what ran
-    between is of no step.
+    between is of no step. by_profiler: ProfilerStep marks them.
     """
 
     steps: tuple[HostStep, ...]
@@ -50,6 +47,7 @@ class MarkedSteps:
     partial: tuple[int, ...] = ()
     whole: bool = False
     restarts: tuple[int, ...] = ()
+    by_profiler: bool = False
 
 
 def read_marked_steps(trace: RankTrace) -> MarkedSteps | None:
@@ -63,7 +61,7 @@ def _read_marks(trace: RankTrace) -> MarkedSteps | None:
     marked = _read_profiler_steps(events)
     if marked:
         closed = _close_open_steps(trace, marked)
-        return _number_in_order(closed, trace.rank)
+        return replace(_number_in_order(closed, trace.rank), by_profiler=True)
     ranges = find_step_ranges(events)
     if ranges is None:
         return None
@@ -197,8 +195,14 @@ def _merge_microbatches(trace: RankTrace, found: MarkedSteps) -> MarkedSteps:
         f"{period} step marks for each optimizer step, as if of microbatches: merged, a step has"
         " the number of its last mark"
     )
-    notes = (*found.notes, Note(MERGED, text, trace.rank))
-    return MarkedSteps(tuple(merged), notes, tuple(sorted(partial)), restarts=tuple(restarts))
+    notes = (*found.notes, Note("steps_merged", text, trace.rank))
+    return replace(
+        found,
+        steps=tuple(merged),
+        notes=notes,
+        partial=tuple(sorted(partial)),
+        restarts=tuple(restarts),
+    )
 
 
 def count_profiled_steps(trace: RankTrace) -> int:

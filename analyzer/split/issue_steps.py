@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.split.host_steps import MERGED
 from stepsplit.analyzer.split.steps import Steps, StepWindow
-from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
-
-_MARK = "ProfilerStep#"
+from stepsplit.analyzer.trace import Bool, Int64, RankTrace
 
 
 class HostSteps(Struct, frozen=True):
@@ -40,25 +38,16 @@ class HostSteps(Struct, frozen=True):
 
 def build_host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
     """The full steps of the rank (all steps if none is full) in host time."""
-    is_merged = any(note.code == MERGED for note in steps.notes)
-    numbers = {window.step for window in steps.windows} if is_merged else None
-    # The marked steps by number, each from the end of the previous one, the first from its start;
-    # numbers: those of the last marks of merged steps, None for all.
-    events = trace.events
-    rows = np.flatnonzero(
-        events.match_prefix(_MARK) & events.is_category(Category.ANNOTATION, Category.OP)
-    )
-    marks: dict[int, StepWindow] = {}
-    begin = int(events.start_ns[rows[0]]) if len(rows) else 0
-    for row, end in zip(rows.tolist(), events.ends_of(rows).tolist(), strict=True):
-        number = events.name_of(row).removeprefix(_MARK)
-        is_last = number.isdecimal() and (numbers is None or int(number) in numbers)
-        if is_last and end > begin:
-            marks[int(number)] = StepWindow(int(number), "full", begin, end)
-            begin = end
-    counted = [w for w in steps.counted if not marks or w.step in marks]
-    spans = [marks[w.step] if marks and trace.on_device else w for w in counted]
-    return _make_host_steps(spans, marked=bool(marks), on_device=trace.on_device and not marks)
+    counted = steps.counted
+    marked = all(window.host_ns is not None for window in counted)
+    if not marked or not trace.on_device:
+        return _make_host_steps(counted, marked=marked, on_device=trace.on_device and not marked)
+    spans = [
+        replace(window, start_ns=window.host_ns[0], end_ns=window.host_ns[1])
+        for window in counted
+        if window.host_ns is not None and window.host_ns[1] > window.host_ns[0]
+    ]
+    return _make_host_steps(spans, marked=True, on_device=False)
 
 
 def take_whole_trace(trace: RankTrace) -> HostSteps:

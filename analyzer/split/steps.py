@@ -31,12 +31,17 @@ from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Bool, Category, Int64, N
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """One step: its number, its kind, and its start and end on the rank's own clock in ns."""
+    """One step: its number, its kind, and its start and end on the rank's own clock in ns.
+
+    host_ns: when the host worked on it, from the end of the mark before its own to the end of its
+    own; None without ProfilerStep marks.
+    """
 
     step: int
     kind: Kind
     start_ns: int
     end_ns: int
+    host_ns: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,12 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
         torn = marked[-1].step
         windows = [replace(w, kind="partial") if w.step == torn else w for w in windows]
         notes.append(Note("step_torn", _TORN_TEXT.format(torn), trace.rank))
+    if host.by_profiler:
+        spans = _build_host_windows(marked, host.restarts)
+        windows = [
+            replace(w, host_ns=(span.start_ns, span.end_ns))
+            for w, span in zip(windows, spans, strict=True)
+        ]
     if trace.on_device:
         windows, lost = _mark_lost_work(trace, marked, windows)
         notes += [*lost, *_note_several_devices(trace), *_note_no_launches(trace)]

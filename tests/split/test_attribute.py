@@ -26,6 +26,8 @@ Piece = tuple[int, int, int, int]
 """(bucket, start, end, end of the whole call), in us"""
 US = 1_000
 
+OTHER_STREAM = 21
+
 
 def spans(*raw: Span) -> Intervals:
     pairs = US * np.array(raw, dtype=np.int64).reshape(len(raw), 2)
@@ -148,7 +150,8 @@ def test_waiting_comes_after_moving_and_before_copies(tmp_path: Path) -> None:
         2: [("c", "mesh_pp", [0, 2])],
     }
     own, peer, before = (GpuTrace(r, 4, groups=groups[r]).step(1, 0, 100) for r in range(3))
-    own.kernel("gemm", 0, 10).all_reduce(10, 30, group="a").all_reduce(20, 51, group="b")
+    own.kernel("gemm", 0, 10).all_reduce(10, 30, group="a")
+    own.all_reduce(20, 51, group="b", stream=OTHER_STREAM)
     own.message("recv", 2, 40, 71, group="c").memcpy(60, 80).kernel("gemm", 90, 100)
     peer.kernel("gemm", 0, 10).all_reduce(10, 30, group="a").all_reduce(50, 51, group="b")
     before.kernel("gemm", 0, 70).message("send", 0, 70, 71, group="c")
@@ -172,7 +175,8 @@ def test_of_two_open_calls_the_one_that_began_first_owns_the_instant(tmp_path: P
     """Rank 0 waits for rank 1 from 10 to 40, and for rank 2 from 20 to 60."""
     one, two = ("a", "one", [0, 1]), ("b", "two", [0, 2])
     own = GpuTrace(0, 3, groups=[one, two]).step(1, 0, 100).kernel("gemm", 0, 10)
-    own.all_reduce(10, 41, group="a").all_reduce(20, 61, group="b").kernel("gemm", 61, 100)
+    own.all_reduce(10, 41, group="a").all_reduce(20, 61, group="b", stream=OTHER_STREAM)
+    own.kernel("gemm", 61, 100)
     first = GpuTrace(1, 3, groups=[one]).step(1, 0, 100).kernel("gemm", 0, 40)
     last = GpuTrace(2, 3, groups=[two]).step(1, 0, 100).kernel("gemm", 0, 60)
     places = [

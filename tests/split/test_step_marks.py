@@ -10,6 +10,9 @@ from support.nsys_builders import Export
 from support.required import shared_repro
 
 from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.split.issue_steps import build_host_steps
+from stepsplit.analyzer.split.steps import find_steps_of_ranks
 
 Row = tuple[int, str, int, int]
 """(step, kind, start and duration in microseconds)"""
@@ -368,6 +371,16 @@ def test_the_steps_of_two_loops_are_numbered_in_order(
     assert messages(report, "between_loops") == [
         f"what ran before step {numbers[len(first)]}, outside of the marks of a loop, is of no step"
     ]
+
+
+def test_calls_of_a_second_loop_were_issued_in_its_steps(tmp_path: Path) -> None:
+    trace = train_loop(train_loop(GpuTrace(), [1, 2], 0, 80), [1, 2], 5000, 40)
+    [found] = read_recording([trace.write(tmp_path)]).traces
+    [windows] = find_steps_of_ranks([found])
+    host = build_host_steps(found, windows)
+    assert host.number == (1, 2, 3, 4)
+    assert (host.start_ns // 1000).tolist() == [0, 100, 5000, 5100]
+    assert (host.end_ns // 1000).tolist() == [100, 200, 5100, 5200]
 
 
 def test_a_step_without_a_mark_is_said(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def check_runs(
     from stepsplit.analyzer.regression.judge import check_candidate
 
     candidate_metrics, baseline_metrics = (
-        [fact for place in side for fact in read_run_metrics(place, rules=rules)]
+        [one for place in side for one in read_run_metrics(place, rules=rules)]
         for side in (candidate, baseline)
     )
     return check_candidate(

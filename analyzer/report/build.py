@@ -10,6 +10,7 @@ from statistics import median
 import numpy as np
 from msgspec import Struct
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import COMMUNICATION, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.diagnosis_rows import (
@@ -332,8 +333,8 @@ def _note_lasting_slowdown(run: Run) -> tuple[Note, ...]:
     if run.device == "cpu" or slowdown is None or slowdown < LASTING_SLOWDOWN:
         return ()
     text = (
-        f"steps after the recording take {slowdown:.1%} longer than before it: CUPTI stays attached"
-        " and slows the rest of the job down; set TEARDOWN_CUPTI=1 (CUDA 12.6 and later,"
+        f"steps after the recording take {units.format_percent(slowdown)} longer than before it:"
+        " CUPTI stays attached and slows the rest of the job down; set TEARDOWN_CUPTI=1 (CUDA 12.6 and later,"
         " without CUDA graphs)"
     )
     return (Note("profiler_lasting", text),)

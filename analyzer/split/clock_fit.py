@@ -28,7 +28,7 @@ class ClockFit:
         return wall_ns - round(self.offset_ns) - np.rint(drift).astype(np.int64)
 
     def compose(self, outer: ClockFit) -> ClockFit:
-        """Composes two fits: this clock against the reference of other."""
+        """Composes two fits: this clock against the reference of outer."""
         pivot = np.array([round(self.pivot_ns)], dtype=np.int64)
         offset = int((pivot - outer.map_to_common_ns(self.map_to_common_ns(pivot)))[0])
         return ClockFit(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -19,10 +18,6 @@ from stepsplit.dashboard.commands.common import (
     rules_option,
     write_output,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 # stepsplit model: predicts step time, split and memory of a job.toml.
 

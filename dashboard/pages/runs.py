@@ -1,4 +1,4 @@
-"""Pages: the list of runs, and the frame around the pages of one run."""
+"""The page with the list of runs."""
 
 from __future__ import annotations
 

@@ -302,7 +302,6 @@ def _receive_body(
     drafts = sum(draft.stat().st_size for draft in (upload.folder / _DRAFTS_NAME).iterdir())
     quota = Quota(min(of_file, of_run - drafts), upload.folder, limits.spare_bytes)
     quota.check_disk(part.length or 0)
-    # Appends the body to the file and syncs it to disk. Raises HttpError.
     received_bytes, digest, blocks = 0, hashlib.sha256(), _Blocks(part.stream)
     for block in blocks:
         received_bytes += len(block)
@@ -368,8 +367,8 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBody:
-    """Result of receiving a body. cut_off: it ended early; false_digest: it does not match its
-    digest."""
+    """Result of receiving a body. cut_off: it ended early; digest_mismatch: it does not match
+    its digest."""
 
     bytes: int
     cut_off: bool

@@ -79,7 +79,7 @@ def test_steps_that_stay_slower_on_a_gpu_are_a_warning(
 
     texts = [row.message for row in report.warnings if row.code == "profiler_lasting"]
     assert bool(texts) == warned
-    assert not warned or "12.0% longer than before it: CUPTI stays attached" in texts[0]
+    assert not warned or "12.0 % longer than before it: CUPTI stays attached" in texts[0]
 
 
 @pytest.mark.parametrize(

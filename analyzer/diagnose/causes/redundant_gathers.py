@@ -52,20 +52,20 @@ def find_redundant_gathers(context: CauseContext) -> Iterator[Remedy]:
 class _Gathers:
     """The tensor all-gathers and reductions of a group in all steps.
 
-    Holds the kernels of all its ranks in order of start, with op and message_bytes; `_one` marks
-    those of the first rank.
+    Holds the kernels of all its ranks in order of start, with op and message_bytes; `_of_first`
+    marks those of the first rank.
     """
 
     def __init__(self, context: CauseContext, kernels: Int64) -> None:
         table, matched = context.graph.kernels, context.split.matched
-        self._scene, self._kernels = context, kernels
+        self._context, self._kernels = context, kernels
         row = table.row[kernels]
         self._op, self._bytes, self._call = (
             matched.op[row],
             matched.message_bytes[row],
             matched.shared[row],
         )
-        self._one = table.rank[kernels] == table.rank[kernels[0]]
+        self._of_first = table.rank[kernels] == table.rank[kernels[0]]
         self._step = context.graph.steps.step[table.step[kernels]]
 
     def find_redundant(self, axes: frozenset[str]) -> Int64:
@@ -77,16 +77,16 @@ class _Gathers:
             return self._kernels[self._find_beyond_scatters(gathers)]
         if axes == {"tp"}:
             # All-gathers of a size that occurs more often than once per microbatch (the logits).
-            schedule = self._scene.split.schedule
+            schedule = self._context.split.schedule
             allowed = (schedule.microbatches if schedule else 1) * len(np.unique(self._step))
-            sizes, count = np.unique(self._bytes[gathers & self._one], return_counts=True)
+            sizes, count = np.unique(self._bytes[gathers & self._of_first], return_counts=True)
             return self._kernels[gathers & np.isin(self._bytes, sizes[count > allowed])]
         if axes <= DATA_AXES and self._match_op("all_reduce").any():
             # All-gathers before the last gradient reduction of their step; ZeRO-1 gathers after
             # it.
             redundant = np.zeros_like(gathers)
             for step in np.unique(self._step).tolist():
-                mine = np.flatnonzero(self._one & (self._step == step))
+                mine = np.flatnonzero(self._of_first & (self._step == step))
                 sums = np.flatnonzero(self._match_op("all_reduce")[mine])
                 early = mine[: sums[-1]] if len(sums) else mine[:0]
                 redundant |= gathers & np.isin(self._call, self._call[early])
@@ -122,10 +122,10 @@ class _Gathers:
         Chosen are sizes without a matching reduce_scatter, else the most exposed calls. With
         gradient accumulation there are more all-gathers than reduce-scatters: none is redundant.
         """
-        scatters = self._match_op("reduce_scatter") & self._one
-        excess = int((gathers & self._one).sum()) - 2 * int(scatters.sum())
-        accumulates = count_accumulated_microbatches(self._scene.split.strategies) is not None
-        accumulates |= self._gathers_for_microbatches(gathers & self._one, scatters)
+        scatters = self._match_op("reduce_scatter") & self._of_first
+        excess = int((gathers & self._of_first).sum()) - 2 * int(scatters.sum())
+        accumulates = count_accumulated_microbatches(self._context.split.strategies) is not None
+        accumulates |= self._gathers_for_microbatches(gathers & self._of_first, scatters)
         if accumulates or excess < len(np.unique(self._step)):
             return np.zeros_like(gathers)
         # Which calls match the size of weights whose gradients are scattered, except padding.
@@ -133,10 +133,10 @@ class _Gathers:
         weights = np.multiply.outer(scattered, _PRECISIONS).ravel()
         apart = np.abs(self._bytes[:, np.newaxis] / weights - 1)
         odd: Bool = gathers & ~np.asarray((apart < _PADDING).any(axis=1))
-        if 0 < int((odd & self._one).sum()) <= excess + int(scatters.sum()):
+        if 0 < int((odd & self._of_first).sum()) <= excess + int(scatters.sum()):
             return odd
         names, place = np.unique(self._call[gathers], return_inverse=True)
-        exposed_ns = np.bincount(place, self._scene.sum_exposed_ns()[self._kernels[gathers]])
+        exposed_ns = np.bincount(place, self._context.sum_exposed_ns()[self._kernels[gathers]])
         chosen = names[np.argsort(-exposed_ns, kind="stable")[:excess]]
         return gathers & np.isin(self._call, chosen) & (self._call >= 0)
 

@@ -5,6 +5,7 @@ of the dependency graph. cause.py says what an entry has.
 """
 
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry
+from stepsplit.analyzer.diagnose.causes.compile_time import COMPILE_TIME
 from stepsplit.analyzer.diagnose.causes.extra_reductions import EXTRA_REDUCTIONS
 from stepsplit.analyzer.diagnose.causes.few_microbatches import FEW_MICROBATCHES
 from stepsplit.analyzer.diagnose.causes.host_bound import HOST_BOUND
@@ -27,6 +28,7 @@ from stepsplit.analyzer.diagnose.causes.small_collectives import SMALL_COLLECTIV
 CAUSES: tuple[CauseEntry, ...] = (
     SLOW_RANK,
     DATA_LOADING,
+    COMPILE_TIME,
     ALLOCATION,
     GC_PAUSE,
     HOST_STALL,

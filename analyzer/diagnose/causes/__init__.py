@@ -8,6 +8,7 @@ from stepsplit.analyzer.diagnose.causes.cause import CauseEntry
 from stepsplit.analyzer.diagnose.causes.compile_time import COMPILE_TIME
 from stepsplit.analyzer.diagnose.causes.extra_reductions import EXTRA_REDUCTIONS
 from stepsplit.analyzer.diagnose.causes.few_microbatches import FEW_MICROBATCHES
+from stepsplit.analyzer.diagnose.causes.find_unused import FIND_UNUSED
 from stepsplit.analyzer.diagnose.causes.host_bound import HOST_BOUND
 from stepsplit.analyzer.diagnose.causes.host_idle import (
     ALLOCATION,
@@ -45,6 +46,7 @@ CAUSES: tuple[CauseEntry, ...] = (
     FEW_MICROBATCHES,
     REDUNDANT_GATHERS,
     EXTRA_REDUCTIONS,
+    FIND_UNUSED,
     SMALL_COLLECTIVES,
 )
 """In the order in which causes of equal gain are listed."""

@@ -51,6 +51,7 @@ class CauseEntry:
             host's for each op and launch.
         last_on_cpu: Whether its findings come last in a run without devices.
         explained_by: The code of a cause that, where it costs more, is the reason for this one.
+        note_below: Whether one that gains too little for a finding is a note of the report.
     """
 
     code: str
@@ -59,6 +60,7 @@ class CauseEntry:
     with_profiler: bool = False
     last_on_cpu: bool = False
     explained_by: str = ""
+    note_below: bool = False
 
     def list_remedies(self, context: CauseContext) -> list[Remedy]:
         """What was found, under the code of this entry."""

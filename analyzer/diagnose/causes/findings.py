@@ -70,7 +70,7 @@ def find_bottlenecks(
     most_ns = {one.code: one.gain_ns for one in sorted(findings, key=lambda one: one.gain_ns)}
     of_code = {cause.code: cause for cause in CAUSES}
     on_device = split.ranks[0].trace.on_device
-    least_ns, ranked = MIN_GAIN_SHARE * context.mean_ns, []
+    least_ns, ranked, notes = MIN_GAIN_SHARE * context.mean_ns, [], []
     for finding in findings:
         cause = of_code[finding.code]
         if cause.explained_by and finding.gain_ns <= most_ns.get(cause.explained_by, 0):
@@ -84,8 +84,11 @@ def find_bottlenecks(
             finding = _leave_out_profiler(context, finding)
         if finding.gain_ns >= least_ns:
             ranked.append(((is_last, is_hidden, -finding.gain_ns), finding))
+        elif cause.note_below:
+            saves = units.format_milliseconds(max(finding.gain_ns, 0))
+            notes.append(Note(finding.code, f"{finding.message}; without it a step saves {saves}"))
     ranked.sort(key=lambda one: one[0])
-    return Bottlenecks(tuple(finding for _, finding in ranked[:MAX_FINDINGS]))
+    return Bottlenecks(tuple(finding for _, finding in ranked[:MAX_FINDINGS]), tuple(notes))
 
 
 def _leave_out_profiler(context: CauseContext, finding: Finding) -> Finding:

@@ -67,7 +67,8 @@ def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
     (found,) = findings(tmp_path, *traces)
     assert (found.code, found.ranks, found.gain_ns) == ("uneven_ranks", (1,), 40_000)
     assert found.message == (
-        "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage"
+        "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage; from a "
+        "single step"
     )
 
 
@@ -92,9 +93,10 @@ def test_a_rank_that_takes_longer_for_few_kernels_is_only_known_to_have_more_wor
     assert (found.code, found.ranks) == ("uneven_ranks", (1,))
     assert found.message == (
         "load imbalance: rank 1 computes 80.0 % longer than the other ranks of its stage: more "
-        f"work, or a slower device ({doubt})"
+        f"work, or a slower device ({doubt}); from a single step"
         if doubt
-        else "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage"
+        else "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage; "
+        "from a single step"
     )
 
 
@@ -112,7 +114,7 @@ def test_all_ranks_that_have_more_work_are_named(tmp_path: Path) -> None:
     assert (found.code, found.ranks) == ("uneven_ranks", (1, 3))
     assert found.message == (
         "load imbalance: ranks 1, 3 have up to 28.6 % more compute than the average rank of their "
-        "stage"
+        "stage; from a single step"
     )
 
 

@@ -271,5 +271,5 @@ def _average_work(rows: Sequence[_Work], ranks: int) -> dict[KernelWork | str, t
     return sums
 
 
-UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks)
-UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages)
+UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks, of_peers=True)
+UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages, of_peers=True)

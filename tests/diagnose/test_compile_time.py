@@ -80,6 +80,23 @@ def test_an_op_around_a_compilation_is_not_compute_but_the_ops_in_it_are(tmp_pat
     assert (row.split.compute_ns, row.split.idle_ns) == (30_000, 70_000)
 
 
+def test_passes_that_a_compiler_traces_are_none_of_the_step(tmp_path: Path) -> None:
+    """AOTAutograd runs a forward and a backward of its own: no second microbatch."""
+    engine = "autograd::engine::evaluate_function: MmBackward0"
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, groups=DP)
+        for step in range(3):
+            at = 1000 * step
+            trace.step(step, at, at + 1000).op("dynamo", at + 10, at + 500)
+            trace.op("aten::linear", at + 20, at + 30).op(engine, at + 100, at + 200)
+            trace.op("aten::linear", at + 500, at + 600).op(engine, at + 600, at + 700)
+            trace.all_reduce(at + 650, at + 651, at + 800, group="0", seq=step, tid=7)
+            trace.annotation("Optimizer.step#AdamW.step", at + 800, at + 1000)
+            trace.op("aten::add_", at + 800, at + 1000)
+        trace.write(tmp_path)
+    assert [one.in_words for one in analyze(tmp_path).run.strategies] == ["ddp 2 on dp_replicate"]
+
+
 def test_a_device_idles_while_its_host_compiles(tmp_path: Path) -> None:
     for rank in (0, 1):
         trace, late = GpuTrace(rank, 2, groups=DP).step(1, 0, 1000), 600 * rank

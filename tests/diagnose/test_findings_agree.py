@@ -48,7 +48,7 @@ def check(report: Report) -> None:
     }
     longest = max(sum(map(sum, rows)) / len(rows) for rows in of_rank.values())
     for one in report.findings:
-        # A call that is not made makes nobody wait either, and a wait has a cause elsewhere.
+        # Without a call no rank waits for it either, and a wait has its cause elsewhere.
         waits = one.bucket in ("collective", "p2p", "skew", "bubble")
         bound = longest if waits else most[one.bucket]
         assert one.gain_ns <= MARGIN * bound, (one.code, one.bucket, one.gain_ns, bound)

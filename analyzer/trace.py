@@ -128,6 +128,14 @@ PYTHON_FUNCTION = re.compile(r"\A(?P<file>[^<>]+\.py)\((?P<line>\d+)\): (?P<func
 """The name of a Python function's event: its file and line, and the function."""
 
 
+COMPILES = re.compile(
+    r" \(dynamo_timed\)$"
+    r"|^(?:dynamo|entire_frame_compile|entire_backward_compile|backend_compile|inductor_compile)$"
+)
+"""The name of a range in which torch.compile compiles: Dynamo, AOTAutograd or Inductor. The lookup
+of compiled code, and the calls of that code, have other names."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Where an event ran: a host thread, or a stream of a device.

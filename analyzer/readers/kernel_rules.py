@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import list_distinct
+from stepsplit.analyzer.arrays import list_distinct, union
 from stepsplit.analyzer.errors import DataError, read_toml
 from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.trace import (
+    COMPILES,
     OPS,
     Bool,
     Calls,
@@ -387,13 +388,15 @@ _WRAPPER_PREFIXES = ("autograd::engine", "torch::autograd::", "PythonSubclass")
 def _find_computing_ops(events: Events) -> Bool:
     """Which ops of a CPU run are compute: those of training threads that only compute.
 
-    Excludes ops that wrap arbitrary others, and ops around a collective, which contain its wait.
+    Excludes ops that wrap arbitrary others, ops around a collective, which contain its wait, and
+    those in or around a range of the compiler, whose tensors have no data.
     """
     ops = events.is_category(Category.OP)
     communicates = ops & events.name_mask(_match_prefixes(events, _COMM_PREFIXES))
     computes = ops & ~communicates & ~events.name_mask(_match_prefixes(events, _WRAPPER_PREFIXES))
     training = _find_training_lanes(events)
     computes &= training[events.lane]
+    compiles = events.is_category(Category.OP, Category.ANNOTATION) & events.match_names(COMPILES)
     for lane in np.flatnonzero(training).tolist():
         here = events.lane == lane
         rows = np.flatnonzero(computes & here)
@@ -401,6 +404,12 @@ def _find_computing_ops(events: Events) -> Bool:
         first = np.searchsorted(calls, events.start_ns[rows], side="left")
         after = np.searchsorted(calls, events.ends_of(rows), side="left")
         computes[rows[after > first]] = False
+        ranges = compiles & here
+        if ranges.any():
+            compiling = union(events.start_ns[ranges], events.ends_of(ranges))
+            ended = np.searchsorted(compiling.end_ns, events.start_ns[rows], side="right")
+            begun = np.searchsorted(compiling.start_ns, events.ends_of(rows), side="left")
+            computes[rows[begun > ended]] = False
     return computes
 
 

@@ -17,6 +17,7 @@ from stepsplit.analyzer.readers.event_store import EventStore
 from stepsplit.analyzer.readers.file_kinds import FileRole
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.reader import estimate_bytes
+from stepsplit.analyzer.readers.open_calls import complete_open_calls
 from stepsplit.analyzer.readers.rank_traces import TraceCandidate, TraceReading, assign_ranks
 from stepsplit.analyzer.readers.recording_files import RecordingFiles, open_recording
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
@@ -82,7 +83,8 @@ def read_recording_files(
     notes += [*guessed, *_check_mixed_runs(ranked)]
     name = spec.name if spec else _infer_name(files.places[0])
     traces, stale = _drop_stale_ranks(_fill_group_members(ranked), spec)
-    traces, unplaced = _place_clocks(_complete_traces(traces, records, spec))
+    traces = complete_open_calls(_complete_traces(traces, records, spec))
+    traces, unplaced = _place_clocks(traces)
     notes += [*stale, *unplaced]
     ranks = {trace.rank for trace in traces}
     return Recording(

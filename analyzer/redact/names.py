@@ -58,7 +58,8 @@ _FIXED = re.compile(
     r"ProfilerStep#\d{1,9}|stepsplit::[FBW] stage=\d{1,9} mb=\d{1,9}|record_param_comms|detach_?"
     r"|PP:\d{1,9}[FBIW]\d{1,9}|PP:\((?:\d{1,9}[FBIW]\d{1,9};?){1,4}\)OVERLAP_F_B|\[memory\]"
     r"|(?:Forward|Backward) \d{1,9}|DataParallel\.forward|DistributedDataParallel\.forward"
-    r"|torch::autograd::AccumulateGrad|autograd::engine::evaluate_function: |fwdbwd|ac2g"
+    r"|torch::autograd::AccumulateGrad|autograd::engine::evaluate_function: |fwdbwd|ac2g|dynamo"
+    r"|entire_(?:frame|backward)_compile|backend_compile|inductor_compile"
     r"|async_cpu_to_gpu|Mem(?:cpy|set)(?: [HDPA]to[HDPA])?(?: \((?:Pinned|Pageable|Device"
     r"|Unified|Managed|Array|Unknown|Host)(?: -> (?:Pinned|Pageable|Device|Unified|Managed|Array"
     r"|Unknown|Host))?\))?|Stream Wait Event|Event Sync|Stream Sync|Context Sync|",
@@ -129,7 +130,8 @@ _STEP_TAIL = re.compile(
 _HINTS = re.compile(
     r"backward|forward|optimizer|dataload|(?:load|get|fetch|next)_batch|attention|attnfunc|flash_attn"
     r"|fmha|(?:Model|Tensor|Sequence)ParallelRegion(?!ToMOE)|VocabParallel|(?:Column|Row)ParallelLinear"
-    r"|LinearWithGradAccumulationAndAsyncCommunication|Redistribute|wait_tensor",
+    r"|LinearWithGradAccumulationAndAsyncCommunication|Redistribute|wait_tensor"
+    r"|\(dynamo_timed\)$",
     re.I,
 )
 """What ranges, ops and modules of any name are recognized by: kinds of work, tensor parallelism."""

@@ -334,7 +334,7 @@ def _note_lasting_slowdown(run: Run) -> tuple[Note, ...]:
         return ()
     text = (
         f"steps after the recording take {units.format_percent(slowdown)} longer than before it:"
-        " CUPTI stays attached and slows the rest of the job down; set TEARDOWN_CUPTI=1 (CUDA 12.6 and later,"
-        " without CUDA graphs)"
+        " CUPTI stays attached and slows the rest of the job down; set TEARDOWN_CUPTI=1 (CUDA 12.6"
+        " and later, without CUDA graphs)"
     )
     return (Note("profiler_lasting", text),)

@@ -131,6 +131,7 @@ _OF_NO_RANK: Mapping[int | str, str] = {
 
 IDLE_MEANING = {
     "data_loading": "waiting for the data loader",
+    "compilation": "compilation by torch.compile",
     "allocation": "memory allocation",
     "synchronize": "late launches after a synchronization",
     "launch_bound": "launch-bound host work",

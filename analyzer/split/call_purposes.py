@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, is_inside, union
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+from stepsplit.analyzer.trace import COMPILES, Bool, Category, Events, Int64, RankTrace
 
 # What the calls of a rank are for, from the ranges of autograd and of frameworks around them.
 #
@@ -82,9 +82,20 @@ def find_call_purposes(trace: RankTrace) -> CallPurposes:
 
 
 def find_spans(events: Events, *prefixes: str) -> Intervals:
-    """The intervals of host events whose name has one of these prefixes."""
+    """The intervals of host events whose name has one of these prefixes; without what a compiler
+    traces, which runs no pass of the step."""
     categories = (Category.OP, Category.ANNOTATION)
     return _find_ranges(events, lambda name: name.startswith(prefixes), *categories)
+
+
+def is_traced(events: Events, when: Int64) -> Bool:
+    """Whether each instant is in a range of torch.compile, which traces forwards and backwards of
+    tensors without data."""
+    mask = events.match_names(COMPILES)
+    if not mask.any():
+        return np.zeros(len(when), dtype=np.bool_)
+    mask = mask & events.is_category(Category.OP, Category.ANNOTATION)
+    return is_inside(union(events.start_ns[mask], events.ends_of(mask)), when)
 
 
 def _find_ranges(
@@ -96,6 +107,7 @@ def _find_ranges(
     mask = events.name_mask(tuple(is_named(name) for name in events.names))
     chosen = categories or (Category.OP, Category.ANNOTATION, Category.PYTHON)
     mask = mask & events.is_category(*chosen)
+    mask[mask] = ~is_traced(events, events.start_ns[mask])
     return union(events.start_ns[mask], events.ends_of(mask))
 
 
@@ -124,6 +136,7 @@ def find_first_backward_ns(events: Events, when: Int64) -> Int64:
     """The first backward in the step of each instant; -1 if there is none."""
     on_host = events.is_category(Category.OP, Category.ANNOTATION)
     backward = events.start_ns[on_host & events.match_prefix(ENGINE)]
+    backward = backward[~is_traced(events, backward)]
     steps = events.start_ns[on_host & events.match_prefix("ProfilerStep#")]
     # A trace without marks is one step.
     steps = steps if len(steps) else events.start_ns[:1]

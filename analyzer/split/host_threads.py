@@ -10,18 +10,19 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_distinct
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64, UInt8
+from stepsplit.analyzer.trace import COMPILES, Bool, Category, Events, Int64, UInt8
 
 
 class HostActivity(IntEnum):
     """The activity of a host thread; of several concurrent ones the first in this order."""
 
     LOADING = 0
-    ALLOCATING = 1
-    SYNCHRONIZING = 2
-    WORKING = 3
-    NO_OP = 4
-    UNKNOWN = 5
+    COMPILING = 1
+    ALLOCATING = 2
+    SYNCHRONIZING = 3
+    WORKING = 4
+    NO_OP = 5
+    UNKNOWN = 6
 
 
 _BACKWARD = re.compile(r"^(?:torch::)?autograd::|Backward\d*$")
@@ -197,6 +198,7 @@ class HostThread(Struct, frozen=True):
     begins_ns: Int64
     last_ns: int
     loading: Int64
+    compiling: Int64
     allocating: Int64
     synchronizing: Int64
     ops: Int64
@@ -226,6 +228,7 @@ class HostThread(Struct, frozen=True):
             begins_ns=events.start_ns[recorded],
             last_ns=int(events.ends_of(recorded).max(initial=0)),
             loading=_find_outermost(events, loading),
+            compiling=_find_outermost(events, labeled & events.match_names(COMPILES)),
             allocating=_find_outermost(events, calls & events.match_names(ALLOCATES)),
             synchronizing=_find_outermost(events, calls & events.match_names(SYNCHRONIZES)),
             ops=_find_outermost(events, ops),
@@ -237,20 +240,22 @@ class HostThread(Struct, frozen=True):
 
     def doing_at(self, when_ns: Int64) -> tuple[UInt8, Int64]:
         """The activity of the thread at each instant, and the row that names it."""
-        loading, allocating, synchronizing, ops, work, calls = (
+        loading, compiling, allocating, synchronizing, ops, work, calls = (
             _find_open_at(self.events, rows, when_ns)
-            for rows in (self.loading, self.allocating, self.synchronizing, self.ops, self.work,
-                         self.calls)
+            for rows in (self.loading, self.compiling, self.allocating, self.synchronizing,
+                         self.ops, self.work, self.calls)
         )  # fmt: skip
         called = pick_first(self.annotations.find_innermost_at(when_ns), calls)
         doing = (
             HostActivity.LOADING,
+            HostActivity.COMPILING,
             HostActivity.ALLOCATING,
             HostActivity.SYNCHRONIZING,
             HostActivity.WORKING,
         )
-        cases = [loading >= 0, allocating >= 0, synchronizing >= 0, (ops >= 0) | (calls >= 0)]
-        names = [loading, pick_first(ops, allocating), pick_first(ops, synchronizing),
+        cases = [loading >= 0, compiling >= 0, allocating >= 0, synchronizing >= 0,
+                 (ops >= 0) | (calls >= 0)]  # fmt: skip
+        names = [loading, compiling, pick_first(ops, allocating), pick_first(ops, synchronizing),
                  np.where(ops >= 0, work, called)]  # fmt: skip
         state = np.select(cases, doing, HostActivity.NO_OP)
         return state.astype(np.uint8), np.select(cases, names, -1)
@@ -267,7 +272,8 @@ class HostThread(Struct, frozen=True):
     @property
     def edges_ns(self) -> Int64:
         """The start and end times of all events, unordered."""
-        rows = (self.loading, self.allocating, self.synchronizing, self.ops, self.work, self.calls)
+        rows = (self.loading, self.compiling, self.allocating, self.synchronizing, self.ops,
+                self.work, self.calls)  # fmt: skip
         event_rows = np.concatenate([*rows, self.annotations.row, self.python.row])
         return np.concatenate((self.events.start_ns[event_rows], self.events.ends_of(event_rows)))
 

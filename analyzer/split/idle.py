@@ -39,6 +39,7 @@ class IdleCause(Struct, frozen=True):
 
     Host-bound causes, by what delayed the launch of the event that ended the gap:
       data_loading    the host waited for its next batch
+      compilation     torch.compile compiled
       allocation      the host allocated or freed device memory or pinned memory
       synchronize     the host had waited for the device and launched late; the part of the gap up
                       to the duration of that wait. op is the waiting op (aten::item) or call
@@ -118,6 +119,7 @@ def _check(gaps: Intervals, parts: IdleParts) -> None:
 
 CAUSES = (
     "data_loading",
+    "compilation",
     "allocation",
     "synchronize",
     "launch_bound",
@@ -142,6 +144,7 @@ _WHOLE_RANGE_NS = (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
 
 _CAUSE_OF_ACTIVITY = {
     HostActivity.LOADING: "data_loading",
+    HostActivity.COMPILING: "compilation",
     HostActivity.ALLOCATING: "allocation",
     HostActivity.SYNCHRONIZING: "synchronize",
     HostActivity.NO_OP: "python",
@@ -195,7 +198,8 @@ def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]
         parts = _attribute_to_threads(waited, rows, launchers, "launch_bound")
         # The delay by a wait counts to it, except for parts with a more specific cause.
         wait = waits.row[np.searchsorted(rows, parts.gap)]
-        specific = np.isin(parts.cause, (_CODE["data_loading"], _CODE["allocation"]))
+        named = (_CODE["data_loading"], _CODE["compilation"], _CODE["allocation"])
+        specific = np.isin(parts.cause, named)
         cause = np.where(allocating[wait], _CODE["allocation"], _CODE["synchronize"])
         row = np.full(len(wait), -1, dtype=np.int64)
         for thread in launchers.threads:

@@ -10,7 +10,13 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals
+from stepsplit.analyzer.arrays import Intervals, is_inside
+from stepsplit.analyzer.split.call_purposes import (
+    ENGINE,
+    find_first_backward_ns,
+    find_issue_ns,
+    find_spans,
+)
 from stepsplit.analyzer.split.microbatch_marks import parse_marks
 from stepsplit.analyzer.split.work import collect_work
 from stepsplit.analyzer.trace import OP_CODE, Int64, RankTrace
@@ -54,8 +60,16 @@ def find_exchanges(traces: Sequence[RankTrace]) -> Exchanges:
         for ranks in _find_components(traffic.neighbors):
             marked = _order_by_marks(ranks, by_rank)
             swap = marked == () if marked is not None else _only_swap(ranks, by_rank)
+            both_ways = (
+                swap
+                and marked is None
+                and all(runs_both_ways(by_rank[a], b) for a, b in (ranks, ranks[::-1]))
+            )
+            swap = swap and not both_ways
             aside = not marked and _lacks_backward(ranks, sent, by_rank)
             line = None if swap or aside else marked or _order_pipeline(ranks, traffic, by_rank)
+            # Each rank of a pipeline that runs both ways has the first stage of one direction.
+            line = tuple(sorted(ranks)) if both_ways else line
             if line:
                 pipelines[line] = None
             elif (swap and len(ranks) == 2) or _is_ring(ranks, traffic):
@@ -195,6 +209,28 @@ def _only_swap(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
         rank in by_rank and _sends_what_it_receives(by_rank[rank], peer)
         for rank, peer in (ranks, ranks[::-1])
     )
+
+
+def runs_both_ways(trace: RankTrace, peer: int) -> bool:
+    """Whether the rank hands microbatches of both directions on to its peer (DualPipe): it swaps
+    messages between its forwards and backwards, and none within a backward.
+
+    A ring passes blocks on within each layer, and their gradients within the backward of that.
+    """
+    return _sends_what_it_receives(trace, peer) and _lie_between_passes(trace)
+
+
+def _lie_between_passes(trace: RankTrace) -> bool:
+    when = find_issue_ns(trace)[trace.calls.is_message]
+    passes = find_spans(trace.events, ENGINE)
+    first = find_first_backward_ns(trace.events, when)
+    if not len(passes) or is_inside(passes, when).any():
+        return False
+    # Before the first backward of a step; and after it, with another one to come in the step.
+    after = np.searchsorted(passes.start_ns, when)
+    following = passes.start_ns[np.minimum(after, len(passes) - 1)]
+    same_step = (after < len(passes)) & (find_first_backward_ns(trace.events, following) == first)
+    return bool(((first >= 0) & (when < first)).any() and ((when > first) & same_step).any())
 
 
 # Distinguishing a ring of two ranks from a pipeline of two stages.

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_distinct, union
 from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
+from stepsplit.analyzer.split.message_patterns import runs_both_ways
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
@@ -54,7 +55,8 @@ def infer_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, .
     autograd separates two slots: a forward on the last stage ends, and one on the first stage
     starts, where autograd does. A slot extends from its first kernel to its last, including tp, cp
     and ep communication; microbatches are counted per step. A step with different numbers of
-    forwards and backwards has no slots, nor has a rank with messages of several chunks.
+    forwards and backwards has no slots, nor has a rank with messages of several chunks, or of a
+    pipeline that runs both ways.
     """
     line = next((line for line in layout.pipelines if trace.rank in line), ())
     # The issue time of each message to another rank of the pipeline, or to an unknown peer.
@@ -65,6 +67,8 @@ def infer_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, .
     issued = calls.issued_ns[rows]
     messages = np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
     if not len(messages) or _has_several_chunks(trace, line):
+        return ()
+    if len(line) == 2 and runs_both_ways(trace, line[1 - line.index(trace.rank)]):
         return ()
     steps = np.sort(trace.events.start_ns[_mask_host_events(trace.events, "ProfilerStep#")])
     work = _collect_work(trace, layout, steps)

@@ -51,7 +51,7 @@ from stepsplit.analyzer.split.transfers import (
 )
 from stepsplit.analyzer.split.work import Work, collect_work
 from stepsplit.analyzer.split.world_group import assign_world_group
-from stepsplit.analyzer.trace import Category, Note, RankTrace, find_earlier_calls
+from stepsplit.analyzer.trace import COMPILES, Category, Note, RankTrace, find_earlier_calls
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
@@ -237,7 +237,9 @@ def _note_few_ops(rank: RankSplit) -> Note | None:
     """A note on a CPU run that shows hardly any work: part of a trace, or of other threads."""
     step_ns = sum(step.split.step_ns for step in rank.steps)
     idle_ns = sum(step.split.idle_ns for step in rank.steps)
-    if rank.trace.on_device or idle_ns <= _MOST_IDLE * step_ns:
+    # A compiler is known, though what it traces is no work.
+    compiling = rank.trace.events.match_names(COMPILES).any()
+    if rank.trace.on_device or idle_ns <= _MOST_IDLE * step_ns or compiling:
         return None
     count = int(rank.trace.events.is_category(Category.OP).sum())
     length, share = units.format_milliseconds(step_ns), units.format_percent(idle_ns / step_ns)

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, is_inside, union
-from stepsplit.analyzer.split.call_purposes import find_call_purposes, find_spans
+from stepsplit.analyzer.split.call_purposes import find_call_purposes, find_spans, is_traced
 from stepsplit.analyzer.split.issue_steps import (
     HostSteps,
     build_host_steps,
@@ -229,6 +229,7 @@ class Landmarks(Struct, frozen=True):
 def find_landmarks(events: Events) -> Landmarks:
     letters = np.array([ord(_classify_letter(name)) for name in events.names], dtype=np.int64)
     rows = np.flatnonzero(events.is_category(Category.OP) & (letters[events.name_id] != ord(" ")))
+    rows = rows[~is_traced(events, events.start_ns[rows])]
     start = events.start_ns[rows]
     engine = find_spans(events, "autograd::engine")
     optimizer = _skip_closures(find_spans(events, "Optimizer.step#"), engine)

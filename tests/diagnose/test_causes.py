@@ -19,7 +19,7 @@ from stepsplit.analyzer import Finding, analyze
 from stepsplit.analyzer.diagnose.causes.backward_passes import BackwardPasses
 from stepsplit.analyzer.diagnose.causes.cause import Remedy
 from stepsplit.analyzer.diagnose.causes.unmask import unmask
-from stepsplit.collectors.formats.rank_record import GpuState, RankRecord, write_record
+from stepsplit.collectors.formats.rank_record import GpuState, MemoryState, RankRecord, write_record
 from stepsplit.collectors.formats.run_spec import RankInfo
 
 QUICK = (
@@ -67,7 +67,8 @@ def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
     (found,) = findings(tmp_path, *traces)
     assert (found.code, found.ranks, found.gain_ns) == ("uneven_ranks", (1,), 40_000)
     assert found.message == (
-        "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage"
+        "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage; from a "
+        "single step"
     )
 
 
@@ -92,9 +93,10 @@ def test_a_rank_that_takes_longer_for_few_kernels_is_only_known_to_have_more_wor
     assert (found.code, found.ranks) == ("uneven_ranks", (1,))
     assert found.message == (
         "load imbalance: rank 1 computes 80.0 % longer than the other ranks of its stage: more "
-        f"work, or a slower device ({doubt})"
+        f"work, or a slower device ({doubt}); from a single step"
         if doubt
-        else "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage"
+        else "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage; "
+        "from a single step"
     )
 
 
@@ -112,7 +114,7 @@ def test_all_ranks_that_have_more_work_are_named(tmp_path: Path) -> None:
     assert (found.code, found.ranks) == ("uneven_ranks", (1, 3))
     assert found.message == (
         "load imbalance: ranks 1, 3 have up to 28.6 % more compute than the average rank of their "
-        "stage"
+        "stage; from a single step"
     )
 
 
@@ -614,6 +616,75 @@ def test_a_reduction_in_the_forward_is_extra_and_costs_what_all_wait_for_it(
         "extra reductions on dp_replicate in the forward, where data parallelism needs none: "
         "1 per step of 4.00 kB"
     )
+
+
+@pytest.mark.parametrize("optimizer", [(900, 1000), (0, 1000)], ids=["after", "with a closure"])
+def test_a_reduction_after_the_backward_of_more_bytes_than_all_gradients_is_extra(
+    optimizer: tuple[float, float], tmp_path: Path
+) -> None:
+    """Gradients of 40 kB are reduced to 640, then a tensor of 400 kB to 840."""
+    calls = [(590, 600, 640, 10_000), (650, 650, 840, 100_000)]
+    traces = [ddp_step(rank, *calls) for rank in (0, 1)]
+    for trace in traces:
+        trace.op("aten::zeros", 640, 650).op("aten::mm", 840, 900)
+        trace.annotation("Optimizer.step#Adam.step", *optimizer)
+    found = findings(tmp_path, *traces)
+    (extra,) = [one for one in found if one.code == "extra_reductions"]
+    assert extra.gain_ns == pytest.approx(190_000, abs=1_000)
+    assert extra.message == (
+        "extra reductions on dp_replicate after the backward: 1 per step of 400 kB, while all "
+        "gradients are 40.0 kB"
+    )
+    assert "no_overlap" not in [one.code for one in found], "no bucket of gradients"
+
+
+@pytest.mark.parametrize(
+    ("gradients", "after", "weights", "is_extra"),
+    [
+        (10_000, (3_000,), 40_000, True),  # the backward has reduced all weights
+        (10_000, (3_000,), 52_000, False),  # the last bucket
+        (10_000, (3_000,), None, False),
+        (0, (10_000,), 40_000, False),  # without DDP
+        (0, (11_000,), 40_000, True),
+        (10_000, (6_000, 6_000), None, True),
+        (10_000, (200,), 40_000, False),  # a metric
+    ],
+)
+def test_bytes_tell_gradients_from_extra_reductions(
+    gradients: int, after: tuple[int, ...], weights: int | None, is_extra: bool, tmp_path: Path
+) -> None:
+    calls = [(590.0, 600.0, 640.0, gradients)] if gradients else []
+    calls += [(650 + 100 * i, 650 + 100 * i, 740 + 100 * i, n) for i, n in enumerate(after)]
+    for rank in (0, 1):
+        trace = ddp_step(rank, *calls).annotation("Optimizer.step#Adam.step", 900, 1000)
+        trace.op("aten::mm", 645, 650).write(tmp_path)
+        place = RankInfo(rank, rank, "host0", 1, "cpu")
+        memory = MemoryState(weights_bytes=weights)
+        write_record(tmp_path, RankRecord("job", place, 2, "gloo", memory=memory))
+    codes = [one.code for one in analyze(tmp_path).findings]
+    assert ("extra_reductions" in codes) is is_extra
+
+
+def test_a_recorded_job_that_reduces_more_than_its_gradients() -> None:
+    """Its own timers say 33 ms (median 38) of 124."""
+    first = analyze(shared_repro("users3/post_backward_allreduce") / "red").findings[0]
+    assert first.code == "extra_reductions"
+    assert 25e6 < first.gain_ns < 40e6
+
+
+@pytest.mark.parametrize("floats", [4, 60])
+def test_metrics_are_not_to_be_merged_into_buckets(floats: int, tmp_path: Path) -> None:
+    """Twelve of 20 us each after the backward, and a bucket of gradients within it."""
+    calls = [(500.0, 501.0, 590.0, 100_000)]
+    calls += [(599.5 + 20 * i, 600 + 20 * i, 620 + 20 * i, floats) for i in range(12)]
+    found = findings(tmp_path, *(ddp_step(rank, *calls) for rank in (0, 1)))
+    assert "small_collectives" not in [one.code for one in found]
+
+
+def test_a_job_without_gradients_has_no_buckets(tmp_path: Path) -> None:
+    calls = [(599.5, 600 + 20 * i, 620 + 20 * i, 4) for i in range(12)]
+    found = findings(tmp_path, *(ddp_step(rank, *calls) for rank in (0, 1)))
+    assert "small_collectives" not in [one.code for one in found]
 
 
 def test_small_gradient_buckets_cost_their_latency(tmp_path: Path) -> None:

@@ -525,6 +525,47 @@ def test_two_ranks_that_swap_before_they_work_are_a_ring(tmp_path: Path) -> None
     assert layout.pipelines == ()
 
 
+def passes(rank: int, *, within: bool, last: bool) -> CpuTrace:
+    """A step of two forwards and two backwards in which the ranks swap messages: between the passes
+    or within them; after the last backward, or not."""
+    trace = CpuTrace(rank, 2, [("0", "default_pg", [0, 1])]).step(2, 0, 450)
+    for number in range(4):
+        at = 10 + 100 * number
+        end = at + (90 if within else 40)
+        if number > 1:
+            trace.op("autograd::engine::evaluate_function: MmBackward0", at, end)
+        trace.op("aten::mm", at, at + 30)
+        if number < 3 or last:
+            trace.message("send", 1 - rank, at + 50, at + 60)
+            trace.message("recv", 1 - rank, at + 52, at + 60)
+        if within:
+            trace.op("aten::mm", at + 65, at + 85)
+    return trace
+
+
+def test_two_ranks_that_swap_between_their_passes_are_a_pipeline_both_ways(tmp_path: Path) -> None:
+    """As in DualPipe: each rank has the first stage of one direction and the last of the other."""
+    traces = [passes(rank, within=False, last=False) for rank in (0, 1)]
+    layout = read(tmp_path, *traces)
+    assert (layout.source, layout.pipelines) == ("messages", ((0, 1),))
+    report = analyze(tmp_path)
+    assert [one.in_words for one in report.run.strategies] == ["pp 2"]
+
+
+def test_two_ranks_that_swap_within_their_passes_are_a_ring(tmp_path: Path) -> None:
+    """A ring passes the gradients of its blocks on within the backward."""
+    layout = read(tmp_path, *(passes(rank, within=True, last=True) for rank in (0, 1)))
+    assert (layout.mesh, layout.pipelines) == (Mesh.of({"cp": 2}), ())
+
+
+def test_a_recorded_job_of_dualpipe_on_two_ranks() -> None:
+    """Four microbatches each way."""
+    report = analyze(shared_repro("users3/dualpipe_cp") / "rec2")
+    assert [(one.axis, one.size) for one in report.run.mesh or ()] == [("pp", 2)]
+    assert [one.in_words for one in report.run.strategies] == ["pp 2"]
+    assert {row.axis for row in report.exposed} == {"pp"}
+
+
 def test_two_ranks_of_which_one_sends_more_at_first_may_be_a_pipeline(tmp_path: Path) -> None:
     """As in an interleaved schedule, where a stage also works while messages are on their way."""
     first, last = (swap(rank, works_first=False) for rank in (0, 1))

@@ -5,8 +5,10 @@ of the dependency graph. cause.py says what an entry has.
 """
 
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry
+from stepsplit.analyzer.diagnose.causes.compile_time import COMPILE_TIME
 from stepsplit.analyzer.diagnose.causes.extra_reductions import EXTRA_REDUCTIONS
 from stepsplit.analyzer.diagnose.causes.few_microbatches import FEW_MICROBATCHES
+from stepsplit.analyzer.diagnose.causes.find_unused import FIND_UNUSED
 from stepsplit.analyzer.diagnose.causes.host_bound import HOST_BOUND
 from stepsplit.analyzer.diagnose.causes.host_idle import (
     ALLOCATION,
@@ -27,6 +29,7 @@ from stepsplit.analyzer.diagnose.causes.small_collectives import SMALL_COLLECTIV
 CAUSES: tuple[CauseEntry, ...] = (
     SLOW_RANK,
     DATA_LOADING,
+    COMPILE_TIME,
     ALLOCATION,
     GC_PAUSE,
     HOST_STALL,
@@ -43,6 +46,7 @@ CAUSES: tuple[CauseEntry, ...] = (
     FEW_MICROBATCHES,
     REDUNDANT_GATHERS,
     EXTRA_REDUCTIONS,
+    FIND_UNUSED,
     SMALL_COLLECTIVES,
 )
 """In the order in which causes of equal gain are listed."""

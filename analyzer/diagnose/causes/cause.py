@@ -50,7 +50,10 @@ class CauseEntry:
         with_profiler: Whether the profiler itself adds to its time on a GPU, as it does to the
             host's for each op and launch.
         last_on_cpu: Whether its findings come last in a run without devices.
+        of_peers: Whether it compares ranks with their peers. One that rests on a single step says
+            so.
         explained_by: The code of a cause that, where it costs more, is the reason for this one.
+        note_below: Whether one that gains too little for a finding is a note of the report.
     """
 
     code: str
@@ -58,7 +61,9 @@ class CauseEntry:
     as_set: str = ""
     with_profiler: bool = False
     last_on_cpu: bool = False
+    of_peers: bool = False
     explained_by: str = ""
+    note_below: bool = False
 
     def list_remedies(self, context: CauseContext) -> list[Remedy]:
         """What was found, under the code of this entry."""

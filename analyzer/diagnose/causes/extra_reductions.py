@@ -13,17 +13,20 @@ from stepsplit.analyzer.diagnose.causes.gradient_calls import (
     REDUCTION_OPS,
     find_forward_kernels,
     find_ops,
+    find_sums_after_backward,
 )
 from stepsplit.analyzer.diagnose.causes.removed_calls import remove_calls_remedy
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.trace import Int64
 
 
 def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
     """Find the axes with exposed reductions that their parallelism does not need.
 
-    These are reductions of data parallel ranks in the forward, and all-reduces of tensors across
-    pipeline stages, which only tied embeddings need.
+    These are reductions of data parallel ranks in the forward, their all-reduces after the
+    backward that cannot be of gradients, and all-reduces of tensors across pipeline stages, which
+    only tied embeddings need.
     """
     table, matched = context.graph.kernels, context.split.matched
     row = table.row
@@ -42,11 +45,26 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
         kernels = on_axes[extra[on_axes]]
         if not len(kernels):
             continue
-        steps = max(1, len(np.unique(table.step[kernels])))
-        size = int(np.median(matched.message_bytes[row[kernels]]))
-        each = f" of {units.format_size(size)}" if size >= 0 else ""
-        message = f"extra reductions {why}: {len(kernels) / steps:.0f} per step{each}"
-        yield remove_calls_remedy(context, kernels, steps, message)
+        yield _remove(context, kernels, f"extra reductions {why}")
+    after = find_sums_after_backward(context)
+    kernels = np.flatnonzero(after.found)
+    if len(kernels):
+        groups = np.unique(matched.group[row[kernels]]).tolist()
+        reduced = {
+            axis for one in groups for axis in context.split.layout.find_axes(matched.groups[one])
+        }
+        what = f"extra reductions on {' x '.join(sorted(reduced))} after the backward"
+        than = f", while all gradients are {units.format_size(after.gradient_bytes)}"
+        yield _remove(context, kernels, what, than)
+
+
+def _remove(context: CauseContext, kernels: Int64, what: str, than: str = "") -> Remedy:
+    table = context.graph.kernels
+    steps = max(1, len(np.unique(table.step[kernels])))
+    size = int(np.median(context.split.matched.message_bytes[table.row[kernels]]))
+    each = f" of {units.format_size(size)}" if size >= 0 else ""
+    message = f"{what}: {len(kernels) / steps:.0f} per step{each}{than}"
+    return remove_calls_remedy(context, kernels, steps, message)
 
 
 EXTRA_REDUCTIONS = CauseEntry("extra_reductions", find_extra_reductions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -70,7 +71,8 @@ def find_bottlenecks(
     most_ns = {one.code: one.gain_ns for one in sorted(findings, key=lambda one: one.gain_ns)}
     of_code = {cause.code: cause for cause in CAUSES}
     on_device = split.ranks[0].trace.on_device
-    least_ns, ranked = MIN_GAIN_SHARE * context.mean_ns, []
+    is_single = len(np.unique(graph.steps.step[context.counted])) == 1
+    least_ns, ranked, notes = MIN_GAIN_SHARE * context.mean_ns, [], []
     for finding in findings:
         cause = of_code[finding.code]
         if cause.explained_by and finding.gain_ns <= most_ns.get(cause.explained_by, 0):
@@ -82,10 +84,15 @@ def find_bottlenecks(
         # The profiler slows all the work of a CPU alike; on a device its time goes with it.
         if cause.with_profiler and on_device:
             finding = _leave_out_profiler(context, finding)
+        if cause.of_peers and is_single:
+            finding = replace(finding, message=f"{finding.message}; from a single step")
         if finding.gain_ns >= least_ns:
             ranked.append(((is_last, is_hidden, -finding.gain_ns), finding))
+        elif cause.note_below:
+            saves = units.format_milliseconds(max(finding.gain_ns, 0))
+            notes.append(Note(finding.code, f"{finding.message}; without it a step saves {saves}"))
     ranked.sort(key=lambda one: one[0])
-    return Bottlenecks(tuple(finding for _, finding in ranked[:MAX_FINDINGS]))
+    return Bottlenecks(tuple(finding for _, finding in ranked[:MAX_FINDINGS]), tuple(notes))
 
 
 def _leave_out_profiler(context: CauseContext, finding: Finding) -> Finding:

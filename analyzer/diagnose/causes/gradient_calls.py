@@ -6,12 +6,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from msgspec import Struct
 
+from stepsplit.analyzer.arrays import Intervals, intersect, is_inside
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
+from stepsplit.analyzer.split.call_purposes import (
+    DDP_FORWARD,
+    ENGINE,
+    SHARDS,
+    find_first_backward_ns,
+    find_issue_ns,
+    find_spans,
+)
 from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import OP_CODE, Bool
 
 REDUCTION_OPS = ("all_reduce", "reduce_scatter")
+
+_SAME_BYTES = 0.01
+"""Gradients and what is reduced in the backward are the same within this fraction: buckets are
+padded, and the optimizer may know weights without a gradient."""
 
 
 def find_ops(context: ReplayContext, ops: Iterable[str]) -> Bool:
@@ -39,3 +55,73 @@ def find_sync_kernels(context: ReplayContext) -> Bool:
     data[context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)] = True
     ops = sums | find_ops(context, ("all_gather",))
     return ops & data & ~(find_forward_kernels(context) & sums)
+
+
+class ExtraSums(Struct, frozen=True):
+    """The all_reduces after the backward that gradients do not need.
+
+    Attributes:
+        found: Which of the collectives that ranks waited for are.
+        gradient_bytes: The gradients of a rank and step.
+    """
+
+    found: Bool
+    gradient_bytes: float
+
+
+def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
+    """Find the all_reduces on data axes, issued after the backward and outside of the optimizer,
+    that cannot reduce gradients.
+
+    Such a call may reduce gradients, without DDP or in a last bucket. It does not if it alone, or
+    all of them though a backward has reduced as much, have more bytes than all gradients; nor if
+    the backward has reduced exactly the gradients.
+    """
+    table = context.graph.kernels
+    data = np.zeros(len(table), dtype=np.bool_)
+    data[context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)] = True
+    size = context.split.matched.message_bytes[table.row].astype(np.float64)
+    sums, all_reduces = find_ops(context, REDUCTION_OPS), find_ops(context, ("all_reduce",))
+    counted = np.append(context.counted, False)[table.step] & data & (size > SCALAR_BYTES)
+    found, most = np.zeros(len(table), dtype=np.bool_), 0.0
+    for index, rank in enumerate(context.split.ranks):
+        mine = table.list_rows(index)
+        steps = max(1, int((context.counted & (context.graph.steps.rank == index)).sum()))
+        in_backward, after = classify_issue(rank)
+        call = table.call[mine]
+        reduced = size[mine[counted[mine] & sums[mine] & in_backward[call]]].sum() / steps
+        later = counted[mine] & all_reduces[mine] & after[call]
+        known = [
+            one.memory.gradients_bytes or one.memory.weights_bytes or 0
+            for one in context.records
+            if one.rank.rank == rank.trace.rank and one.memory is not None
+        ]
+        weights = float(max(known, default=0))
+        gradients = max(reduced, weights)
+        if not gradients or not later.any():
+            continue
+        total = size[mine[later]].sum() / steps
+        is_done = abs(reduced - weights) <= _SAME_BYTES * weights
+        too_many = reduced > 0.9 * gradients and total > (1 + _SAME_BYTES) * gradients
+        extra = all_reduces[mine] & data[mine] & after[call] & (size[mine] > SCALAR_BYTES)
+        if not too_many and not (is_done and total > 2 * _SAME_BYTES * weights):
+            extra &= size[mine] > (1 + _SAME_BYTES) * gradients
+        found[mine] = extra
+        most = max(most, gradients)
+    shared = context.split.matched.shared[table.row]
+    return ExtraSums(found | ((shared >= 0) & np.isin(shared, shared[found])), most)
+
+
+def classify_issue(rank: RankSplit) -> tuple[Bool, Bool]:
+    """For each call of a rank: whether it was issued in a backward, or by FSDP; whether after the
+    first backward of its step, and neither in a backward, a forward, nor the optimizer."""
+    events, when = rank.trace.events, find_issue_ns(rank.trace)
+    passes, optimizer = find_spans(events, ENGINE), find_spans(events, "Optimizer.step#")
+    # An optimizer that is given a closure runs the passes itself.
+    alone = np.ones(len(optimizer), dtype=np.bool_)
+    alone[intersect(optimizer, passes).left] = False
+    updates = Intervals(optimizer.start_ns[alone], optimizer.end_ns[alone])
+    is_other = is_inside(find_spans(events, DDP_FORWARD), when) | is_inside(updates, when)
+    backward = is_inside(find_spans(events, ENGINE, *SHARDS), when)
+    first_ns = find_first_backward_ns(events, when)
+    return backward, ~backward & ~is_other & (first_ns >= 0) & (when >= first_ns)

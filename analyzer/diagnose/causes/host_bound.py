@@ -11,7 +11,8 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.code_places import describe_place
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.causes.host_time import compute_step_median
+from stepsplit.analyzer.diagnose.causes.host_time import compute_rank_means, compute_step_median
+from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import measure_excess, reduce_work
 from stepsplit.analyzer.report.explain import explain_idle
 
@@ -27,9 +28,16 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
     where = {1: "", 2: " on both ranks"}.get(len(context.ranks), " on most ranks")
     causes = [one for causes in context.split.detail.idle for one in causes]
     rest = host.select_rest().list_spans(len(context.ranks))
+
+    def remove(graph: DependencyGraph) -> DependencyGraph:
+        return reduce_work(graph, "idle", cut_ns)
+
+    # Also in a pipeline, where stages idle in turn, no more than the idle time that is shown.
+    idle_ns = context.select_bucket_ns("idle").astype(np.float64)
+    most_ns = round(float(compute_rank_means(context, idle_ns).max()))
     yield replay_remedy(
         context,
-        lambda graph: reduce_work(graph, "idle", cut_ns),
+        remove,
         bucket="idle",
         measured_ns=idle[context.counted].mean(),
         predicted_ns=None,
@@ -38,6 +46,7 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
             f"{what} {units.format_percent(share)} of the step{where} (host-bound); "
             f"{explain_idle(host.list_causes(causes))}{describe_place(context, rest, common=True)}"
         ),
+        gain_ns=min(context.compute_gain_ns(remove(context.graph)), most_ns),
     )
 
 

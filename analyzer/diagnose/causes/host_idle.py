@@ -21,7 +21,8 @@ _IN_PROCESS_LOADER = "_SingleProcessDataLoaderIter"
 
 
 def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Remedy]:
-    """Find all idle time with one cause of HostTime.named; text begins the message."""
+    """Find all idle time with one cause of HostTime.named; text begins the message, with {who},
+    {share} and {steps} replaced."""
     named = context.host.named.get(cause)
     if named is None:
         return
@@ -35,7 +36,10 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
     mean_ns = float(named.mean_ns[ranks].mean())
     share = units.format_percent(mean_ns / context.mean_ns)
     own = named.idle.select(np.isin(named.idle.rank, ranks))
-    mine = np.isin(context.graph.steps.rank, ranks) & (named.removed_ns > 0) & context.counted
+    counted = np.isin(context.graph.steps.rank, ranks) & context.counted
+    mine = counted & (named.removed_ns > 0)
+    step = context.graph.steps.step
+    steps = f"{len(np.unique(step[mine]))} of {len(np.unique(step[counted]))} steps"
     yield replay_remedy(
         context,
         named.remove,
@@ -43,7 +47,7 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
         measured_ns=mean_ns,
         predicted_ns=0,
         rows=mine,
-        message=text.format(who=who, share=share)
+        message=text.format(who=who, share=share, steps=steps)
         + _describe(context, cause, ranks)
         + describe_place(context, own.list_spans()),
         ranks=() if len(ranks) == len(context.ranks) else tuple(numbers),
@@ -84,6 +88,8 @@ def _describe(context: CauseContext, cause: str, ranks: Int64) -> str:
             f" (up to {units.format_milliseconds(longest.took_ns)} at once, generation "
             f"{longest.generation}); gc.freeze() after the setup shortens it"
         )
+    if cause == "compilation":
+        return ""
     ops = Counter[str]()
     for rank in ranks.tolist():
         for one in context.split.detail.idle[rank]:

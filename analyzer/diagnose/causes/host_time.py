@@ -22,12 +22,12 @@ from stepsplit.analyzer.report.report import MIN_GAIN_SHARE
 from stepsplit.analyzer.split.idle import CAUSES, IdleCause
 from stepsplit.analyzer.trace import Bool, Float, Int64
 
-NAMED = ("data_loading", "allocation", "gc_pause", "synchronize")
+NAMED = ("data_loading", "compilation", "allocation", "gc_pause", "synchronize")
 """Causes of idle time that are findings of their own; what is left is compared between ranks."""
 
 _NOT_OF_HOST = ("launch_latency", "dependency", "late_start", "unknown")
 
-_SPECIFIC = ("data_loading", "allocation", "synchronize")
+_SPECIFIC = ("data_loading", "compilation", "allocation", "synchronize")
 """A garbage collection inside of these is part of them."""
 
 MIN_LATE_SHARE = 0.005

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import group_ids, group_mean
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.code_places import describe_place
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
@@ -19,6 +21,7 @@ from stepsplit.analyzer.diagnose.causes.host_time import (
 )
 from stepsplit.analyzer.diagnose.graph.replay import measure_excess, reduce_work
 from stepsplit.analyzer.report.explain import explain_idle
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.trace import Bool, Float
 
 _NEARLY_ALL, _SEVERAL = 0.9, 3
@@ -31,10 +34,21 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
     rest = context.host.rest
     spent = replace(context, graph=rest).sum_work_ns(work)
     usual = compute_step_median(context, spent.astype(np.float64))
-    mean = compute_rank_means(context, np.maximum(spent - usual, 0))
-    for index in np.flatnonzero(mean > MIN_LATE_SHARE * context.mean_ns).tolist():
+    beyond = spent - usual
+    mean = compute_rank_means(context, np.maximum(beyond, 0))
+    # Of two ranks the median is the lower one: the other is never below it.
+    step = group_ids(context.graph.steps.step)
+    signed = beyond if len(context.ranks) > 2 else 2 * (spent - group_mean(step, spent))
+    # Not all ranks can have more than the mean rank.
+    total = compute_rank_means(context, spent.astype(np.float64))
+    is_late = (mean > MIN_LATE_SHARE * context.mean_ns) & (total > total.mean())
+    for index in np.flatnonzero(is_late).tolist():
         own = (context.graph.steps.rank == index) & context.counted
-        mine = own & (spent > usual)
+        mine = own & (beyond > 0)
+        if not _exceeds_noise(signed[own]):
+            mine &= signed > _OUTLIER * _estimate_noise(context, signed)
+        if not mine.any():
+            continue
         cut_ns = measure_excess(rest, work, np.where(mine, usual, spent))
         rank, excess = int(context.ranks[index]), np.where(mine, spent - usual, 0.0)
         more = units.format_percent(float(excess[own].mean()) / context.mean_ns)
@@ -51,6 +65,29 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
             ranks=(rank,),
             events=context.list_longest(index, work),
         )
+
+
+_SIGMAS = 2.0
+"""In its mean step a late rank exceeds its peers by so many standard errors: by chance, one rank in
+twenty does, in few steps."""
+
+_OUTLIER = 6.0
+"""A rank that does not may be late in single steps, by so many standard deviations."""
+
+
+def _exceeds_noise(beyond: Float) -> bool:
+    """Whether a rank's excess over its peers, by step, is more than its spread between steps; a
+    single step has none."""
+    if len(beyond) < 2:
+        return True
+    error = float(beyond.std(ddof=1)) / math.sqrt(len(beyond))
+    return float(beyond.mean()) > _SIGMAS * error
+
+
+def _estimate_noise(context: CauseContext, beyond: Float) -> float:
+    """The standard deviation of what ranks have beyond their peers in the steps, by the median."""
+    own = beyond[context.counted]
+    return SIGMA_OF_MAD * float(np.median(np.abs(own - np.median(own))))
 
 
 def _name_only_step(context: CauseContext, excess: Float, own: Bool) -> str:
@@ -87,6 +124,7 @@ HOST_STALL = CauseEntry(
     ),
     as_set="host-bound",
     with_profiler=True,
+    of_peers=True,
 )
 SLOW_COPY = CauseEntry(
     "slow_copy",
@@ -97,4 +135,5 @@ SLOW_COPY = CauseEntry(
         "{more} of the step",
     ),
     as_set="slowed by memory copies",
+    of_peers=True,
 )

@@ -27,7 +27,7 @@ from stepsplit.analyzer.trace import Float, Int64
 _IMBALANCE_RATIO = 1.02
 """A rank or stage counts as imbalanced above this multiple of the mean work."""
 
-_MIN_STEPS, _MIN_SIGMAS = 3, 3.0
+_MIN_STEPS, _MIN_SIGMAS = 2, 3.0
 """With this many steps, more work must exceed its noise by so many standard errors."""
 
 
@@ -271,5 +271,5 @@ def _average_work(rows: Sequence[_Work], ranks: int) -> dict[KernelWork | str, t
     return sums
 
 
-UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks)
-UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages)
+UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks, of_peers=True)
+UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages, of_peers=True)

@@ -10,7 +10,10 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.backward_passes import BackwardPasses
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.causes.gradient_calls import REDUCTION_OPS
+from stepsplit.analyzer.diagnose.causes.gradient_calls import (
+    REDUCTION_OPS,
+    find_sums_after_backward,
+)
 from stepsplit.analyzer.diagnose.graph.replay import HoistedCalls, ReplayContext, hoist_collectives
 from stepsplit.analyzer.split.call_purposes import find_issue_ns
 from stepsplit.analyzer.split.mesh import DATA_AXES
@@ -79,6 +82,7 @@ def list_hoistable_calls(context: ReplayContext) -> list[HoistedCalls]:
     of them.
     """
     table, found = context.graph.kernels, []
+    extra = find_sums_after_backward(context).found
     # Backward passes per step without a pipeline; gradients are complete after the last.
     passes = count_accumulated_microbatches(context.split.strategies) or 1
     for index, rank in enumerate(context.split.ranks):
@@ -89,6 +93,7 @@ def list_hoistable_calls(context: ReplayContext) -> list[HoistedCalls]:
         syncs = rank.attribution.exposed.call[phases == "grad_sync"]
         sums = np.isin(calls.op, [OP_CODE[op] for op in REDUCTION_OPS])
         mine = table.list_rows(index)
+        mine = mine[~extra[mine]]
         call = table.call[mine]
         chosen = np.isin(call, syncs) & sums[call] & (calls.message_bytes[call] > SCALAR_BYTES)
         mine = mine[chosen]

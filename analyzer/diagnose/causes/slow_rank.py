@@ -158,4 +158,4 @@ def _describe_gpu(records: tuple[RankRecord, ...], rank: int) -> str:
     return "; ".join(words)
 
 
-SLOW_RANK = CauseEntry("slow_rank", find_slow_ranks, as_set="stragglers")
+SLOW_RANK = CauseEntry("slow_rank", find_slow_ranks, as_set="stragglers", of_peers=True)

@@ -12,9 +12,10 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, group_max, group_rows
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.causes.gradient_calls import find_sync_kernels
+from stepsplit.analyzer.diagnose.causes.gradient_calls import classify_issue, find_sync_kernels
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, compute_times, scale_transfers
-from stepsplit.analyzer.trace import Float, Int64
+from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.trace import Bool, Float, Int64
 
 _BUCKET_BYTES = 25 << 20
 """The size of torch's gradient buckets."""
@@ -24,6 +25,12 @@ _SMALL_BYTES = 256 << 10
 
 _MIN_SMALL_CALLS = 8
 """Fewer collectives per step are not worth merging."""
+
+_MIN_BYTES = 8 << 10
+"""Fewer bytes per step are metrics: the gradients of a model of 2,000 parameters have as many."""
+
+_METRICS_SHARE = 0.02
+"""Less than this fraction of what moves in the backward is neither gradients nor weights."""
 
 _LATENCY_SHARE = 0.5
 """Collectives are latency-bound if latency is at least this fraction of their time."""
@@ -35,8 +42,8 @@ def find_small_collectives(context: CauseContext) -> Iterator[Remedy]:
     The gain is that of the same bytes in buckets of torch's default size.
     """
     table = context.graph.kernels
-    large = context.split.matched.message_bytes[table.row] > 0
-    own = np.flatnonzero(large & find_sync_kernels(context))
+    own = np.flatnonzero(find_sync_kernels(context) & ~_find_metrics(context))
+    own = own[context.split.matched.message_bytes[table.row[own]] > 0]
     group = context.split.matched.group[table.row[own]]
     times = compute_times(context.graph)
     merged: dict[str, list[_MergedCalls]] = defaultdict(list)
@@ -54,6 +61,26 @@ def find_small_collectives(context: CauseContext) -> Iterator[Remedy]:
         )
 
 
+def _find_metrics(context: CauseContext) -> Bool:
+    """Which collectives move neither gradients nor weights, but losses, norms and counts.
+
+    They are issued outside of the backward and of FSDP, and are scalars or, all together, next to
+    nothing of what is issued there. A rank without ranges of its host has none.
+    """
+    table = context.graph.kernels
+    size = context.split.matched.message_bytes[table.row]
+    found, syncs = np.zeros(len(table), dtype=np.bool_), find_sync_kernels(context)
+    for index, rank in enumerate(context.split.ranks):
+        mine = table.list_rows(index)
+        is_issued = classify_issue(rank)[0][table.call[mine]]
+        moved = int(size[mine[syncs[mine] & is_issued]].sum())
+        if moved > 0:
+            rest = size[mine[syncs[mine] & ~is_issued]].sum()
+            few = rest < _METRICS_SHARE * moved
+            found[mine] = ~is_issued & ((size[mine] <= SCALAR_BYTES) | few)
+    return found
+
+
 class _MergedCalls(Struct, frozen=True):
     """The collectives of a group: their kernels, calls and bytes per step of a rank, and their time
     in larger buckets as a fraction of the measured one."""
@@ -67,6 +94,7 @@ class _MergedCalls(Struct, frozen=True):
     def are_small(self) -> bool:
         return (
             self.calls >= _MIN_SMALL_CALLS
+            and self.bytes >= _MIN_BYTES
             and self.bytes < _SMALL_BYTES * self.calls
             and self.fraction <= 1 - _LATENCY_SHARE
         )

@@ -401,7 +401,7 @@ def _build_collectives(
         if r.event in found.pairs:
             entry = entries[found.pairs[r.event]]
             calls.append(_build_collective(r, *entry, rows, numbers, groups))
-    return calls, (*_note_dropped(dropped), *_note_open(len(found.open)))
+    return calls, (*_note_dropped(dropped), *note_open_calls(len(found.open)))
 
 
 def _note_dropped(count: int) -> tuple[Note, ...]:
@@ -412,13 +412,18 @@ def _note_dropped(count: int) -> tuple[Note, ...]:
     return (Note("flight_incomplete", text),) if count else ()
 
 
-def _note_open(count: int) -> tuple[Note, ...]:
+OPEN_CALLS = "gloo_order_unknown"
+"""The code of the note on collectives of which nothing tells which call they carried out."""
+
+
+def note_open_calls(count: int) -> tuple[Note, ...]:
+    """The note on so many of them; () for none."""
     text = (
         f"{count} gloo collectives are split as for a single rank: a worker thread was late, or a "
         "call had not ended with the recording, and which call each of them is remains open; "
         "recorded shapes (--shapes) tell"
     )
-    return (Note("gloo_order_unknown", text),) if count else ()
+    return (Note(OPEN_CALLS, text),) if count else ()
 
 
 def _match_recorded(
@@ -574,6 +579,15 @@ _LIKE_NS, _LIKE_SIZE = 1_000_000, 2
 """Calls whose ranges end within this time, and whose sizes differ by at most this factor, may be
 mistaken for each other: gloo's ranges end later than their calls by as much."""
 
+_SAME_SHARE = 0.1
+"""Ranges that start and end within this fraction of the shortest one may be mistaken for each
+other, whatever their sizes: DDP's last bucket and its bitmap of used parameters, which are launched
+together and wait for the same rank, were up to 0.035 apart."""
+
+_UNLIKE_SIZE = 64
+"""Of two ranges of calls whose sizes differ by this factor, the larger call's is not the one that
+ended first."""
+
 
 class Range(Struct, frozen=True):
     """A running collective on a thread: event, name, start and end in ns, and the size of its
@@ -584,6 +598,27 @@ class Range(Struct, frozen=True):
     start_ns: int
     end_ns: int
     size_bytes: int = -1
+
+
+def are_interchangeable(ranges: Sequence[Range], sizes: Sequence[int]) -> bool:
+    """Whether it makes no difference which of these ranges carried out which of their calls, or the
+    order in which they started is that of the calls.
+
+    Args:
+        ranges: In the order in which they started.
+        sizes: The input of the call that each seems to have carried out, in bytes; -1 if unknown.
+    """
+    if len(ranges) < 2:
+        return True
+    starts, ends = [one.start_ns for one in ranges], [one.end_ns for one in ranges]
+    apart_ns = max(max(starts) - min(starts), max(ends) - min(ends))
+    if apart_ns <= _SAME_SHARE * min(one.end_ns - one.start_ns for one in ranges):
+        return True
+    if max(ends) - min(ends) <= _LIKE_NS and max(sizes) <= _LIKE_SIZE * min(sizes):
+        return True
+    if len(ranges) != 2:
+        return False
+    return 0 <= _UNLIKE_SIZE * sizes[1] <= sizes[0] and ends[1] <= ends[0]
 
 
 class Request(Struct, frozen=True):
@@ -816,7 +851,9 @@ class _Pairing(Struct, frozen=True):
                 if not self._may_be_later(done, earlier, places):
                     break
                 chain.append(earlier)
-            if not self._is_alike(chain, places):
+            ranges = [self.queue.ranges[self.dropped + one] for one in reversed(chain)]
+            sizes = [self.requests[places[one]].size_bytes for one in reversed(chain)]
+            if not are_interchangeable(ranges, sizes):
                 unsure.update(chain)
         return unsure
 
@@ -829,13 +866,6 @@ class _Pairing(Struct, frozen=True):
         begin = self.dropped + earlier
         possible = self._is_possible(earlier, after, places)
         return possible and self.queue.may_come_before(self.dropped + done, begin)
-
-    def _is_alike(self, chain: Sequence[int], places: Sequence[int]) -> bool:
-        """Whether it makes no difference which of these ranges carried out which of their calls."""
-        ends = [self.queue.ranges[self.dropped + done].end_ns for done in chain]
-        sizes = [self.requests[places[done]].size_bytes for done in chain]
-        near = max(ends) - min(ends) <= _LIKE_NS
-        return len(chain) == 1 or (near and max(sizes) <= _LIKE_SIZE * min(sizes))
 
     def _find_shifts(
         self, places: Sequence[int], cost: Mapping[_State, float], ends: Sequence[_State]

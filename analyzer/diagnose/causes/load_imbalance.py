@@ -17,8 +17,10 @@ from stepsplit.analyzer.diagnose.causes.expert_load import (
     balance_experts,
     compare_sent_tokens,
 )
+from stepsplit.analyzer.diagnose.causes.uneven_kernels import measure_uneven_work
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
+from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
@@ -110,16 +112,17 @@ def _balance_ranks(
     def balance(graph: DependencyGraph) -> DependencyGraph:
         if more_tokens > MORE_TOKENS:
             return balance_experts(context, graph)
-        segments = context.compute_segments
+        segments = WorkSegments.measure(context.graph, "compute", measure_uneven_work(context))
         if not _have_equal_calls(segments.calls, label):
             return scale_work(graph, "compute", usual / np.maximum(work, 1))
-        spent = segments.spent_ns * context.peer_speed[:, np.newaxis]
+        pace = context.peer_speed[:, np.newaxis]
+        spent = segments.spent_ns * pace
         mean = np.stack([group_mean(label, column) for column in spent.T], axis=1)
         if len(heavy) > 1:
-            return segments.set_work(graph, "compute", np.ones_like(mine), mean)
+            return segments.set_work(graph, np.ones_like(mine), mean / pace)
         count = np.bincount(label)[label][:, np.newaxis]
         others = (mean * count - spent) / np.maximum(count - 1, 1)
-        return segments.set_work(graph, "compute", rank == worst, others)
+        return segments.set_work(graph, rank == worst, others / pace)
 
     verb = "have" if len(heavy) > 1 else "has"
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"

@@ -56,7 +56,7 @@ class UnusualSteps(Struct, frozen=True):
         calls = segments.calls[self.rows]
         usual = segments.calls[~self.rows & (self.target_ns.sum(axis=1) > 0)]
         if len(set(calls.tolist()) | set(usual.tolist())) <= 1 and self.target_ns.any():
-            return segments.set_work(graph, "compute", self.rows, self.target_ns)
+            return segments.set_work(graph, self.rows, self.target_ns)
         return scale_work(graph, "compute", self.pace)
 
 

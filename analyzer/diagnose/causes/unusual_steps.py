@@ -85,8 +85,8 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     count = beyond.shape[1]
     if len(beyond) < 2 or count < _MIN_STEPS or not context.split.ranks[0].trace.on_device:
         return ()
-    # Without the median ranks, which differ from themselves by nothing.
-    apart = np.abs(beyond[np.isfinite(beyond) & (beyond != 0)])
+    # Without the median rank of each step, which differs from itself by nothing.
+    apart = np.sort(np.abs(beyond[np.isfinite(beyond)]))[count:]
     sigma = SIGMA_OF_MAD * float(np.median(apart)) if len(apart) else 0.0
     sigma *= 1 + _FEW / max(len(apart), 1)
     slow = beyond > max(_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS * sigma)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from stepsplit.analyzer.diagnose.causes.uneven_kernels import measure_uneven_wor
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
+from stepsplit.analyzer.diagnose.slow_kernels import FALSE_ALARMS
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
@@ -210,11 +212,25 @@ def _find_heavy(
     than the mean); None if balanced, up to the noise between steps."""
     rows = context.counted
     numbers, place = np.unique(labels[rows], return_inverse=True)
+    mean = np.bincount(place, ratio[rows]) / np.bincount(place)
+    # The noise of few full steps is that of all.
+    if len(np.unique(context.graph.steps.step[rows])) < _MIN_STEPS:
+        rows = np.isin(labels, numbers) & (ratio > 0)
+    place, spread = np.searchsorted(numbers, labels[rows]), ratio[rows]
     count = np.bincount(place)
-    mean = np.bincount(place, ratio[rows]) / count
-    sigma = np.sqrt(np.bincount(place, (ratio[rows] - mean[place]) ** 2) / count)
-    steps = len(np.unique(context.graph.steps.step[rows]))
-    noise = _MIN_SIGMAS * sigma / np.sqrt(steps - 1) if steps >= _MIN_STEPS else 0 * sigma
+    middle = np.bincount(place, spread) / count
+    sigma = np.sqrt(np.bincount(place, (spread - middle[place]) ** 2) / count)
+    # Few steps that agree by chance are as noisy as those of the others.
+    sigma = np.maximum(sigma, np.sqrt(np.mean(sigma**2)))
+    steps, full = (
+        len(np.unique(context.graph.steps.step[some])) for some in (rows, context.counted)
+    )
+    sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / len(numbers)))
+    sigmas *= 1 + 1 / max(int(rows.sum()) - len(numbers), 1)
+    if steps >= _MIN_STEPS:
+        noise = sigmas * sigma * np.sqrt(steps / (steps - 1) / full)
+    else:
+        noise = np.zeros(len(numbers))
     heavy = mean > np.maximum(_IMBALANCE_RATIO, 1 + noise)
     if not heavy.any():
         return None

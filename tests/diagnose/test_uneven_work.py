@@ -122,7 +122,10 @@ def test_a_device_that_slows_down_from_step_to_step_is_slow(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("job", "code"),
     [
+        ("causal_ring", "uneven_ranks"),
+        ("early_recv_slow_link", "slow_link"),
         ("extra_work_one_step", "uneven_ranks"),
+        ("graph_data_loader", "data_loading"),
         ("hot_expert_persistent", "uneven_ranks"),
         ("hsdp_slow_rank", "slow_rank"),
         ("one_slow_kernel", "slow_rank"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -749,7 +750,8 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     the rank's own clock; -1 if there is none.
 
     A graph launches all its kernels at once: of those of an event's own launch the last counts
-    that had ended when the event started.
+    that had ended when the event started, in the launch of the graph in which these are the fewest:
+    in others the event queued on its stream.
     """
     events = trace.events
     kernels = events.is_category(Category.KERNEL)
@@ -766,11 +768,19 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     # Kernels by launch and end; the last one of the event's own launch that had ended.
     by_end = np.lexsort((events.ends_of(rows), launched))
     keys = np.stack((launched[by_end], events.ends_of(rows[by_end])), axis=1)
+    alike: dict[tuple[int, bytes], list[tuple[Int64, Int64, Int64]]] = defaultdict(list)
     for launch in np.unique(called[np.isin(called, launched) & (called >= 0)]).tolist():
         own = keys[slice(*np.searchsorted(keys[:, 0], (launch, launch + 1)).tolist()), 1]
         mine = np.flatnonzero(called == launch)
+        lane = events.lane[event[mine]]
+        order = np.lexsort((events.start_ns[event[mine]], lane))
+        mine = mine[order]
         start = events.start_ns[event[mine]]
         at = np.searchsorted(own, start + _CLOSE_NS, side="right") - 1
+        alike[len(own), lane[order].tobytes()].append((mine, own, at))
+    for launches in alike.values():
+        at = np.min([one[2] for one in launches], axis=0)
         has = at >= 0
-        found[mine[has]] = np.minimum(own[at[has]], start[has])
+        for mine, own, _ in launches:
+            found[mine[has]] = np.minimum(own[at[has]], events.start_ns[event[mine[has]]])
     return found

@@ -3,6 +3,8 @@ and then, such as a throttled device, an evaluation on one rank, or one slow ker
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from msgspec import Struct
 
@@ -73,7 +75,8 @@ class UnusualSteps(Struct, frozen=True):
         pace = np.where(known, 1.0, self.pace)
         pace[graph.step[: len(self.cut_ns)][self.cut_ns > 0]] = 1.0
         graph = scale_work(reduce_work(graph, "compute", self.cut_ns), "compute", pace)
-        return segments.set_work(graph, np.asarray(known), self.target_ns)
+        graph = segments.set_work(graph, np.asarray(known), self.target_ns)
+        return replace(graph, has_lasting_leads=False)
 
 
 def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:

@@ -97,6 +97,9 @@ class DependencyGraph:
 
     at_ns is the measured time of each node and binding its predecessor in the recording that
     determined it: the latest one, -1 for a node without predecessors.
+
+    has_lasting_leads: a lead that a change gives a rank at the begin of the later steps is one at
+    that of the first step, too; not after a change of single steps.
     """
 
     before: Int32
@@ -110,6 +113,7 @@ class DependencyGraph:
     steps: StepEdges
     at_ns: Int64
     binding: Int32
+    has_lasting_leads: bool = True
 
     def __len__(self) -> int:
         return len(self.before)

@@ -29,6 +29,9 @@ inputs of one part of the model do not. Kernels that wait for memory slow less t
 _MIN_SHARE = 0.5
 """At least this share of a rank's compute is compared."""
 
+_MAX_KINDS = 64
+"""Only so many kernels of equal shapes, those that take most time, are compared."""
+
 _MIN_SIGMAS = 6.0
 """As for single kernels (slow_kernels.py)."""
 
@@ -54,30 +57,38 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
     """
     if not split.ranks or not split.ranks[0].trace.on_device:
         return {}
-    runs: dict[tuple[KernelWork, int], dict[int, Float]] = defaultdict(dict)
     computed = np.zeros(len(split.ranks))
+    total: Counter[KernelWork] = Counter()
+    collected = []
     for index, rank in enumerate(split.ranks):
         compute = collect_compute(rank.trace, rank.windows)
         kinds, kind = find_kernel_work(rank.trace, compute.row)
         computed[index] = compute.took_ns.sum()
-        order, first = group_rows(group_ids(kind, compute.step))
-        for rows in np.split(order, first[1:]) if len(order) else ():
-            work = kinds[kind[rows[0]]]
-            # Without a grid or shapes, longer may be larger.
+        of_kind = np.bincount(kind, compute.took_ns, minlength=len(kinds)).tolist()
+        # Without a grid or shapes, longer may be larger.
+        for work, spent in zip(kinds, of_kind, strict=True):
             if work.shapes is not None:
-                took = np.sort(np.maximum(compute.took_ns[rows], 1)).astype(np.float64)
-                runs[work, int(compute.step[rows[0]])][index] = took
+                total[work] += int(spent)
+        collected.append((compute.step, compute.took_ns, kinds, kind))
+    compared = {work for work, _ in total.most_common(_MAX_KINDS)}
+    runs: dict[tuple[KernelWork, int], dict[int, Float]] = defaultdict(dict)
+    for index, (step, took_ns, kinds, kind) in enumerate(collected):
+        known = np.flatnonzero(np.array([work in compared for work in kinds], dtype=np.bool_)[kind])
+        order, first = group_rows(group_ids(kind[known], step[known]))
+        for rows in np.split(known[order], first[1:]) if len(order) else ():
+            took = np.sort(np.maximum(took_ns[rows], 1)).astype(np.float64)
+            runs[kinds[kind[rows[0]]], int(step[rows[0]])][index] = took
     excess: dict[int, list[_Excess]] = defaultdict(list)
-    for (_, step), by_rank in runs.items():
+    for (_, number), by_rank in runs.items():
         usual_count = Counter(map(len, by_rank.values())).most_common(1)[0][0]
         alike = [index for index, took in by_rank.items() if len(took) == usual_count]
         if len(alike) < 2:
             continue
-        took_ns = np.stack([by_rank[index] for index in alike])
+        of_rank = np.stack([by_rank[index] for index in alike])
         # Of two ranks, the faster one is the reference.
-        usual_ns = np.sort(took_ns, axis=0)[(len(alike) - 1) // 2]
-        for index, own in zip(alike, took_ns, strict=True):
-            excess[index].append(_Excess(step, np.log(own / usual_ns), own))
+        usual_ns = np.sort(of_rank, axis=0)[(len(alike) - 1) // 2]
+        for index, own in zip(alike, of_rank, strict=True):
+            excess[index].append(_Excess(number, np.log(own / usual_ns), own))
     slow = {}
     for index, parts in excess.items():
         ratio = np.concatenate([one.log_ratio for one in parts])
@@ -94,8 +105,8 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
         for at, window in enumerate(split.ranks[index].windows.windows):
             here = [one for one in parts if one.step == window.step]
             if here:
-                spent = sum(float(one.took_ns.sum()) for one in here)
+                lasted = sum(float(one.took_ns.sum()) for one in here)
                 should = sum(float((one.took_ns * np.exp(-one.log_ratio)).sum()) for one in here)
-                pace[at] = min(should / spent, 1.0)
+                pace[at] = min(should / lasted, 1.0)
         slow[index] = pace
     return slow

@@ -268,16 +268,17 @@ def _estimate_by_pace(context: ReplayContext, count: int) -> float:
             f"messages of a step are not more than the {len(line)} stages in each direction"
         )
     microbatches = counts.pop()
-    pace = _average_pace_ns(backward)
+    pace = _find_pace_ns(backward)
     if all(sent[-1] < received[0] for sent, received in zip(forward, backward, strict=True)):
-        pace += _average_pace_ns(forward)
+        pace += _find_pace_ns(forward)
     changed = context.mean_ns + (count - microbatches) * pace
     return context.mean_ns - changed * microbatches / count
 
 
-def _average_pace_ns(ends: Sequence[Int64]) -> float:
-    """The mean time between two messages of a step."""
-    return float(np.mean([(one[-1] - one[0]) / (len(one) - 1) for one in ends]))
+def _find_pace_ns(ends: Sequence[Int64]) -> float:
+    """The usual time between two messages of a step: in the cooldown of a zero-bubble schedule they
+    follow each other faster."""
+    return float(np.mean([np.median(np.diff(one)) for one in ends]))
 
 
 def _list_message_ends(context: ReplayContext, sender: int, receiver: int) -> list[Int64]:

@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 
 from stepsplit.analyzer.trace import (
     ALL_STREAMS,
@@ -253,8 +252,9 @@ def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
     """For each communication, the first of the kernels that waited for it; -1 if none is known.
 
     kernels and comms are rows of events. If the events that are waited for are recorded, it is the
-    first kernel behind a wait for this communication; else the first one that is launched after
-    it, directly behind a wait: as for a message whose receiver waits at once.
+    first kernel behind a wait for this communication; else the first one that starts after its end
+    and is launched after it, directly behind a wait that is not for a collective launched directly
+    before: as for a message whose receiver waits at once, or later for one posted early.
     """
     calls, events = _find_runtime_calls(trace), trace.events
     if not calls.recorded:
@@ -277,10 +277,30 @@ def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
                 at_ns = np.array([*history.at_ns[waiter], _NO_WAIT], dtype=np.int64)
                 since_ns[mine] = np.minimum(since_ns[mine], at_ns[found])
     else:
-        after_any = replace(launches, comm_ns=np.zeros_like(launches.comm_ns))
-        waiting = launches.known & _waits_right_before(events, calls.waits, after_any)
+        waiting = launches.known & _wait_for_earlier(trace, calls.waits, launches.kernel_ns)
         since_ns = of_comm.comm_ns
     kernels, at_ns = kernels[waiting], launches.kernel_ns[waiting]
     order = np.lexsort((events.start_ns[kernels], at_ns))
     first = np.searchsorted(at_ns[order], since_ns, side="left")
+    if not (calls.identified.stream != HOST).any():
+        # Kernels of one stream start in the order of their launches.
+        begun = np.maximum.accumulate(events.start_ns[kernels[order]])
+        first = np.maximum(first, np.searchsorted(begun, events.ends_of(comms), side="left"))
     return np.where(of_comm.known, np.append(kernels[order], -1)[first], -1)
+
+
+def _wait_for_earlier(trace: RankTrace, waits: Int64, at_ns: Int64) -> Bool:
+    """Whether an event wait was issued since the launch before each of these, on whatever thread,
+    that is not for a collective launched there."""
+    events = trace.events
+    launching = events.is_category(Category.RUNTIME) & events.match_names(_LAUNCHES)
+    collectives = events.find_launches(trace.calls.event[~trace.calls.is_message])
+    launched = np.flatnonzero(launching)
+    launched_ns = np.append(_NEVER, events.start_ns[launched])
+    for_collective = np.append(False, np.isin(launched, collectives))
+    before = np.searchsorted(launched_ns, at_ns, side="left") - 1
+    since, until = (
+        np.searchsorted(events.start_ns[waits], edge, side="right")
+        for edge in (launched_ns[before], at_ns)
+    )
+    return np.asarray(until - since > for_collective[before])

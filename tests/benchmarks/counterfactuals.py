@@ -21,7 +21,18 @@ from stepsplit.analyzer import Finding, Report, StepsplitError, UsageError, anal
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from cuda_simulator.jobs import Cause, ExpertLoad, HostStall, Job, SlowLink, SlowRank
+from cuda_simulator.jobs import (
+    Cause,
+    ExpertLoad,
+    ExtraKernels,
+    HostStall,
+    Job,
+    MoreWork,
+    SlowKernel,
+    SlowLink,
+    SlowRank,
+    Throttling,
+)
 from cuda_simulator.planted import CLEAN, LAYOUTS, Planted, list_causes, plant
 from cuda_simulator.simulate import simulate
 
@@ -37,6 +48,10 @@ _CODES = {
     HostStall: "host_stall",
     SlowLink: "slow_link",
     ExpertLoad: "uneven_ranks",
+    Throttling: "slow_rank",
+    SlowKernel: "slow_rank",
+    ExtraKernels: "uneven_ranks",
+    MoreWork: "uneven_ranks",
 }
 
 

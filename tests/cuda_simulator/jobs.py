@@ -27,7 +27,9 @@ from .program import (
 )
 
 COMPUTE_STREAM = 7
-COMM_STREAMS = {"tp": 20, "dp": 32, "ep": 36, "cp": 40, "expert_dp": 52, "world": 56}
+COMM_STREAMS = {
+    "tp": 20, "dp": 32, "ep": 36, "cp": 40, "expert_dp": 52, "world": 56, "replicas": 60,
+}  # fmt: skip
 ACTIVATION_STREAM, GRADIENT_STREAM = 24, 28
 RING_SEND_STREAM, RING_RECEIVE_STREAM = 44, 48
 RANKS_PER_HOST = 8
@@ -116,7 +118,52 @@ class ExpertLoad:
     times: float
 
 
-Cause = SlowRank | HostStall | SlowLink | ExpertLoad
+@dataclass(frozen=True)
+class Throttling:
+    """All compute kernels of a rank take longer, and longer still from step to step."""
+
+    rank: int
+    first: float
+    last: float
+    """By how much in the first and in the last recorded step."""
+
+
+@dataclass(frozen=True)
+class ExtraKernels:
+    """A rank runs kernels that the others do not run, such as those of an evaluation."""
+
+    rank: int
+    extra_ns: int
+    place: str = "middle"
+    """Where in the step: begin, middle or end, before the optimizer."""
+    step: int | None = None
+    """The recorded step that has them, from 0; None for all."""
+    count: int = 6
+
+
+@dataclass(frozen=True)
+class SlowKernel:
+    """One kernel of a rank takes longer in one recorded step."""
+
+    rank: int
+    extra_ns: int
+    step: int
+    place: str = "middle"
+
+
+@dataclass(frozen=True)
+class MoreWork:
+    """Kernels of a rank have more to do, and larger grids."""
+
+    rank: int
+    times: float
+    part: str = "all"
+    """Of the step's passes through layers: first or second half, or all."""
+
+
+Cause = (
+    SlowRank | HostStall | SlowLink | ExpertLoad | Throttling | ExtraKernels | SlowKernel | MoreWork
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +177,10 @@ class Job:
     pp: int = 1
     ep: int = 1
     fsdp: bool = False
+    shards: int = 0
+    """HSDP: so many data parallel ranks share the parameters, which the others replicate."""
+    persistent: bool = False
+    """Experts run kernels whose grid does not depend on their tokens."""
     cp_ring: bool = True
     microbatches: int = 16
     layers: int = 2
@@ -162,6 +213,8 @@ class Job:
     synchronize_microbatches: bool = False
     """The host reads each microbatch's loss."""
     noise: float = 0.005
+    step_noise: float = 0.0
+    """Of all compute of a rank in a step: a straggler by chance."""
     seed: int = 1
     launch_queue: int = 160
     """CUDA's holds 1024 launches of kernels ten times shorter: it too is less than a step."""
@@ -190,12 +243,18 @@ class Job:
         """The same job with these causes cured, noise included."""
         return replace(self, causes=tuple(each for each in self.causes if each not in causes))
 
-    def compute_times(self, rank: int) -> float:
-        """By how much the rank's compute kernels take longer."""
+    def compute_times(self, rank: int, step: int) -> float:
+        """By how much the rank's compute kernels take longer in a step."""
         times = 1.0
         for cause in self.causes:
             if isinstance(cause, SlowRank) and cause.rank == rank:
                 times *= cause.times
+            if isinstance(cause, Throttling) and cause.rank == rank:
+                part = max(step - self.warmup, 0) / max(self.steps - 1, 1)
+                times *= cause.first + (cause.last - cause.first) * part
+        if self.step_noise:
+            chance = random.Random(f"{self.seed}/step {rank} {step}").gauss(0, 1)
+            times *= max(0.5, 1 + self.step_noise * chance)
         return times
 
     def expert_load(self, rank: int) -> float:
@@ -262,6 +321,16 @@ def _build_groups(job: Job) -> dict[str, list[Group]]:
             "EXPERT_DATA_PARALLEL_GROUP",
             [r[i :: job.ep] for r in replicas for i in range(job.ep)],
         )
+    if job.shards:
+        replicas = split(["dp"])
+        members["dp"] = (
+            "mesh_dp_shard",
+            [r[i : i + job.shards] for r in replicas for i in range(0, len(r), job.shards)],
+        )
+        members["replicas"] = (
+            "mesh_dp_replicate",
+            [r[i :: job.shards] for r in replicas for i in range(job.shards)],
+        )
     groups: dict[str, list[Group]] = {}
     count = 0
     for axis, (description, parts) in members.items():
@@ -300,7 +369,11 @@ class _Process:
         self.program: list[Instruction] = []
         self.thread = MAIN_THREAD
         self.events = 0
-        self.times = job.compute_times(rank)
+        self.times = 1.0
+        self.step = 0
+        self.passes = 0
+        self.load = 1.0
+        self.late_ns = 0
         self.compute_noise = _Noise(job, f"compute {rank}")
         self.jitter = random.Random(f"{job.seed}/jitter {rank}")
         self.noises: dict[str, _Noise] = {}
@@ -322,13 +395,13 @@ class _Process:
 
     def launch_compute(self, name: str, op: str, duration_ns: float, load: float = 1.0) -> None:
         """load: the kernel's work over the usual one."""
+        load *= self.load
         factor = self.times * self.compute_noise.factor() * load
+        took_ns, self.late_ns = duration_ns * factor + self.late_ns, 0
+        blocks = 132 if self.job.persistent else round(132 * load)
         self.program.append(
-            Kernel(
-                name, op, COMPUTE_STREAM, round(duration_ns * factor), thread=self.thread,
-                blocks=round(132 * load),
-            )
-        )  # fmt: skip
+            Kernel(name, op, COMPUTE_STREAM, round(took_ns), thread=self.thread, blocks=blocks)
+        )
 
     def collective(
         self, axis: str, op: str, transfer_ns: float, nelems: int, returned: int | None = None
@@ -416,7 +489,33 @@ class _Process:
         self.launch_all(kernels, job.layer_ns, load)
         self.wait(self.collective("ep", "all_to_allv", transfer_ns, received, sent))
 
+    def begin_pass(self) -> None:
+        """Plants what the passes through layers have of the causes."""
+        job, here = self.job, self.passes
+        passes = 2 * job.layers * job.microbatches
+        places = {"begin": 0, "middle": passes // 2, "end": passes - 1}
+        self.passes += 1
+        self.load = 1.0
+        for cause in job.causes:
+            if isinstance(cause, MoreWork) and cause.rank == self.rank:
+                half = "first" if here < passes // 2 else "second"
+                self.load *= cause.times if cause.part in ("all", half) else 1.0
+            if not isinstance(cause, ExtraKernels | SlowKernel) or cause.rank != self.rank:
+                continue
+            if places[cause.place] != here or cause.step not in (None, self.step - job.warmup):
+                continue
+            if isinstance(cause, SlowKernel):
+                self.late_ns = cause.extra_ns
+                continue
+            self.program += [
+                Kernel(
+                    "evaluate_kernel", "aten::topk", COMPUTE_STREAM,
+                    cause.extra_ns // cause.count, thread=self.thread,
+                )
+            ] * cause.count  # fmt: skip
+
     def run_forward_layer(self) -> None:
+        self.begin_pass()
         job = self.job
         if job.cp > 1:
             self._attend_over_context(_ATTENTION_FORWARD, 1)
@@ -427,6 +526,7 @@ class _Process:
         self.reduce_tensor_parallel()
 
     def run_backward_layer(self) -> None:
+        self.begin_pass()
         job = self.job
         self.run_experts(_MLP_BACKWARD)
         self.reduce_tensor_parallel()
@@ -505,12 +605,15 @@ class _Process:
     def run_step(self, number: int) -> None:
         job = self.job
         self.program += [BeginStep(number), HostWork(150_000)]
+        self.step, self.passes = number, 0
+        self.times = job.compute_times(self.rank, number)
         works = self._run_sharded_microbatches() if job.fsdp else self._run_pipeline()
         for work in works:
             if work.event:
                 self.wait(work)
         if job.reduce_norm:
             self.wait(self.collective("world", "allreduce", 20_000, 1))
+        self.load = 1.0
         for _ in range(3):
             self.launch_compute(_ADAM, "aten::_fused_adamw_", job.optimizer_ns / 3)
         if job.end_of_step == "item":
@@ -578,9 +681,16 @@ class _Process:
             for _ in self._gather_layers():
                 self.run_backward_layer()
                 transfer_ns = 2 * self.job.gather_ns
-                works.append(self.collective("dp", "_reduce_scatter_base", transfer_ns, 16_777_216))
+                reduced = self.collective("dp", "_reduce_scatter_base", transfer_ns, 16_777_216)
+                works.append(self._reduce_replicas(reduced) if self.job.shards else reduced)
             self.thread = MAIN_THREAD
         return works
+
+    def _reduce_replicas(self, reduced: _Work) -> _Work:
+        """The shards of a layer's gradients over their replicas, once they are reduced."""
+        self.program.append(WaitEvent(reduced.event, COMM_STREAMS["replicas"], self.thread))
+        part_ns = self.job.gather_ns // self.job.shards
+        return self.collective("replicas", "allreduce", part_ns, 16_777_216 // self.job.shards)
 
     def _gather_layers(self) -> Iterator[int]:
         """Each layer once its parameters are gathered, with the gathers of the next two begun."""

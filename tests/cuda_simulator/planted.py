@@ -5,7 +5,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from .jobs import RANKS_PER_HOST, Cause, ExpertLoad, HostStall, Job, SlowLink, SlowRank
+from .jobs import (
+    RANKS_PER_HOST,
+    Cause,
+    ExpertLoad,
+    ExtraKernels,
+    HostStall,
+    Job,
+    MoreWork,
+    SlowKernel,
+    SlowLink,
+    SlowRank,
+    Throttling,
+)
 from .kineto import TraceStyle
 
 LAYOUTS = {
@@ -48,7 +60,8 @@ def list_causes(layout: str) -> list[str]:
     links = _list_link_axes(job)
     causes += [f"slow_link_{axis}" for axis in links]
     causes += [f"slow_links_{axis}" for axis in links if _has_messages(job, axis)]
-    causes.append("two_slow_ranks")
+    causes += ["two_slow_ranks", "throttling"]
+    causes += ["extra_kernels_once", "slow_kernel_once", "more_work"]
     if links:
         causes.append("slow_rank_and_link")
     if job.ep > 1:
@@ -135,6 +148,17 @@ def _choose_causes(job: Job, cause: str, rank: int) -> tuple[Cause, ...]:
         place = ranks.index(rank)
         neighbor = ranks[place + 1] if place + 1 < len(ranks) else ranks[place - 1]
         return (SlowLink(axis, rank, peer=neighbor if _has_messages(job, axis) else None),)
+    if cause == "throttling":
+        return (Throttling(rank, 1.05, 1.35),)
+    if cause == "more_work":
+        return (MoreWork(rank, 1.25, ("first", "second", "all")[job.seed % 3]),)
+    if cause.endswith("_once"):
+        # A third of the compute of a step, in one of them; at another place for each seed.
+        extra_ns = job.microbatches * job.layers * job.layer_ns
+        place = ("begin", "middle", "end")[job.seed % 3]
+        if cause == "extra_kernels_once":
+            return (ExtraKernels(rank, extra_ns, place, job.seed % job.steps),)
+        return (SlowKernel(rank, extra_ns, job.seed % job.steps, place),)
     if cause == "two_slow_ranks":
         return (SlowRank(rank, 1.3), SlowRank(_find_peer(job, rank), 1.3))
     if cause == "slow_rank_and_link":  # of the same group in turn with those of another

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cuda_simulator.jobs import Cause, ExtraKernels, Job, MoreWork, SlowKernel, Throttling
+from cuda_simulator.simulate import simulate
 from support.builders import GpuTrace
 from support.required import shared_repro
 
@@ -122,7 +125,10 @@ def test_a_device_that_slows_down_from_step_to_step_is_slow(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("job", "code"),
     [
+        ("causal_ring", "uneven_ranks"),
+        ("early_recv_slow_link", "slow_link"),
         ("extra_work_one_step", "uneven_ranks"),
+        ("graph_data_loader", "data_loading"),
         ("hot_expert_persistent", "uneven_ranks"),
         ("hsdp_slow_rank", "slow_rank"),
         ("one_slow_kernel", "slow_rank"),
@@ -136,6 +142,43 @@ def test_a_planted_cause_has_its_rank_and_saving(job: str, code: str) -> None:
     found = next(one for one in analyze(folder / "with").findings if one.code == code)
     assert found.gain_ns / 1e6 == pytest.approx(truth["saving_ms"], rel=0.15)
     assert not [one for one in analyze(folder / "without").findings if one.code == code]
+
+
+SHARDED = Job("fsdp4", dp=4, fsdp=True, microbatches=1, layers=4, steps=4)
+PIPELINE = Job("pp2_dp2", pp=2, dp=2, microbatches=4, layers=1, end_of_step="device")
+
+
+@pytest.mark.parametrize(
+    ("job", "cause", "code"),
+    [
+        # The first recorded step has other calls than the next ones.
+        (SHARDED, SlowKernel(1, 4_000_000, step=0, place="begin"), "slow_rank"),
+        (SHARDED, ExtraKernels(2, 4_000_000, step=2), "uneven_ranks"),
+        # The other stage is done by then, and begins its next step no earlier.
+        (PIPELINE, ExtraKernels(1, 3_000_000, step=1, place="end"), "uneven_ranks"),
+        (PIPELINE, MoreWork(3, 1.25, "second"), "uneven_ranks"),
+        (PIPELINE, Throttling(2, 1.05, 1.35), "slow_rank"),
+    ],
+)
+def test_a_simulated_cause_has_its_rank_and_saving(
+    tmp_path: Path, job: Job, cause: Cause, code: str
+) -> None:
+    planted = simulate(replace(job, causes=(cause,)))
+    planted.write(tmp_path)
+    (found,) = [
+        one
+        for one in analyze(tmp_path).findings
+        if one.code in ("slow_rank", "uneven_ranks", "uneven_stages")
+    ]
+    assert (found.code, found.ranks) == (code, (cause.rank,))
+    assert found.gain_ns == pytest.approx(planted.step_ns - simulate(job).step_ns, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_stragglers_by_chance_are_no_finding(tmp_path: Path, seed: int) -> None:
+    simulate(Job("dp2", dp=2, microbatches=2, step_noise=0.05, steps=4, seed=seed)).write(tmp_path)
+    found = {one.code for one in analyze(tmp_path).findings}
+    assert not found & {"slow_rank", "uneven_ranks"}
 
 
 def test_gathers_of_several_microbatches_are_needed() -> None:

@@ -11,6 +11,7 @@ import pytest
 from cuda_simulator.jobs import Job
 from cuda_simulator.simulate import simulate
 from support.builders import GpuTrace
+from support.required import shared_repro
 
 from stepsplit.analyzer import UsageError, analyze, what_if
 from stepsplit.dashboard import cli
@@ -188,3 +189,11 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.run(words) == 0
     printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     assert f"```\n{printed}\n```" in page
+
+
+def test_more_microbatches_of_a_zero_bubble_schedule_go_at_its_usual_pace() -> None:
+    """The last backwards follow each other faster. The truth is a step of twice as many, halved."""
+    folder = shared_repro("causes3/zb_what_if_microbatches")
+    truth = json.loads((folder / "truth.json").read_text())
+    (said,) = what_if(folder / "with", changes=["microbatches=16"]).changes
+    assert said.step_ns / 1e6 == pytest.approx(truth["step_without_ms"] * 8 / 16, rel=0.02)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_max, group_mean
+from stepsplit.analyzer.arrays import group_ids, group_max, group_mean, group_min
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.expert_load import (
@@ -17,12 +18,15 @@ from stepsplit.analyzer.diagnose.causes.expert_load import (
     balance_experts,
     compare_sent_tokens,
 )
+from stepsplit.analyzer.diagnose.causes.uneven_kernels import measure_uneven_work
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
+from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
+from stepsplit.analyzer.diagnose.slow_kernels import FALSE_ALARMS
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Float, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64
 
 _IMBALANCE_RATIO = 1.02
 """A rank or stage counts as imbalanced above this multiple of the mean work."""
@@ -110,16 +114,17 @@ def _balance_ranks(
     def balance(graph: DependencyGraph) -> DependencyGraph:
         if more_tokens > MORE_TOKENS:
             return balance_experts(context, graph)
-        segments = context.compute_segments
-        if not _have_equal_calls(segments.calls, label):
-            return scale_work(graph, "compute", usual / np.maximum(work, 1))
-        spent = segments.spent_ns * context.peer_speed[:, np.newaxis]
+        segments = WorkSegments.measure(context.graph, "compute", measure_uneven_work(context))
+        equal = _find_equal_calls(segments.calls, label)
+        graph = scale_work(graph, "compute", np.where(equal, 1.0, usual / np.maximum(work, 1)))
+        pace = context.peer_speed[:, np.newaxis]
+        spent = segments.spent_ns * pace
         mean = np.stack([group_mean(label, column) for column in spent.T], axis=1)
         if len(heavy) > 1:
-            return segments.set_work(graph, "compute", np.ones_like(mine), mean)
+            return segments.set_work(graph, equal, mean / pace)
         count = np.bincount(label)[label][:, np.newaxis]
         others = (mean * count - spent) / np.maximum(count - 1, 1)
-        return segments.set_work(graph, "compute", rank == worst, others)
+        return segments.set_work(graph, equal & (rank == worst), others / pace)
 
     verb = "have" if len(heavy) > 1 else "has"
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
@@ -138,21 +143,27 @@ def _balance_ranks(
     )
 
 
-def _have_equal_calls(calls: Int64, label: Int64) -> bool:
-    """Whether all rows of each label have as many calls."""
-    least, most = (
-        np.full(int(label.max(initial=-1)) + 1, 1 << 60),
-        group_max(label, calls, int(label.max(initial=-1)) + 1),
-    )
-    np.minimum.at(least, label, calls)
-    return bool((least == most).all())
+def _find_equal_calls(calls: Int64, label: Int64) -> Bool:
+    """For each row, whether all rows of its label have as many calls."""
+    count = int(label.max(initial=-1)) + 1
+    least, most = group_min(label, calls, count), group_max(label, calls, count)
+    return np.asarray((least == most)[label])
 
 
 def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
     """Find the pipeline stage with more work than the average one."""
     if len(np.unique(context.stage)) < 2:
         return
-    _, of_stage = _measure_work(context)
+    work, of_stage = _measure_work(context)
+    # What single ranks have in addition is no work of their stage.
+    uneven = _find_heavy(
+        context, context.ranks[context.graph.steps.rank], work / np.maximum(of_stage, 1)
+    )
+    if uneven is not None:
+        label = group_ids(context.graph.steps.step, context.stage)
+        even = ~np.isin(context.ranks[context.graph.steps.rank], uneven[2])
+        count = np.bincount(label, even)
+        of_stage = (np.bincount(label, np.where(even, work, 0)) / np.maximum(count, 1))[label]
     mean = group_mean(group_ids(context.graph.steps.step), of_stage)
     found = _find_heavy(context, context.stage, of_stage / np.maximum(mean, 1))
     if found is None:
@@ -201,11 +212,25 @@ def _find_heavy(
     than the mean); None if balanced, up to the noise between steps."""
     rows = context.counted
     numbers, place = np.unique(labels[rows], return_inverse=True)
+    mean = np.bincount(place, ratio[rows]) / np.bincount(place)
+    # The noise of few full steps is that of all.
+    if len(np.unique(context.graph.steps.step[rows])) < _MIN_STEPS:
+        rows = np.isin(labels, numbers) & (ratio > 0)
+    place, spread = np.searchsorted(numbers, labels[rows]), ratio[rows]
     count = np.bincount(place)
-    mean = np.bincount(place, ratio[rows]) / count
-    sigma = np.sqrt(np.bincount(place, (ratio[rows] - mean[place]) ** 2) / count)
-    steps = len(np.unique(context.graph.steps.step[rows]))
-    noise = _MIN_SIGMAS * sigma / np.sqrt(steps - 1) if steps >= _MIN_STEPS else 0 * sigma
+    middle = np.bincount(place, spread) / count
+    sigma = np.sqrt(np.bincount(place, (spread - middle[place]) ** 2) / count)
+    # Few steps that agree by chance are as noisy as those of the others.
+    sigma = np.maximum(sigma, np.sqrt(np.mean(sigma**2)))
+    steps, full = (
+        len(np.unique(context.graph.steps.step[some])) for some in (rows, context.counted)
+    )
+    sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / len(numbers)))
+    sigmas *= 1 + 1 / max(int(rows.sum()) - len(numbers), 1)
+    if steps >= _MIN_STEPS:
+        noise = sigmas * sigma * np.sqrt(steps / (steps - 1) / full)
+    else:
+        noise = np.zeros(len(numbers))
     heavy = mean > np.maximum(_IMBALANCE_RATIO, 1 + noise)
     if not heavy.any():
         return None

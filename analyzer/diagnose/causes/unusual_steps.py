@@ -3,11 +3,19 @@ and then, such as a throttled device, an evaluation on one rank, or one slow ker
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, scale_work
+from stepsplit.analyzer.diagnose.graph.replay import (
+    ReplayContext,
+    WeightedSpans,
+    measure_spans,
+    reduce_work,
+    scale_work,
+)
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
@@ -20,6 +28,12 @@ _MIN_STEPS = 3
 _SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS = 0.05, 6.0
 """In such a step a rank's compute exceeds its usual one by this fraction, and by so many standard
 deviations of all ranks and steps."""
+
+_MOSTLY = 0.5
+"""Kernels that exceed their usual time by this share of what their step does explain it."""
+
+_FEW = 4
+"""A standard deviation from so few rank steps may be half of what it is."""
 
 _MAX_MORE_KERNELS = 0.02
 """As many kernels: at most this fraction more, or of other kinds."""
@@ -35,7 +49,10 @@ class UnusualSteps(Struct, frozen=True):
         ratio: Its compute in them over what it usually is.
         equal_work: Whether it runs as many kernels in them, of the same kinds.
         kernels: Its kernels in such a step, and in a usual one.
-        target_ns: The usual compute of each segment (segments.py), in these rows.
+        target_ns: The usual compute of each segment (segments.py), in these rows; zeros where no
+            usual step has as many calls.
+        cut_ns: What the kernels of each node of the graph exceed their usual time, in rows without
+            a target whose compute these explain.
         pace: The time that each row should take over that it takes.
         longest: The kernels that exceed their usual time most.
     """
@@ -47,17 +64,19 @@ class UnusualSteps(Struct, frozen=True):
     equal_work: bool
     kernels: tuple[float, float]
     target_ns: Float
+    cut_ns: Int64
     pace: Float
     longest: tuple[EventRef, ...]
 
     def restore(self, graph: DependencyGraph, segments: WorkSegments) -> DependencyGraph:
-        """The graph with the usual compute in these steps: between the same calls where the steps
-        have equal calls, else of the whole step."""
-        calls = segments.calls[self.rows]
-        usual = segments.calls[~self.rows & (self.target_ns.sum(axis=1) > 0)]
-        if len(set(calls.tolist()) | set(usual.tolist())) <= 1 and self.target_ns.any():
-            return segments.set_work(graph, "compute", self.rows, self.target_ns)
-        return scale_work(graph, "compute", self.pace)
+        """The graph with the usual compute in these steps: between the same calls where the rank
+        made as many in a usual step, else that of usual kernels, or of the whole step."""
+        known = self.target_ns.sum(axis=1) > 0
+        pace = np.where(known, 1.0, self.pace)
+        pace[graph.step[: len(self.cut_ns)][self.cut_ns > 0]] = 1.0
+        graph = scale_work(reduce_work(graph, "compute", self.cut_ns), "compute", pace)
+        graph = segments.set_work(graph, np.asarray(known), self.target_ns)
+        return replace(graph, has_lasting_leads=False)
 
 
 def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
@@ -69,7 +88,10 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     count = beyond.shape[1]
     if len(beyond) < 2 or count < _MIN_STEPS or not context.split.ranks[0].trace.on_device:
         return ()
-    sigma = SIGMA_OF_MAD * float(np.nanmedian(np.abs(beyond)))
+    # Without the median rank of each step, which differs from itself by nothing.
+    apart = np.sort(np.abs(beyond[np.isfinite(beyond)]))[count:]
+    sigma = SIGMA_OF_MAD * float(np.median(apart)) if len(apart) else 0.0
+    sigma *= 1 + _FEW / max(len(apart), 1)
     slow = beyond > max(_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS * sigma)
     found = []
     segments: WorkSegments | None = None
@@ -110,9 +132,11 @@ def _describe(
     pace = np.ones(len(is_mine))
     pace[mine] = 1 / (1 + beyond[place[own & slow[place]]])
     compute_ns = context.select_bucket_ns("compute")[mine]
-    usual_ns = np.median(segments.spent_ns[others], axis=0)
     target_ns = np.zeros_like(segments.spent_ns)
-    target_ns[rows[own]] = usual_ns
+    for row in mine.tolist():
+        alike = others[segments.calls[others] == segments.calls[row]]
+        if len(alike):
+            target_ns[row] = np.median(segments.spent_ns[alike], axis=0)
     rank = context.split.ranks[index]
     compute = collect_compute(rank.trace, rank.windows)
     step = context.graph.steps.step
@@ -137,6 +161,40 @@ def _describe(
         equal_work=bool(equal),
         kernels=(most, usual),
         target_ns=target_ns,
+        cut_ns=_cut_excess(context, index, compute.row, excess, target_ns, pace),
         pace=pace,
         longest=tuple(context.make_event_ref(index, int(compute.row[one])) for one in longest),
     )
+
+
+def _cut_excess(
+    context: ReplayContext, index: int, row: Int64, excess_ns: Float, target_ns: Float, pace: Float
+) -> Int64:
+    """For each node of the graph, by how much its kernels exceed their usual time in the rows that
+    have no target and a pace; together what the row exceeds its pace by.
+
+    row and excess_ns are the events of the rank's kernels and their times beyond what is usual.
+    """
+    graph, rank = context.graph, context.split.ranks[index]
+    meant = (pace < 1) & ~target_ns.any(axis=1)
+    longer = excess_ns > 0
+    if not meant.any() or not longer.any():
+        return np.zeros(len(graph), dtype=np.int64)
+    events, row = rank.trace.events, row[longer]
+    # Of kernels on several streams that overlap, what is not under one before.
+    starts, ends = events.start_ns[row], events.ends_of(row)
+    since = np.minimum(np.maximum(starts, np.append(0, np.maximum.accumulate(ends)[:-1])), ends)
+    weight = excess_ns[longer] / np.maximum(events.dur_ns[row], 1)
+    own = WeightedSpans(
+        rank.clock.map_to_common_ns(since), rank.clock.map_to_common_ns(ends), weight
+    )
+    nothing = WeightedSpans(*(np.zeros(0, dtype=np.int64),) * 2, np.zeros(0))
+    spans = [own if other == index else nothing for other in range(len(context.ranks))]
+    cut_ns = measure_spans(graph, spans)
+    cut_ns *= np.append(meant, False)[graph.step]
+    explained = np.bincount(np.maximum(graph.step, 0), cut_ns, minlength=len(pace))
+    wanted = context.select_bucket_ns("compute") * (1 - pace)
+    factor = np.zeros(len(pace))
+    np.divide(wanted, explained, out=factor, where=explained > _MOSTLY * wanted)
+    share: Int64 = np.rint(cut_ns * np.append(factor, 0.0)[graph.step]).astype(np.int64)
+    return share

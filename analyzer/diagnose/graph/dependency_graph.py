@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -96,6 +97,9 @@ class DependencyGraph:
 
     at_ns is the measured time of each node and binding its predecessor in the recording that
     determined it: the latest one, -1 for a node without predecessors.
+
+    has_lasting_leads: a lead that a change gives a rank at the begin of the later steps is one at
+    that of the first step, too; not after a change of single steps.
     """
 
     before: Int32
@@ -109,6 +113,7 @@ class DependencyGraph:
     steps: StepEdges
     at_ns: Int64
     binding: Int32
+    has_lasting_leads: bool = True
 
     def __len__(self) -> int:
         return len(self.before)
@@ -569,7 +574,9 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
     start = start[order]
     end = _end_before_next(lane, start, end[order])
     behind = _find_previous(lane, start, end)
-    blocking = _find_blocking(rank, of_call, lane, start, end)
+    awaited = _find_awaited_ns(rank, call, of_call)
+    blocking = _find_blocking(rank, of_call, lane, start, end, awaited)
+    hidden = ~blocking & (end <= awaited)
     return CommCalls(
         call=call,
         of_call=of_call,
@@ -581,13 +588,13 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
         previous=behind,
         follows=_find_followed(rank.trace, lane, start, end, behind),
         blocking=blocking,
-        awaited_ns=np.where(blocking, _NEVER, _find_awaited_ns(rank, call, of_call, end)),
+        awaited_ns=np.where(hidden, awaited, _NEVER),
     )
 
 
-def _find_awaited_ns(rank: RankSplit, call: Int64, of_call: Int64, end: Int64) -> Int64:
-    """For each event with a message to this rank, when the first kernel started that waited for it
-    and found it ended; else _NEVER."""
+def _find_awaited_ns(rank: RankSplit, call: Int64, of_call: Int64) -> Int64:
+    """For each event with a message to this rank, when the first kernel started that waited for it;
+    else _NEVER."""
     trace = rank.trace
     awaited = np.full(len(call), _NEVER)
     received = np.unique(of_call[trace.calls.op == OP_CODE["recv"]])
@@ -597,9 +604,7 @@ def _find_awaited_ns(rank: RankSplit, call: Int64, of_call: Int64, end: Int64) -
     kernels = kernels[is_on_main_stream(trace, kernels)]
     first = find_first_waiting(trace, kernels, trace.calls.event[call[received]])
     known = first >= 0
-    began = rank.clock.map_to_common_ns(trace.events.start_ns[first[known]])
-    ended = end[received[known]] <= began
-    awaited[received[known][ended]] = began[ended]
+    awaited[received[known]] = rank.clock.map_to_common_ns(trace.events.start_ns[first[known]])
     return awaited
 
 
@@ -626,16 +631,24 @@ def _number_events(trace: RankTrace) -> Int64:
     return group_ids(trace.calls.event)
 
 
-def _find_blocking(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64) -> Bool:
-    """Which events blocked the rank.
+def _find_blocking(
+    rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64, awaited: Int64
+) -> Bool:
+    """Which events blocked the rank; awaited is when the first kernel started that waited for each.
 
     In each compute gap these are the event that ended last and events at whose end another one
     began on another stream. Other events ended there by coincidence; so did, on a device, events
     that ended in a gap no longer than is usual between two kernels, or while the host was late,
-    unless the host was synchronizing.
+    unless the host was synchronizing. Of several that ended right before compute resumed, one that
+    only a later kernel waited for is a coincidence, too.
     """
     gap = np.full(len(start), -1)
     gap[of_call[: len(rank.attribution.gap)]] = rank.attribution.gap
+    resumes = np.append(rank.clock.map_to_common_ns(rank.work.compute.start_ns), _NEVER)
+    # Of the events that ended just before their gap did.
+    just = (gap >= 0) & (resumes[gap] - end <= LAUNCH_LATENCY_NS)
+    later = just & (awaited != _NEVER) & (awaited > resumes[gap])
+    gap[later & np.isin(gap, gap[just & ~later])] = -1
     rows = np.flatnonzero(gap >= 0)
     rows = rows[np.lexsort((end[rows], gap[rows]))]
     soon = LAUNCH_LATENCY_NS if rank.trace.on_device else _SOON_ON_HOST_NS
@@ -741,7 +754,8 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     the rank's own clock; -1 if there is none.
 
     A graph launches all its kernels at once: of those of an event's own launch the last counts
-    that had ended when the event started.
+    that had ended when the event started, in the launch of the graph in which these are the fewest:
+    in others the event queued on its stream.
     """
     events = trace.events
     kernels = events.is_category(Category.KERNEL)
@@ -758,11 +772,19 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     # Kernels by launch and end; the last one of the event's own launch that had ended.
     by_end = np.lexsort((events.ends_of(rows), launched))
     keys = np.stack((launched[by_end], events.ends_of(rows[by_end])), axis=1)
+    alike: dict[tuple[int, bytes], list[tuple[Int64, Int64, Int64]]] = defaultdict(list)
     for launch in np.unique(called[np.isin(called, launched) & (called >= 0)]).tolist():
         own = keys[slice(*np.searchsorted(keys[:, 0], (launch, launch + 1)).tolist()), 1]
         mine = np.flatnonzero(called == launch)
+        lane = events.lane[event[mine]]
+        order = np.lexsort((events.start_ns[event[mine]], lane))
+        mine = mine[order]
         start = events.start_ns[event[mine]]
         at = np.searchsorted(own, start + _CLOSE_NS, side="right") - 1
+        alike[len(own), lane[order].tobytes()].append((mine, own, at))
+    for launches in alike.values():
+        at = np.min([one[2] for one in launches], axis=0)
         has = at >= 0
-        found[mine[has]] = np.minimum(own[at[has]], start[has])
+        for mine, own, _ in launches:
+            found[mine[has]] = np.minimum(own[at[has]], events.start_ns[event[mine[has]]])
     return found

@@ -403,10 +403,11 @@ def _compute_step_times(graph: DependencyGraph) -> tuple[Int64, Int64]:
 
 def _find_lasting_leads(graph: DependencyGraph, begin_ns: Int64) -> Int64:
     """By how much each rank begins the later steps later than recorded, beyond the median rank: the
-    median over the steps; 0 for a recording of one step. begin_ns has the begins of all steps."""
+    median over the steps; 0 for a recording of one step, and after a change of single ones.
+    begin_ns has the begins of all steps."""
     steps, ranks = graph.steps, len(graph.timelines.first) - 1
     numbers = np.unique(steps.step)
-    if len(numbers) < 2:
+    if len(numbers) < 2 or not graph.has_lasting_leads:
         return np.zeros(ranks, dtype=np.int64)
     shift = np.full((ranks, len(numbers)), np.nan)
     column = np.searchsorted(numbers, steps.step)

@@ -17,24 +17,36 @@ from stepsplit.analyzer.trace import Bool, Float, Int64
 
 
 class WorkSegments(Struct, frozen=True):
-    """One kind of WORK between the calls of each step.
+    """One kind of WORK between the calls of each step, or a part of it.
 
     Attributes:
+        work: The kind of WORK.
         calls: The number of calls of each row of the steps.
         spent_ns: The work of each segment, shape (rows, segments); rows with fewer calls end in
             zeros.
         node: The nodes that have work of steps.
         segment: The segment of each of these.
+        part_ns: The work of each of these.
     """
 
+    work: str
     calls: Int64
     spent_ns: Float
     node: Int64
     segment: Int64
+    part_ns: Int64
 
     @classmethod
-    def measure(cls, graph: DependencyGraph, work: str) -> WorkSegments:
-        """A segment ends where the next call's start depends on the rank's timeline."""
+    def measure(
+        cls, graph: DependencyGraph, work: str, part_ns: Int64 | None = None
+    ) -> WorkSegments:
+        """A segment ends where the next call's start depends on the rank's timeline.
+
+        Args:
+            graph: the graph.
+            work: the kind of WORK.
+            part_ns: of each node of the timelines, how much of this work is meant; None for all.
+        """
         kernels, needs = graph.kernels, graph.needs
         timelines = int(graph.timelines.first[-1])
         # The last node of the timeline that each call's start needs.
@@ -55,28 +67,31 @@ class WorkSegments(Struct, frozen=True):
         calls = np.zeros(rows, dtype=np.int64)
         np.maximum.at(calls, row, segment)
         spent = np.zeros((rows, int(calls.max(initial=0)) + 1))
-        np.add.at(spent, (row, segment), graph.work_ns[node, WORK.index(work)])
-        return cls(calls, spent, node, segment)
+        part = graph.work_ns[node, WORK.index(work)]
+        part = part if part_ns is None else np.minimum(part, part_ns[node])
+        np.add.at(spent, (row, segment), part)
+        return cls(work, calls, spent, node, segment, part)
 
-    def set_work(
-        self, graph: DependencyGraph, work: str, rows: Bool, target_ns: Float
-    ) -> DependencyGraph:
+    def set_work(self, graph: DependencyGraph, rows: Bool, target_ns: Float) -> DependencyGraph:
         """The graph in which these rows have this much work in each segment.
 
         target_ns has the shape of spent_ns. Work that a row has not is added where the segment
-        begins; it needs a node there, which most segments have.
+        begins, or where the next one does that has a node in this row.
         """
         row = graph.step[self.node].astype(np.int64)
         chosen = rows[row]
         factor = np.ones_like(self.spent_ns)
         np.divide(target_ns, self.spent_ns, out=factor, where=self.spent_ns > 0)
-        changed, column = graph.work_ns.copy(order="K"), WORK.index(work)
-        own = factor[row, self.segment][chosen]
-        changed[self.node[chosen], column] = np.rint(changed[self.node[chosen], column] * own)
-        # Nodes ascend, those of one segment with them.
+        changed, column = graph.work_ns.copy(order="K"), WORK.index(self.work)
+        more = self.part_ns * (factor[row, self.segment] - 1)
+        # Nodes ascend, those of one segment with them. Where a segment begins, what the row lacks
+        # of it and of those before it that have no node.
         begins = np.append(True, (np.diff(row) != 0) | (np.diff(self.segment) != 0))[: len(row)]
-        new = begins & chosen & (self.spent_ns[row, self.segment] == 0)
-        changed[self.node[new], column] += np.rint(target_ns[row[new], self.segment[new]]).astype(
-            np.int64
-        )
+        first = np.flatnonzero(begins)
+        lacks = np.cumsum(np.where(self.spent_ns > 0, 0.0, target_ns), axis=1)
+        lacking = lacks[row[first], self.segment[first]]
+        before = np.append(0.0, lacking[:-1])[: len(first)]
+        same_row = np.append(False, np.diff(row[first]) == 0)[: len(first)]
+        more[first] += lacking - np.where(same_row, before, 0.0)
+        changed[self.node[chosen], column] += np.rint(more[chosen]).astype(np.int64)
         return replace(graph, work_ns=changed)

@@ -30,7 +30,8 @@ _SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS = 0.05, 6.0
 deviations of all ranks and steps."""
 
 _MOSTLY = 0.5
-"""Kernels that exceed their usual time by this share of what their step does explain it."""
+"""Kernels that exceed their usual time by this share of what their step does explain it, and so do
+more kernels than usual."""
 
 _FEW = 4
 """A standard deviation from so few rank steps may be half of what it is."""
@@ -147,6 +148,12 @@ def _describe(
     most, usual = float(count[is_slow].max()), float(np.median(count[~is_slow]))
     is_new = ~np.isin(kind[in_mine], kind[~in_mine])
     equal = most <= (1 + _MAX_MORE_KERNELS) * max(usual, 1.0) and is_new.mean() <= _MAX_MORE_KERNELS
+    # Few more kernels may be long: what more runs of their kind than usual take.
+    runs = np.bincount(kind[in_mine], minlength=len(kinds))
+    usual_runs = np.bincount(kind[~in_mine], minlength=len(kinds)) / max(int((~is_slow).sum()), 1)
+    more = np.maximum(runs - usual_runs * int(is_slow.sum()), 0) / np.maximum(runs, 1)
+    more_ns = float(more[kind[in_mine]] @ compute.took_ns[in_mine])
+    equal = equal and more_ns <= _MOSTLY * float((compute_ns * (1 - pace[mine])).sum())
     typical = np.zeros(len(kinds))
     for one in np.unique(kind[in_mine]).tolist():
         elsewhere = compute.took_ns[(kind == one) & ~in_mine]

@@ -82,7 +82,7 @@ def straggler(hosts: tuple[str, str], **clocks: Any) -> Scenario:
 
 
 def pipeline() -> Scenario:
-    """Two stages, one microbatch: forward, then backward the other way."""
+    """Two stages, one microbatch: forward, then backward the other way, and an optimizer."""
     first = (Begin("PP:0F0"), Compute(300_000), End(), Record("f"), WaitFor("f", "pp"),
              Messages("0", (Message("send", 1, LARGE, 40_000),), "pp"),
              Messages("0", (Message("recv", 1, LARGE, 40_000),), "pp"),
@@ -90,7 +90,8 @@ def pipeline() -> Scenario:
     last = (Messages("0", (Message("recv", 0, LARGE, 40_000),), "pp"), Record("f", "pp"),
             WaitFor("f"), Begin("PP:1F0"), Compute(300_000), End(), Begin("PP:1B0"),
             Compute(500_000), End(), Record("g"), WaitFor("g", "pp"),
-            Messages("0", (Message("send", 0, LARGE, 40_000),), "pp"))  # fmt: skip
+            Messages("0", (Message("send", 0, LARGE, 40_000),), "pp"), Record("h", "pp"),
+            WaitFor("h"), Compute(100_000))  # fmt: skip
     job = Job("pipeline", (steps(first, first), steps(last, last)), (ProcessGroup("0", (0, 1)),),
               (("pp", 2),), ("host0", "host0"), (0, 1))  # fmt: skip
     return Scenario(job, 0)

@@ -216,10 +216,13 @@ def _find_heavy(
     # The noise of few full steps is that of all.
     if len(np.unique(context.graph.steps.step[rows])) < _MIN_STEPS:
         rows = np.isin(labels, numbers) & (ratio > 0)
+    if not rows.any():
+        return None
     place, spread = np.searchsorted(numbers, labels[rows]), ratio[rows]
-    count = np.bincount(place)
-    middle = np.bincount(place, spread) / count
-    sigma = np.sqrt(np.bincount(place, (spread - middle[place]) ** 2) / count)
+    count = np.maximum(np.bincount(place, minlength=len(numbers)), 1)
+    middle = np.bincount(place, spread, minlength=len(numbers)) / count
+    squares = np.bincount(place, (spread - middle[place]) ** 2, minlength=len(numbers))
+    sigma = np.sqrt(squares / count)
     # Few steps that agree by chance are as noisy as those of the others.
     sigma = np.maximum(sigma, np.sqrt(np.mean(sigma**2)))
     steps, full = (

@@ -773,9 +773,12 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     by_end = np.lexsort((events.ends_of(rows), launched))
     keys = np.stack((launched[by_end], events.ends_of(rows[by_end])), axis=1)
     alike: dict[tuple[int, bytes], list[tuple[Int64, Int64, Int64]]] = defaultdict(list)
-    for launch in np.unique(called[np.isin(called, launched) & (called >= 0)]).tolist():
+    # Launches of one time are not one launch.
+    own_launch = events.find_launches(event)
+    in_graph = np.isin(own_launch, events.find_launches(rows)) & (own_launch >= 0)
+    for launch in np.unique(called[in_graph]).tolist():
         own = keys[slice(*np.searchsorted(keys[:, 0], (launch, launch + 1)).tolist()), 1]
-        mine = np.flatnonzero(called == launch)
+        mine = np.flatnonzero((called == launch) & in_graph)
         lane = events.lane[event[mine]]
         order = np.lexsort((events.start_ns[event[mine]], lane))
         mine = mine[order]

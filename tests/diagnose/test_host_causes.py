@@ -190,7 +190,7 @@ def test_a_wait_for_the_loader_counts_while_communication_runs_as_well(tmp_path:
                 trace.op(LOADER.format("Multi"), at + 10, at + 700)
             begin, launched = (700, at + 700) if rank else (100, at + 3)
             trace.kernel("gemm", at + begin, at + begin + 200, launched=launched)
-            trace.all_reduce(at + begin + 200, at + 950, launched=launched)
+            trace.all_reduce(at + max(begin + 200, 400), at + 950, launched=launched)
             trace.kernel("adam", at + 950, at + 1000, launched=launched)
         trace.write(tmp_path)
     (found,) = analyze(tmp_path).findings

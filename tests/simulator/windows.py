@@ -22,7 +22,8 @@ class Window:
 def windows_of(rank: RankRun) -> tuple[Window, ...]:
     """The rank's steps, which touch; one without kernels of its own is empty and left out.
 
-    A step ends with the last kernel that it launched on the stream that computes most. The first
+    A step ends with the last kernel that it launched on the stream that computes most, or with its
+    mark on the host if that ends later. The first
     begins where the last device event launched before it ends, else at its start on the host.
     """
     marks = sorted((m for m in rank.marks if m.step is not None), key=lambda m: m.start_ns)
@@ -35,6 +36,8 @@ def windows_of(rank: RankRun) -> tuple[Window, ...]:
     windows = []
     for mark in marks:
         end_ns = max([start_ns, *(ran.end_ns for ran in kernels if _within(ran, mark))])
+        # The host's work after the last kernel belongs to the step that does it.
+        end_ns = max(end_ns, mark.end_ns) if end_ns > start_ns else end_ns
         partial = mark is marks[0] and start_ns > mark.start_ns
         assert mark.step is not None
         windows.append(Window(mark.step, partial, start_ns, end_ns))

@@ -221,14 +221,14 @@ def runs_both_ways(trace: RankTrace, peer: int) -> bool:
 
 
 def _lie_between_passes(trace: RankTrace) -> bool:
-    when = find_issue_ns(trace)[trace.calls.is_message]
-    passes = find_spans(trace.events, ENGINE)
-    first = find_first_backward_ns(trace.events, when)
     # Without marks, the next step of a pipeline looks like its other direction.
     if not trace.events.match_prefix("ProfilerStep#").any():
         return False
+    when = find_issue_ns(trace)[trace.calls.is_message]
+    passes = find_spans(trace.events, ENGINE)
     if not len(passes) or is_inside(passes, when).any():
         return False
+    first = find_first_backward_ns(trace.events, when)
     # Before the first backward of a step; and after it, with another one to come in the step.
     after = np.searchsorted(passes.start_ns, when)
     following = passes.start_ns[np.minimum(after, len(passes) - 1)]

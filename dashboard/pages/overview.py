@@ -13,12 +13,7 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.report.diagnosis_rows import PathKernel
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
-from stepsplit.analyzer.report.headline import (
-    compute_mean_split,
-    compute_mean_step_ns,
-    round_parts,
-    summarize,
-)
+from stepsplit.analyzer.report.headline import compute_mean_split, compute_mean_step_ns, round_parts
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
     NO_MODEL,
@@ -92,12 +87,15 @@ def build_overview(view: View) -> list[Component]:
     report, exposed = view.report, build_exposed_table(view.report)
     # The column of the model comparison is the longer one, if there is a model.
     short = report.gap is None
-    summary = summarize(report.steps, report.exposed)
-    other = summary.other if summary else None
+    summary = report.summary
     return [
         html.P(format_subtitle(report), className="subtitle"),
         build_cards(report),
-        *([html.P(other.describe(summary), className="note")] if summary and other else []),
+        *(
+            [html.P(summary.other.describe(summary), className="note")]
+            if summary and summary.other
+            else []
+        ),
         html.Div(
             [
                 html.Div([*build_findings(view), *([] if short else exposed)]),

@@ -23,8 +23,8 @@ def windows_of(rank: RankRun) -> tuple[Window, ...]:
     """The rank's steps, which touch; one without kernels of its own is empty and left out.
 
     A step ends with the last kernel that it launched on the stream that computes most, or with its
-    mark on the host if that ends later. The first
-    begins where the last device event launched before it ends, else at its start on the host.
+    mark on the host if that ends later. The first begins where the last device event launched
+    before it ends, else at its start on the host.
     """
     marks = sorted((m for m in rank.marks if m.step is not None), key=lambda m: m.start_ns)
     if not marks:

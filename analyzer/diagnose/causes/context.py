@@ -9,7 +9,6 @@ from stepsplit.analyzer.diagnose.causes.host_time import HostTime
 from stepsplit.analyzer.diagnose.causes.peer_speed import measure_peer_speed
 from stepsplit.analyzer.diagnose.causes.unusual_steps import UnusualSteps, find_unusual_steps
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
-from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.trace import Float
 
 
@@ -32,8 +31,3 @@ class CauseContext(ReplayContext):
     def unusual_steps(self) -> tuple[UnusualSteps, ...]:
         """The steps in which a rank computes longer than in its others."""
         return find_unusual_steps(self)
-
-    @cached_property
-    def compute_segments(self) -> WorkSegments:
-        """The compute between the calls of each step."""
-        return WorkSegments.measure(self.graph, "compute")

@@ -10,7 +10,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import is_inside, union
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.causes.gradient_calls import find_ops
+from stepsplit.analyzer.diagnose.causes.gradient_calls import find_on_data_axes, find_ops
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import (
     WeightedSpans,
@@ -18,7 +18,6 @@ from stepsplit.analyzer.diagnose.graph.replay import (
     reduce_work,
     remove_calls,
 )
-from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.trace import Int64
 
 _SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
@@ -31,8 +30,9 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
     for rank in context.split.ranks:
         events, to_common = rank.trace.events, rank.clock.map_to_common_ns
         rows = np.flatnonzero(events.match_prefix(_SEARCH))
-        found = union(to_common(events.start_ns[rows]), to_common(events.ends_of(rows)))
-        spans.append(WeightedSpans(found.start_ns, found.end_ns, np.ones(len(found.start_ns))))
+        spans.append(
+            WeightedSpans.cover(to_common(events.start_ns[rows]), to_common(events.ends_of(rows)))
+        )
     if not any(len(one.start_ns) for one in spans):
         return
     bitmaps = _find_bitmaps(context)
@@ -84,8 +84,6 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
 def _find_bitmaps(context: CauseContext) -> Int64:
     """The all_reduces of int32 on a data axis that a rank issues right in its backward."""
     table = context.graph.kernels
-    chosen = context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)
-    chosen = chosen[find_ops(context, ("all_reduce",))[chosen]]
     is_int = np.zeros(len(table), dtype=np.bool_)
     for index, rank in enumerate(context.split.ranks):
         calls, events = rank.trace.calls, rank.trace.events
@@ -95,7 +93,7 @@ def _find_bitmaps(context: CauseContext) -> Int64:
         spans = union(events.start_ns[backward], events.ends_of(backward))
         whole = np.isin(calls.dtype[rows], [i for i, d in enumerate(calls.dtypes) if d == "int32"])
         is_int[mine] = whole & (is_inside(spans, calls.issued_ns[rows]) | rank.trace.on_device)
-    return chosen[is_int[chosen]]
+    return np.flatnonzero(is_int & find_on_data_axes(context) & find_ops(context, ("all_reduce",)))
 
 
 FIND_UNUSED = CauseEntry("find_unused_parameters", find_unused_search, note_below=True)

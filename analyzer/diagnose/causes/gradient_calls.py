@@ -36,6 +36,13 @@ def find_ops(context: ReplayContext, ops: Iterable[str]) -> Bool:
     return np.isin(context.split.matched.op[context.graph.kernels.row], codes)
 
 
+def find_on_data_axes(context: ReplayContext) -> Bool:
+    """Which collectives and messages are of groups along data axes alone."""
+    found = np.zeros(len(context.graph.kernels), dtype=np.bool_)
+    found[context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)] = True
+    return found
+
+
 def find_forward_kernels(context: ReplayContext) -> Bool:
     """Which collectives a rank waited for that its host issued in a forward."""
     kernels = context.graph.kernels
@@ -50,9 +57,7 @@ def find_forward_kernels(context: ReplayContext) -> Bool:
 
 def find_sync_kernels(context: ReplayContext) -> Bool:
     """Which collectives reduce gradients or gather weights on a data axis."""
-    sums = find_ops(context, REDUCTION_OPS)
-    data = np.zeros(len(sums), dtype=np.bool_)
-    data[context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)] = True
+    sums, data = find_ops(context, REDUCTION_OPS), find_on_data_axes(context)
     ops = sums | find_ops(context, ("all_gather",))
     return ops & data & ~(find_forward_kernels(context) & sums)
 
@@ -78,8 +83,7 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
     the backward has reduced exactly the gradients.
     """
     table = context.graph.kernels
-    data = np.zeros(len(table), dtype=np.bool_)
-    data[context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)] = True
+    data = find_on_data_axes(context)
     size = context.split.matched.message_bytes[table.row].astype(np.float64)
     sums, all_reduces = find_ops(context, REDUCTION_OPS), find_ops(context, ("all_reduce",))
     counted = np.append(context.counted, False)[table.step] & data & (size > SCALAR_BYTES)
@@ -93,8 +97,8 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
         later = counted[mine] & all_reduces[mine] & after[call]
         known = [
             one.memory.gradients_bytes or one.memory.weights_bytes or 0
-            for one in context.records
-            if one.rank.rank == rank.trace.rank and one.memory is not None
+            for one in context.list_records(index)
+            if one.memory is not None
         ]
         weights = float(max(known, default=0))
         gradients = max(reduced, weights)

@@ -23,7 +23,6 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import union
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.replay import (
@@ -66,8 +65,8 @@ def _find_held_compute(context: CauseContext) -> Iterator[Remedy]:
     for index, rank in enumerate(context.split.ranks):
         held = _HeldCompute.find(rank)
         begin, end = (rank.clock.map_to_common_ns(at) for at in (held.begin_ns, held.end_ns))
-        free = union(begin, end)
-        spans.append(WeightedSpans(free.start_ns, free.end_ns, np.ones(len(free.start_ns))))
+        free = WeightedSpans.cover(begin, end)
+        spans.append(free)
         held_ns += int((free.end_ns - free.start_ns).sum())
         mine = context.graph.kernels.list_rows(index)
         events = rank.trace.calls.event[context.graph.kernels.call[mine]]

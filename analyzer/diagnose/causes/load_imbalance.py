@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -42,9 +41,7 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
     same.
     """
     work, of_stage = _measure_work(context)
-    found = _find_heavy(
-        context, context.ranks[context.graph.steps.rank], work / np.maximum(of_stage, 1)
-    )
+    found = _find_heavy_ranks(context, work, of_stage)
     heavy: tuple[int, ...] = ()
     if found is not None:
         yield _balance_ranks(context, work, of_stage, found)
@@ -62,7 +59,7 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
             what = f"{more:,.0f} kernels instead of {usual:,.0f}"
         yield replay_remedy(
             context,
-            partial(one.restore, segments=context.compute_segments),
+            one.restore,
             bucket="skew",
             measured_ns=work_ns[counted].mean(),
             predicted_ns=(work_ns * one.pace)[counted].mean(),
@@ -156,9 +153,7 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
         return
     work, of_stage = _measure_work(context)
     # What single ranks have in addition is no work of their stage.
-    uneven = _find_heavy(
-        context, context.ranks[context.graph.steps.rank], work / np.maximum(of_stage, 1)
-    )
+    uneven = _find_heavy_ranks(context, work, of_stage)
     if uneven is not None:
         label = group_ids(context.graph.steps.step, context.stage)
         even = ~np.isin(context.ranks[context.graph.steps.rank], uneven[2])
@@ -203,6 +198,14 @@ def _measure_work(context: CauseContext) -> tuple[Float, Float]:
     of the peers, so that a slow device does not count as more work."""
     work = context.select_bucket_ns("compute") * context.peer_speed
     return work, group_mean(group_ids(context.graph.steps.step, context.stage), work)
+
+
+def _find_heavy_ranks(
+    context: CauseContext, work: Float, of_stage: Float
+) -> tuple[int, float, tuple[int, ...]] | None:
+    """What _find_heavy says of the ranks, compared with the mean rank of their stage."""
+    ratio = work / np.maximum(of_stage, 1)
+    return _find_heavy(context, context.ranks[context.graph.steps.rank], ratio)
 
 
 def _find_heavy(

@@ -100,8 +100,8 @@ class _Gathers:
         A microbatch gathers each unit once or twice; the last one of the forward may stay.
         """
         steps = len(np.unique(self._step))
-        total, units = int(gathers.sum()), int(scatters.sum()) // max(steps, 1)
-        for of_microbatch in (2 * units, 2 * units - 1, units):
+        total, layers = int(gathers.sum()), int(scatters.sum()) // max(steps, 1)
+        for of_microbatch in (2 * layers, 2 * layers - 1, layers):
             microbatches, rest = divmod(total, max(steps * of_microbatch, 1))
             if rest or microbatches < 2:
                 continue

@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import union
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.replay import WeightedSpans, measure_spans, reduce_work
@@ -135,9 +134,8 @@ def find_slow_gemms(context: CauseContext, kind: SlowKernels) -> Iterator[Remedy
     spans = []
     for rank, rows in zip(context.split.ranks, kernels, strict=True):
         events, to_common = rank.trace.events, rank.clock.map_to_common_ns
-        own = union(events.start_ns[rows], events.ends_of(rows))
         spans.append(
-            WeightedSpans(to_common(own.start_ns), to_common(own.end_ns), np.ones(len(own)))
+            WeightedSpans.cover(to_common(events.start_ns[rows]), to_common(events.ends_of(rows)))
         )
     # spent_ns: before each node of the graph.
     spent_ns = measure_spans(context.graph, spans)

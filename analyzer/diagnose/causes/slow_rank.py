@@ -46,11 +46,12 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
         else:
             ratio = 1 / float(np.mean(pace[mine & context.counted]))
             what = f"as many kernels of equal shapes take {ratio:.2f}x as long as on its peers"
+        own_pace = np.where(mine, pace, 1.0)
         yield _speed_up(
             context,
             index,
-            partial(scale_work, work="compute", times=np.where(mine, pace, 1.0)),
-            np.where(mine, pace, 1.0),
+            partial(scale_work, work="compute", times=own_pace),
+            own_pace,
             mine,
             events,
             f"rank {rank} is a straggler: {what}{_describe_growth(context, pace, mine)}",
@@ -64,7 +65,7 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
         yield _speed_up(
             context,
             one.index,
-            partial(one.restore, segments=context.compute_segments),
+            one.restore,
             one.pace,
             one.rows,
             one.longest,

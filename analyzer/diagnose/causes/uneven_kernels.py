@@ -7,7 +7,6 @@ from collections import defaultdict
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import union
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.replay import WeightedSpans, measure_spans
 from stepsplit.analyzer.split.kernels import collect_compute
@@ -52,11 +51,10 @@ def measure_uneven_work(context: CauseContext) -> Int64 | None:
         meant = np.array([name in names for name in events.names], dtype=np.bool_)
         rows = np.flatnonzero(rank.trace.kinds.computes)
         rows = rows[meant[events.name_id[rows]]]
-        own = union(
-            rank.clock.map_to_common_ns(events.start_ns[rows]),
-            rank.clock.map_to_common_ns(events.ends_of(rows)),
+        to_common = rank.clock.map_to_common_ns
+        spans.append(
+            WeightedSpans.cover(to_common(events.start_ns[rows]), to_common(events.ends_of(rows)))
         )
-        spans.append(WeightedSpans(own.start_ns, own.end_ns, np.ones(len(own.start_ns))))
     return np.rint(measure_spans(context.graph, spans)).astype(np.int64)
 
 

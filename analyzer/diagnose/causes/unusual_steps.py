@@ -50,8 +50,9 @@ class UnusualSteps(Struct, frozen=True):
         ratio: Its compute in them over what it usually is.
         equal_work: Whether it runs as many kernels in them, of the same kinds.
         kernels: Its kernels in such a step, and in a usual one.
-        target_ns: The usual compute of each segment (segments.py), in these rows; zeros where no
-            usual step has as many calls.
+        segments: The compute between the calls of each row.
+        target_ns: The usual compute of each segment, in these rows; zeros where no usual step has
+            as many calls.
         cut_ns: What the kernels of each node of the graph exceed their usual time, in rows without
             a target whose compute these explain.
         pace: The time that each row should take over that it takes.
@@ -64,19 +65,20 @@ class UnusualSteps(Struct, frozen=True):
     ratio: float
     equal_work: bool
     kernels: tuple[float, float]
+    segments: WorkSegments
     target_ns: Float
     cut_ns: Int64
     pace: Float
     longest: tuple[EventRef, ...]
 
-    def restore(self, graph: DependencyGraph, segments: WorkSegments) -> DependencyGraph:
+    def restore(self, graph: DependencyGraph) -> DependencyGraph:
         """The graph with the usual compute in these steps: between the same calls where the rank
         made as many in a usual step, else that of usual kernels, or of the whole step."""
         known = self.target_ns.sum(axis=1) > 0
         pace = np.where(known, 1.0, self.pace)
         pace[graph.step[: len(self.cut_ns)][self.cut_ns > 0]] = 1.0
         graph = scale_work(reduce_work(graph, "compute", self.cut_ns), "compute", pace)
-        graph = segments.set_work(graph, np.asarray(known), self.target_ns)
+        graph = self.segments.set_work(graph, np.asarray(known), self.target_ns)
         return replace(graph, has_lasting_leads=False)
 
 
@@ -167,6 +169,7 @@ def _describe(
         ratio=float(compute_ns.sum() / (compute_ns * pace[mine]).sum()),
         equal_work=bool(equal),
         kernels=(most, usual),
+        segments=segments,
         target_ns=target_ns,
         cut_ns=_cut_excess(context, index, compute.row, excess, target_ns, pace),
         pace=pace,

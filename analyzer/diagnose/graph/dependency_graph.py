@@ -714,9 +714,11 @@ def _find_followed(trace: RankTrace, lane: Int64, start: Int64, end: Int64, behi
     by_end = np.argsort(end, kind="stable")
     for own in np.unique(lane).tolist():
         mine = np.flatnonzero((lane == own) & free)
+        if len(mine) < _SEVERAL:
+            continue
         for other in np.unique(lane).tolist():
             theirs = by_end[lane[by_end] == other]
-            if other == own or len(mine) < _SEVERAL:
+            if other == own:
                 continue
             at = np.searchsorted(end[theirs], start[mine] + _CLOSE_NS, side="right") - 1
             last = theirs[np.maximum(at, 0)]

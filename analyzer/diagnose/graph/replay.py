@@ -77,6 +77,12 @@ class WeightedSpans:
     end_ns: Int64
     weight: Float
 
+    @classmethod
+    def cover(cls, start_ns: Int64, end_ns: Int64) -> WeightedSpans:
+        """The instants that these spans of the common clock cover, each counted once."""
+        covered = union(start_ns, end_ns)
+        return cls(covered.start_ns, covered.end_ns, np.ones(len(covered)))
+
 
 def measure_spans(graph: DependencyGraph, spans: Sequence[WeightedSpans]) -> Float:
     """For each node, the measured time since the one before it on its rank's timeline that lies in

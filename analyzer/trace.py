@@ -467,6 +467,14 @@ UNKNOWN_CATEGORIES = "unknown_categories"
 
 
 @dataclass(frozen=True, slots=True)
+class ProbedClock:
+    """The offset of a host's clock from rank 0's, from datagrams; exact to within_ns either way."""
+
+    offset_ns: int
+    within_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankTrace:
     """The trace of one rank.
 
@@ -490,6 +498,7 @@ class RankTrace:
         shapes: The input shapes or launch grids of the events, where they were recorded.
         waits: The waits for events that the trace identifies.
         visible_devices: Number of accelerators that the process saw on its node, 0 if unknown.
+        probed_clock: How far its host's clock is from that of rank 0's host, if that was probed.
         on_device: Whether there are events of an accelerator; otherwise it is a CPU run.
     """
 
@@ -510,6 +519,7 @@ class RankTrace:
     shapes: Shapes = field(default_factory=Shapes)
     waits: EventWaits = NO_WAITS
     visible_devices: int = 0
+    probed_clock: ProbedClock | None = None
     on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -21,9 +21,9 @@ from stepsplit.analyzer.readers.open_calls import complete_open_calls
 from stepsplit.analyzer.readers.rank_traces import TraceCandidate, TraceReading, assign_ranks
 from stepsplit.analyzer.readers.recording_files import RecordingFiles, open_recording
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
-from stepsplit.analyzer.trace import Group, Note, RankTrace
+from stepsplit.analyzer.trace import Group, Note, ProbedClock, RankTrace
 from stepsplit.collectors.formats.json_decode import replace_surrogates
-from stepsplit.collectors.formats.rank_record import RankRecord, build_spec
+from stepsplit.collectors.formats.rank_record import ClockProbe, RankRecord, build_spec
 from stepsplit.collectors.formats.run_spec import RunSpec
 
 
@@ -198,13 +198,21 @@ def _fill_group_members(traces: Sequence[RankTrace]) -> Sequence[RankTrace]:
     return filled
 
 
+_DRIFT = 20e-6
+"""The drift of two hosts' clocks that is allowed for: quartz is specified to 10 ppm or so each."""
+
+
 def _complete_traces(
     traces: Sequence[RankTrace], records: Sequence[RankRecord], spec: RunSpec | None
 ) -> list[RankTrace]:
-    """The traces with what their records know of the end of the recording, and with the hosts of
-    run.json if they name none, as those of torch before 2.12."""
+    """The traces with what their records know of the end of the recording and of the hosts' clocks,
+    and with the hosts of run.json if they name none, as those of torch before 2.12."""
     record_of = {record.rank.rank: record for record in records}
     host_of = {rank.rank: rank.host for rank in spec.ranks} if spec else {}
+    # One rank of each host probed the clock of rank 0's, which is 0 from itself.
+    probe_of = {record.rank.host: record.clocks[-1] for record in records if record.clocks}
+    if probe_of and 0 in record_of:
+        probe_of.setdefault(record_of[0].rank.host, ClockProbe(0, 0, 0))
     completed = []
     for trace in traces:
         changes: dict[str, Any] = {}
@@ -213,6 +221,11 @@ def _complete_traces(
             changes["end_step"] = record.end_step
         if not trace.host:
             changes["host"] = host_of.get(trace.rank, "")
+        if probe := probe_of.get(changes.get("host", trace.host)):
+            # The answer left rank 0 somewhere within the round trip, and clocks drift since then.
+            since_ns = abs(trace.t0_unix_ns - probe.at_unix_ns) if probe.round_trip_ns else 0
+            within_ns = probe.round_trip_ns // 2 + round(since_ns * _DRIFT)
+            changes["probed_clock"] = ProbedClock(probe.offset_ns, within_ns)
         completed.append(replace(trace, **changes))
     return completed
 

@@ -23,6 +23,7 @@ from stepsplit.analyzer.units import (
     format_percent,
     format_signed_milliseconds,
 )
+from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.figures.communication import RankGroup
 
@@ -142,7 +143,7 @@ def group_steps(rows: Iterable[StepRow], by: str) -> list[tuple[int, list[StepRo
 def _draw_stacked_bars(bars: Sequence[Bar], x_title: str, y_title: str) -> go.Figure:
     figure = theme.build_blank_figure(SPLIT_HEIGHT, x_title, y_title)
     texts = [_format_split(bar.split) for bar in bars]
-    for index, look in enumerate(theme.BUCKET_STYLES):
+    for index, look in enumerate(BUCKET_STYLES):
         figure.add_trace(
             go.Bar(
                 name=look.bucket,
@@ -320,7 +321,7 @@ def draw_critical_path(report: Report) -> go.Figure:
         "",
     )
     shares = compute_path_shares(report)
-    for look in theme.BUCKET_STYLES:
+    for look in BUCKET_STYLES:
         own = [one for one in shares if one.bucket == look.bucket]
         if not own:
             continue
@@ -563,7 +564,7 @@ def draw_splits(bars: Sequence[NamedSplit]) -> go.Figure:
     """One horizontal bar per split, in ms."""
     figure = theme.build_blank_figure(104 + 40 * len(bars), "ms per step", "")
     texts = [_format_split(bar.split) for bar in bars]
-    for index, look in enumerate(theme.BUCKET_STYLES):
+    for index, look in enumerate(BUCKET_STYLES):
         parts = [bar.split.buckets_ns[index] for bar in bars]
         if any(parts):
             figure.add_trace(

@@ -35,11 +35,11 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.strategy import Strategy
+from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
-    BUCKET_STYLE,
     build_table,
     format_clock_error,
     format_coverage,
@@ -265,7 +265,7 @@ class BucketTable:
         bar = ("",) if bars else ()
         table = build_table("", "measured", "share", *compared, *names, "worst rank", *bar)
         for row in self._rows:
-            style = BUCKET_STYLE[row.bucket]
+            style = TERMINAL_STYLE[row.bucket]
             table.add_row(
                 Text(row.bucket, style=style),
                 *row.measured,

@@ -187,6 +187,7 @@ from .trace import Group as Group
 from .trace import Lane as Lane
 from .trace import Note as Note
 from .trace import OPS as OPS
+from .trace import ProbedClock as ProbedClock
 from .trace import RankCalls as RankCalls
 from .trace import RankTrace as RankTrace
 from .trace import Shapes as Shapes

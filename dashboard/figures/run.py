@@ -199,13 +199,16 @@ def draw_waterfall(gap: Gap) -> go.Figure:
     rows = sorted(gap.rows, key=lambda row: -abs(row.ns))
     large = [row for row in rows[:MAX_WATERFALL_PARTS] if abs(row.ns) >= least]
     rest = [row for row in rows if row not in large]
-    parts = []
+    # Bars of one name would be drawn over each other: such parts (calls of two sizes) are one bar.
+    of_name: dict[str, tuple[int, str]] = {}
     for row in large:
         cause = row.cause.replace("_", " ")
-        # With bucket and axis the names are distinct: bars of one name would be one bar.
         name = cause if row.cause == row.bucket else f"{row.bucket}: {cause}"
         name += "" if row.axis is None else f" ({theme.escape_text(row.axis)})"
-        parts.append((name, row.ns, theme.escape_text(row.message)))
+        ns, text = of_name.get(name, (0, ""))
+        words = theme.escape_text(row.message)
+        of_name[name] = ns + row.ns, f"{text}<br>{words}" if text else words
+    parts = [(name, ns, words) for name, (ns, words) in of_name.items()]
     if any(row.ns for row in rest):
         parts.append(("smaller parts", sum(row.ns for row in rest), f"{len(rest)} together"))
     ends = gap.shown.predicted.step_ns, gap.shown.measured.step_ns
@@ -234,6 +237,7 @@ def _draw_steps(
     figure = theme.build_blank_figure(84 + 26 * (len(parts) + 2), "ms of the step", "")
     figure.add_trace(
         go.Waterfall(
+            name=f"from {names[0]} to {names[1]}",
             orientation="h",
             y=[names[0], *(name for name, _, _ in parts), names[1]],
             x=theme.convert_to_ms([ends[0], *(ns for _, ns, _ in parts), ends[1]]),

@@ -112,12 +112,14 @@ def test_each_stage_has_its_bubble_and_the_ideal_is_a_line() -> None:
     assert figure.layout.shapes[0].y0 == 20
 
 
-def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
-    gap = analyze(SAMPLES / "tp2_pp2", job="auto").gap
+@pytest.mark.parametrize("sample", ["tp2_pp2", "h100_pp2", "h100_fsdp2"])
+def test_the_waterfall_leads_from_the_predicted_to_the_measured_step(sample: str) -> None:
+    gap = analyze(SAMPLES / sample, job="auto").gap
     assert gap is not None
 
     (fall,) = draw_waterfall(gap).data
 
+    assert fall.name == "from predicted to measured"
     assert [fall.y[0], fall.y[-1]] == ["predicted", "measured"]
     assert len(set(fall.y)) == len(fall.y)
     assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])

@@ -225,7 +225,7 @@ class Messages(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
-QUICK = ("one-microbatch", "sum-once", "adapters")
+QUICK = ("one-microbatch",)
 SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/model"))
 
 

@@ -120,7 +120,12 @@ def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "most_queued", "timed_first"), [(2, 4_000, 100), (2, 4_000, 0), (3, 10, 5)]
+    ("workers", "most_queued", "timed_first"),
+    [
+        (2, 4_000, 0),
+        pytest.param(2, 4_000, 100, marks=SLOW_IN_TURN),
+        pytest.param(3, 10, 5, marks=SLOW_IN_TURN),
+    ],
 )
 def test_several_processes_find_the_same_plan(
     sixteen: Plan,
@@ -151,6 +156,8 @@ def test_recomputed_parts_are_written_as_a_job_takes_them() -> None:
     assert older != text and from_json(older) == from_json(text) == found
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
 def test_several_processes_find_the_same_pareto_list(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan(SMALL, 4, top=1, pareto=True)
     monkeypatch.setattr(plan_search, "LEAST_FAMILIES", 0)

@@ -23,9 +23,7 @@ from stepsplit.collectors.formats.rank_record import GpuState, MemoryState, Rank
 from stepsplit.collectors.formats.run_spec import RankInfo
 
 QUICK = (
-    "slow_link tp_dp",
     "slow_rank fsdp",
-    "no_overlap ddp",
     "redundant_calls tp",
     "nothing tp_dp",
 )

@@ -16,16 +16,16 @@ from simulator.style import Style
 from support.builders import CpuTrace
 from support.ground_truth import SEED
 from support.required import shared_repro
+from support.samples import SAMPLES, read_golden
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.causes import CAUSES
 
-SAMPLES = sorted(
-    path for path in (Path(__file__).parents[2] / "sample_traces").iterdir() if path.is_dir()
-)
+NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())
 OF_PEERS = {cause.code for cause in CAUSES if cause.of_peers}
 MARGIN = 1.01
+SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/diagnose", "analyzer/split"))
 
 
 def check(report: Report) -> None:
@@ -54,9 +54,9 @@ def check(report: Report) -> None:
         assert one.gain_ns <= MARGIN * bound, (one.code, one.bucket, one.gain_ns, bound)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
-def test_the_samples(sample: Path) -> None:
-    check(analyze(sample))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_samples(name: str) -> None:
+    check(read_golden(name))
 
 
 @pytest.mark.parametrize("name", ["slow_rank fsdp", "allocation tp_dp", "nothing fsdp"])
@@ -67,7 +67,12 @@ def test_simulated_jobs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "cause"), [("tp8_dp2", "host_stall"), ("fsdp8", "two_slow_ranks"), ("fsdp8", CLEAN)]
+    ("layout", "cause"),
+    [
+        pytest.param("tp8_dp2", "host_stall", marks=SLOW_IN_TURN),
+        ("fsdp8", "two_slow_ranks"),
+        ("fsdp8", CLEAN),
+    ],
 )
 def test_jobs_of_the_other_simulator(layout: str, cause: str, tmp_path: Path) -> None:
     found = plant(layout, cause, 1)

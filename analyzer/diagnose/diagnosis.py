@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from msgspec import structs
+
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.findings import find_bottlenecks
 from stepsplit.analyzer.diagnose.graph.blame import Blame, blame
@@ -18,7 +20,7 @@ from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
 from stepsplit.analyzer.report.build import Diagnosis, find_full_numbers, find_origin_ns
 from stepsplit.analyzer.report.report import BlameRow
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Note
+from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 
@@ -31,7 +33,7 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels)
     _return_freed_memory()
     slow_ranks = frozenset(one.rank for one in slow_kernels)
-    blamed = _build_blame(blame(split, graph, slow_ranks), numbers)
+    blamed = _build_blame(_leave_out_torn(split, blame(split, graph, slow_ranks)), numbers)
     paths = find_critical_paths(split, graph, numbers)
     return Diagnosis(
         findings=bottlenecks.findings,
@@ -53,6 +55,18 @@ def _return_freed_memory() -> None:
     quarter of the memory at 1,024 ranks."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _leave_out_torn(split: RunSplit, blamed: Sequence[Blame]) -> list[Blame]:
+    """No rank is blamed in a step of which it lacks events: what the others wait for is unknown."""
+    torn = {note.rank for note in split.notes if note.lack in (Lack.FILE, Lack.DEVICE_END)}
+    whole = {(s.rank, s.step) for rank in split.ranks for s in rank.steps if s.kind != "partial"}
+    return [
+        structs.replace(one, rank=None, cause="unknown")
+        if one.rank in torn and one.cause != "missing" and (one.rank, one.step) not in whole
+        else one
+        for one in blamed
+    ]
 
 
 def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameRow, ...]:

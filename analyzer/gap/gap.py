@@ -136,7 +136,7 @@ def describe_mismatch(report: Report, prediction: Prediction, job_table: TomlTab
     if not step_ns or not predicted_ns:
         return None
     if report.mfu is not None and report.mfu > 1:
-        reason = f"the MFU would be {report.mfu:.0%}"
+        reason = f"the MFU would be {units.format_percent(report.mfu)}"
     elif step_ns > _MOST_STEP_RATIO * predicted_ns:
         reason = f"the measured step is {step_ns / predicted_ns:.1f} times the predicted one"
     elif predicted_ns > _MOST_STEP_RATIO * step_ns:

@@ -20,7 +20,7 @@ from stepsplit.analyzer.report.diagnosis_rows import (
     PathStep,
     SlowKernel,
 )
-from stepsplit.analyzer.report.headline import summarize
+from stepsplit.analyzer.report.headline import LackingRow, summarize
 from stepsplit.analyzer.report.report import (
     UNKNOWN_HOST,
     AxisSize,
@@ -41,7 +41,7 @@ from stepsplit.analyzer.report.report import (
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.trace import Note
+from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord, StepTimes
 
 # RunSplit -> Report: the results of the split as rows.
@@ -87,7 +87,7 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         run=run,
         warnings=tuple(WarningRow(n.code, n.message, n.rank) for n in all_notes),
         groups=_build_groups(split),
-        summary=summarize(steps, exposed),
+        summary=summarize(steps, exposed, _build_lacks(run, all_notes)),
         steps=steps,
         exposed=exposed,
         clocks=tuple(
@@ -125,6 +125,18 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         memory=build_memory_rows(recording.records),
         findings=diagnosis.findings,
     )
+
+
+def _build_lacks(run: Run, notes: Sequence[Note]) -> tuple[LackingRow, ...]:
+    """What the recording lacks, each with its ranks, in the order of Lack."""
+    ranks: dict[Lack, set[int]] = {}
+    for note in notes:
+        if note.lack is not None:
+            ranks.setdefault(note.lack, set()).update([] if note.rank is None else [note.rank])
+    if Lack.RANKS in ranks:
+        left_out = {note.rank for note in notes}
+        ranks[Lack.RANKS] = set(range(run.world_size)) - set(run.ranks) - left_out
+    return tuple(LackingRow(lack, tuple(sorted(ranks[lack]))) for lack in Lack if lack in ranks)
 
 
 def find_origin_ns(split: RunSplit) -> int:

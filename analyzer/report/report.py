@@ -621,7 +621,7 @@ class Report(Struct, frozen=True, kw_only=True):
         >>> from stepsplit.analyzer import analyze
         >>> report = analyze("runs/exp1")  # doctest: +SKIP
         >>> [finding.message for finding in report.findings]  # doctest: +SKIP
-        ['rank 3 is a straggler: its GEMM kernels are 1.40x slower than on its peers']
+        ['rank 3 is a straggler: its GEMMs are 1.40x slower than on its peers at equal grids']
     """
 
     schema: str = SCHEMA

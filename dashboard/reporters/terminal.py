@@ -17,6 +17,7 @@ from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     BucketMean,
     Summary,
+    describe_lacks,
     divide_parts,
     round_parts,
     round_shares,
@@ -67,8 +68,10 @@ STRATEGY_NAME = {
 
 def build_report_screen(report: Report) -> RenderableType:
     """The whole screen of a report, for a rich console of any width from 80 columns."""
-    summary = summarize(report.steps, report.exposed)
+    summary = report.summary or summarize(report.steps, report.exposed)
     parts: list[RenderableType] = [_describe_run(report.run)]
+    if lacks := describe_lacks(summary.lacks if summary else ()):
+        parts.append(Text(lacks, style="bold yellow"))
     if report.run.strategies:
         known = ", ".join(map(_format_strategy, report.run.strategies))
         parts.append(Text(f"detected parallelism: {known}", style="bold"))

@@ -17,7 +17,7 @@ from stepsplit.analyzer.report.build import compute_profiling_slowdown
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Finding
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Note
+from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 MAX_FINDINGS = 5
@@ -25,6 +25,10 @@ MAX_FINDINGS = 5
 MAX_REPLAYED_CALLS, MAX_REPLAYED_CALLS_AT_ONCE = 1_500_000, 20_000_000
 """Upper limits of a replay, node by node and, of many ranks, by whole levels: a million calls take
 about 60 s and 13 s."""
+
+
+_TEARS = (Lack.FILE, Lack.DEVICE_END, Lack.KERNELS)
+"""What makes a step end, or idle, where its rank lacks events."""
 
 
 class Bottlenecks(Struct, frozen=True):
@@ -55,6 +59,11 @@ def find_bottlenecks(
     """
     if not len(graph.steps.step):
         return Bottlenecks(())
+    lacks = {(note.rank, note.lack) for note in split.notes}
+    is_torn = any(lack in _TEARS for _, lack in lacks)
+    if is_torn and not graph.steps.full.any():
+        text = "bottlenecks not analyzed: no step is whole on any rank, as events are missing"
+        return Bottlenecks((), (Note("no_whole_step", text),))
     calls = sum(len(rank.trace.calls) for rank in split.ranks)
     if calls > (MAX_REPLAYED_CALLS_AT_ONCE if graph.levels.is_wide else MAX_REPLAYED_CALLS):
         text = (
@@ -73,8 +82,20 @@ def find_bottlenecks(
     on_device = split.ranks[0].trace.on_device
     is_single = len(np.unique(graph.steps.step[context.counted])) == 1
     least_ns, ranked, notes = MIN_GAIN_SHARE * context.mean_ns, [], []
+    # Of a truncated file, steps without all events are partial; other losses are within steps.
+    lossy = {
+        rank
+        for rank, lack in lacks
+        if rank is not None and lack is Lack.KERNELS and (rank, Lack.FILE) not in lacks
+    }
     for finding in findings:
         cause = of_code[finding.code]
+        ranks = finding.ranks or tuple(context.ranks.tolist())
+        if finding.bucket == "idle" and 2 * len(lossy.intersection(ranks)) > len(ranks):
+            which = units.format_number_list(sorted(lossy.intersection(ranks)))
+            text = f"{finding.message}: cannot tell, as kernels of ranks {which} are missing"
+            notes.append(Note("idle_or_lost", text))
+            continue
         if cause.explained_by and finding.gain_ns <= most_ns.get(cause.explained_by, 0):
             continue
         # Last what gains nothing before another cause is fixed, and the time of a CPU between ops,

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_mean
+from stepsplit.analyzer.arrays import group_ids
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.code_places import describe_place
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
@@ -37,8 +37,10 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
     beyond = spent - usual
     mean = compute_rank_means(context, np.maximum(beyond, 0))
     # Of two ranks the median is the lower one: the other is never below it.
-    step = group_ids(context.graph.steps.step)
-    signed = beyond if len(context.ranks) > 2 else 2 * (spent - group_mean(step, spent))
+    signed = beyond
+    if len(context.ranks) == 2:
+        step = group_ids(context.graph.steps.step)
+        signed = spent - context.average_peers(step, spent.astype(np.float64), others=True)
     # Not all ranks can have more than the mean rank.
     total = compute_rank_means(context, spent.astype(np.float64))
     is_late = (mean > MIN_LATE_SHARE * context.mean_ns) & (total > total.mean())

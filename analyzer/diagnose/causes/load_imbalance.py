@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_max, group_mean, group_min
+from stepsplit.analyzer.arrays import group_ids, group_max, group_min
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.expert_load import (
@@ -54,7 +54,8 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
         counted = one.rows & context.counted
         steps = ", ".join(map(str, context.list_steps(one.rows)))
         more, usual = one.kernels
-        what = "kernels of other shapes or names"
+        known = context.split.ranks[one.index].trace.shapes.known_work
+        what = f"kernels of other {f'{known} or ' if known else ''}names"
         if more > usual:
             what = f"{more:,.0f} kernels instead of {usual:,.0f}"
         yield replay_remedy(
@@ -90,8 +91,7 @@ def _balance_ranks(
     who = f"ranks {units.format_number_list(heavy)}"
     if len(heavy) == 1:
         who = f"rank {worst}"
-        count = np.bincount(label)[label]
-        others = (of_stage * count - work) / np.maximum(count - 1, 1)
+        others = context.average_peers(label, work, others=True)
         usual, peers = np.where(rank == worst, others, work), "other ranks"
         ratio = float(work[mine].mean() / max(others[mine].mean(), 1.0))
     more = ("up to " if len(heavy) > 1 else "") + units.format_percent(ratio - 1)
@@ -116,12 +116,10 @@ def _balance_ranks(
         graph = scale_work(graph, "compute", np.where(equal, 1.0, usual / np.maximum(work, 1)))
         pace = context.peer_speed[:, np.newaxis]
         spent = segments.spent_ns * pace
-        mean = np.stack([group_mean(label, column) for column in spent.T], axis=1)
-        if len(heavy) > 1:
-            return segments.set_work(graph, equal, mean / pace)
-        count = np.bincount(label)[label][:, np.newaxis]
-        others = (mean * count - spent) / np.maximum(count - 1, 1)
-        return segments.set_work(graph, equal & (rank == worst), others / pace)
+        is_one = len(heavy) == 1
+        columns = [context.average_peers(label, column, others=is_one) for column in spent.T]
+        rows = equal & (rank == worst) if is_one else equal
+        return segments.set_work(graph, rows, np.stack(columns, axis=1) / pace)
 
     verb = "have" if len(heavy) > 1 else "has"
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
@@ -156,10 +154,10 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
     uneven = _find_heavy_ranks(context, work, of_stage)
     if uneven is not None:
         label = group_ids(context.graph.steps.step, context.stage)
-        even = ~np.isin(context.ranks[context.graph.steps.rank], uneven[2])
+        even = context.compared & ~np.isin(context.ranks[context.graph.steps.rank], uneven[2])
         count = np.bincount(label, even)
         of_stage = (np.bincount(label, np.where(even, work, 0)) / np.maximum(count, 1))[label]
-    mean = group_mean(group_ids(context.graph.steps.step), of_stage)
+    mean = context.average_peers(group_ids(context.graph.steps.step), of_stage)
     found = _find_heavy(context, context.stage, of_stage / np.maximum(mean, 1))
     if found is None:
         return
@@ -197,7 +195,7 @@ def _measure_work(context: CauseContext) -> tuple[Float, Float]:
     """(the compute of each row, the mean of the ranks of its stage in the same step), at the speed
     of the peers, so that a slow device does not count as more work."""
     work = context.select_bucket_ns("compute") * context.peer_speed
-    return work, group_mean(group_ids(context.graph.steps.step, context.stage), work)
+    return work, context.average_peers(group_ids(context.graph.steps.step, context.stage), work)
 
 
 def _find_heavy_ranks(
@@ -251,7 +249,8 @@ def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence
     what they compute longer than their peers.
     """
     split = context.split
-    known = any(len(rank.trace.shapes) for rank in split.ranks if rank.trace.rank in ranks)
+    of_ranks = (one.trace.shapes.known_work for one in split.ranks if one.trace.rank in ranks)
+    known = next(filter(None, of_ranks), "")
     if known:
         work = _list_work(split)
     else:
@@ -268,7 +267,7 @@ def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence
     if 2 * more_ns > longer_ns:
         return ""
     device = "a slower device" if len(ranks) == 1 else "slower devices"
-    why = "as many kernels of equal shapes, too few to tell" if known else "no shapes recorded"
+    why = f"as many kernels of equal {known}, too few to tell" if known else "no shapes recorded"
     return f"more work, or {device} ({why})"
 
 

@@ -18,6 +18,14 @@ from stepsplit.collectors.formats.rank_record import RankRecord
 
 _FAMILY_NAMES = {"gemm": "GEMM"}
 
+_EQUAL = {
+    "shapes": " at equal shapes",
+    "grids": " at equal grids (no shapes recorded)",
+    "": ", unless its inputs are larger (no shapes recorded)",
+}
+"""What is known of the kernels that are compared. A persistent kernel has the same grid for larger
+inputs."""
+
 _STEADY = 1.05
 """A slowdown that grows or shrinks by more than this factor over the steps is said with both."""
 
@@ -27,25 +35,24 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
     Then those that are slow in some steps."""
     pace = context.peer_speed
     of_row = context.graph.steps.rank
-    slow = np.unique(of_row[pace < 1]).tolist()
+    slow = np.unique(of_row[(pace < 1) & context.counted]).tolist()
     families = {one.rank: one for one in reversed(sum_slow_ranks(context.slow_kernels))}
     for index in slow:
         rank, mine = int(context.ranks[index]), of_row == index
         events: tuple[EventRef, ...] = ()
         if rank in families:
             kernels = families[rank]
-            doubt = (
-                "" if kernels.same_work else ", unless its inputs are larger (no shapes recorded)"
-            )
             trace = context.split.ranks[index].trace
             rows = np.flatnonzero(trace.events.match_prefix(kernels.kernel))
             longest = rows[np.argsort(-trace.events.dur_ns[rows], kind="stable")][:3]
             events = tuple(context.make_event_ref(index, row) for row in longest.tolist())
             family = _FAMILY_NAMES.get(kernels.family, kernels.family)
-            what = f"its {family} kernels are {kernels.ratio:.2f}x slower than on its peers{doubt}"
+            what = f"its {family} kernels are {kernels.ratio:.2f}x slower than on its peers"
+            what += _EQUAL[kernels.equal]
         else:
             ratio = 1 / float(np.mean(pace[mine & context.counted]))
-            what = f"as many kernels of equal shapes take {ratio:.2f}x as long as on its peers"
+            what = f"as many kernels take {ratio:.2f}x as long as on its peers"
+            what += _EQUAL[context.split.ranks[index].trace.shapes.known_work]
         own_pace = np.where(mine, pace, 1.0)
         yield _speed_up(
             context,
@@ -60,8 +67,7 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
         if not one.equal_work or one.index in slow:
             continue
         rank = int(context.ranks[one.index])
-        has_shapes = len(context.split.ranks[one.index].trace.shapes) > 0
-        doubt = "" if has_shapes else ", unless its inputs are larger there (no shapes recorded)"
+        equal = _EQUAL[context.split.ranks[one.index].trace.shapes.known_work]
         yield _speed_up(
             context,
             one.index,
@@ -70,7 +76,7 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             one.rows,
             one.longest,
             f"rank {rank} is a straggler in {int(one.rows.sum())} of {one.steps} steps: as many "
-            f"kernels take {one.ratio:.2f}x as long there as in its other steps{doubt}",
+            f"kernels take {one.ratio:.2f}x as long there as in its other steps{equal}",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -30,10 +30,12 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     slow_kernels, lateness = find_slow_kernels(split), compute_lateness(split)
     graph = build_dependency_graph(split)
     _return_freed_memory()
-    bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels)
-    _return_freed_memory()
     slow_ranks = frozenset(one.rank for one in slow_kernels)
     blamed = _build_blame(_leave_out_torn(split, blame(split, graph, slow_ranks)), numbers)
+    _return_freed_memory()
+    unexplained = _compute_share(blamed, ("unexplained", "unknown"))
+    bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels, unexplained)
+    _return_freed_memory()
     paths = find_critical_paths(split, graph, numbers)
     return Diagnosis(
         findings=bottlenecks.findings,
@@ -85,17 +87,23 @@ def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameR
     return tuple(sorted(rows, key=lambda row: -row.caused_ns))
 
 
+def _compute_share(blamed: Sequence[BlameRow], causes: Collection[str]) -> float | None:
+    """The share of these causes in all waiting; None without waiting."""
+    total = sum(row.caused_ns for row in blamed)
+    part = sum(row.caused_ns for row in blamed if row.cause in causes)
+    return part / total if total else None
+
+
 _MAX_UNEXPLAINED_SHARE = 0.05
 """More unexplained waiting than this fraction is a warning."""
 
 
 def _note_unexplained(blamed: Sequence[BlameRow]) -> list[Note]:
     """A note if much of the waiting has no recorded cause."""
-    total = sum(row.caused_ns for row in blamed)
-    unexplained = sum(row.caused_ns for row in blamed if row.cause == "unexplained")
-    if unexplained <= _MAX_UNEXPLAINED_SHARE * total:
+    unexplained = _compute_share(blamed, ("unexplained",)) or 0.0
+    if unexplained <= _MAX_UNEXPLAINED_SHARE:
         return []
-    share = units.format_percent(unexplained / total)
+    share = units.format_percent(unexplained)
     text = (
         f"{share} of the waiting is not explained by launches, streams and the other ranks: "
         "collectives start later than everything that they were seen to depend on; estimated "

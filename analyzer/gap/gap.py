@@ -40,6 +40,7 @@ from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
     MIN_GAIN_SHARE,
     SCHEDULE_NAMES,
+    Basis,
     ComparedMemory,
     ComparedStage,
     Finding,
@@ -282,6 +283,7 @@ def build_gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ..
                     steps=(gap.shown.step,),
                     events=(),
                     message=row.message,
+                    basis=Basis("inferred", 1, 1, repeats=1),
                 )
             )
     return tuple(findings)

@@ -210,6 +210,7 @@ def summarize(
         bubble_covered_ns=mean.bubble_covered_ns,
         fused_ns=mean.fused_ns,
         ambiguous_ns=mean.ambiguous_ns,
+        lacks=lacks,
         other=_summarize_others(steps, rows),
     )
 

@@ -283,6 +283,8 @@ def _build_finding(finding: Finding, step_ns: int, run_id: str) -> html.Li:
     share = f" ({format_percent(finding.gain_ns / step_ns)})" if step_ns else ""
     gain = html.Span(f"{format_milliseconds(finding.gain_ns)}{share}", className="gain")
     words: list[Content] = [gain, html.Span(finding.message)]
+    if finding.basis is not None:
+        words += [" ", html.Span(finding.basis.describe(), className="note")]
     if run_id and finding.ranks:
         if finding.events:
             where = _link_to_event(finding.events[0], run_id)

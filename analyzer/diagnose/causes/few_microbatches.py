@@ -49,4 +49,4 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
     yield Remedy(finding, change=None)
 
 
-FEW_MICROBATCHES = CauseEntry("few_microbatches", find_few_microbatches)
+FEW_MICROBATCHES = CauseEntry("few_microbatches", find_few_microbatches, basis="inferred")

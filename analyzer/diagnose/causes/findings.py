@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes import CAUSES
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.unmask import unmask
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.report.build import compute_profiling_slowdown
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
-from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Finding
+from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Basis, Finding, Settle
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord
@@ -44,6 +45,7 @@ def find_bottlenecks(
     origin_ns: int,
     records: Sequence[RankRecord],
     slow_kernels: Sequence[SlowKernel],
+    unexplained_share: float | None = None,
 ) -> Bottlenecks:
     """Find the bottlenecks of a recording.
 
@@ -56,6 +58,7 @@ def find_bottlenecks(
         origin_ns: the report's t0 on the common clock.
         records: what each rank recorded about its own device (clocks, throttling).
         slow_kernels: the kernels that are slower on one rank than on its peers.
+        unexplained_share: the share of the waiting without a recorded cause; None without waiting.
     """
     if not len(graph.steps.step):
         return Bottlenecks(())
@@ -108,12 +111,47 @@ def find_bottlenecks(
         if cause.of_peers and is_single:
             finding = replace(finding, message=f"{finding.message}; from a single step")
         if finding.gain_ns >= least_ns:
+            basis = _complete_basis(context, finding, cause, lacks)
+            basis = replace(basis, unexplained_share=unexplained_share)
+            finding = replace(finding, basis=basis)
             ranked.append(((is_last, is_hidden, -finding.gain_ns), finding))
         elif cause.note_below:
             saves = units.format_milliseconds(max(finding.gain_ns, 0))
             notes.append(Note(finding.code, f"{finding.message}; without it a step saves {saves}"))
     ranked.sort(key=lambda one: one[0])
     return Bottlenecks(tuple(finding for _, finding in ranked[:MAX_FINDINGS]), tuple(notes))
+
+
+_SETTLES_LACK: tuple[tuple[Lack, Settle], ...] = (
+    (Lack.RANKS, "missing_ranks"),
+    (Lack.FILE, "whole_files"),
+    (Lack.CLOCK, "clocks"),
+)
+
+
+def _complete_basis(
+    context: CauseContext,
+    finding: Finding,
+    cause: CauseEntry,
+    lacks: Collection[tuple[int | None, Lack | None]],
+) -> Basis:
+    """The basis of a finding, with what is missing of ranks that it compares or waits for."""
+    numbers = np.unique(context.graph.steps.step[context.counted])
+    basis = finding.basis or Basis(cause.basis, 0, 0)
+    needs = dict.fromkeys(basis.would_settle)
+    if len(numbers) == 1:
+        needs["more_steps"] = None
+    if cause.of_peers or finding.bucket in ("skew", "bubble", "collective", "p2p"):
+        missing = {lack for _, lack in lacks}
+        needs |= dict.fromkeys(settle for lack, settle in _SETTLES_LACK if lack in missing)
+    # Of ranks that mask each other, all steps.
+    return replace(
+        basis,
+        steps=len(finding.steps) or len(numbers),
+        of_steps=len(numbers),
+        repeats=basis.repeats or int(context.counted.sum()),
+        would_settle=tuple(needs),
+    )
 
 
 def _leave_out_profiler(context: CauseContext, finding: Finding) -> Finding:

@@ -53,4 +53,6 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
     )
 
 
-HOST_BOUND = CauseEntry("host_bound", find_host_bound, with_profiler=True, last_on_cpu=True)
+HOST_BOUND = CauseEntry(
+    "host_bound", find_host_bound, basis="measured", with_profiler=True, last_on_cpu=True
+)

@@ -22,6 +22,7 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.diagnose.slow_kernels import FALSE_ALARMS
+from stepsplit.analyzer.report.report import Settle
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
@@ -72,6 +73,7 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
             ),
             ranks=(rank,),
             events=one.longest,
+            names_steps=True,
         )
 
 
@@ -99,7 +101,7 @@ def _balance_ranks(
     more_tokens = compare_sent_tokens(context, worst)
     if more_tokens > MORE_TOKENS:
         usual = of_stage
-        doubt = ""
+        doubt = None
         reason = (
             f"; it sends {units.format_percent(more_tokens)} more in all_to_all on ep: its experts "
             "receive more tokens"
@@ -125,7 +127,7 @@ def _balance_ranks(
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
     if doubt:
         verb = "compute" if len(heavy) > 1 else "computes"
-        message = f"load imbalance: {who} {verb} {more} longer than {than}: {doubt}"
+        message = f"load imbalance: {who} {verb} {more} longer than {than}: {doubt.text}"
     return replay_remedy(
         context,
         balance,
@@ -135,6 +137,8 @@ def _balance_ranks(
         rows=mine,
         message=message,
         ranks=heavy,
+        would_settle=doubt.would_settle if doubt else (),
+        is_doubtful=doubt is not None,
     )
 
 
@@ -182,12 +186,14 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
         rows=mine,
         message=(
             f"pipeline imbalance: stage {stage} computes {units.format_percent(ratio - 1)} longer "
-            f"than average: {doubt}"
+            f"than average: {doubt.text}"
             if doubt
             else f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} more "
             "compute than average; move layers off it"
         ),
         ranks=ranks,
+        would_settle=doubt.would_settle if doubt else (),
+        is_doubtful=doubt is not None,
     )
 
 
@@ -242,10 +248,19 @@ def _find_heavy(
     return int(numbers[most]), float(mean[most]), tuple(numbers[heavy].tolist())
 
 
-def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence[int]) -> str:
+class _Doubt(NamedTuple):
+    """That ranks have more work or are slower, and what would settle which."""
+
+    text: str
+    would_settle: tuple[Settle, ...]
+
+
+def _describe_doubt(
+    context: CauseContext, ranks: Sequence[int], peers: Sequence[int]
+) -> _Doubt | None:
     """That these ranks may have more work, or be slower.
 
-    It is "" if more kernels, or kernels of other shapes where these are recorded, explain most of
+    It is None if more kernels, or kernels of other shapes where these are recorded, explain most of
     what they compute longer than their peers.
     """
     split = context.split
@@ -265,10 +280,12 @@ def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence
         for kind, (count, total) in own.items()
     )
     if 2 * more_ns > longer_ns:
-        return ""
+        return None
     device = "a slower device" if len(ranks) == 1 else "slower devices"
     why = f"as many kernels of equal {known}, too few to tell" if known else "no shapes recorded"
-    return f"more work, or {device} ({why})"
+    needs: tuple[Settle, ...] = () if known == "shapes" else ("shapes",)
+    needs = (*needs, *(("more_steps",) if known else ()))
+    return _Doubt(f"more work, or {device} ({why})", needs)
 
 
 class _Work(NamedTuple):
@@ -301,5 +318,5 @@ def _average_work(rows: Sequence[_Work], ranks: int) -> dict[KernelWork | str, t
     return sums
 
 
-UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks, of_peers=True)
-UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages, of_peers=True)
+UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks, basis="measured", of_peers=True)
+UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages, basis="measured", of_peers=True)

@@ -13,6 +13,7 @@ from msgspec import structs
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.findings import find_bottlenecks
 from stepsplit.analyzer.diagnose.graph.blame import Blame, blame
+from stepsplit.analyzer.diagnose.graph.charges import KnownDelay
 from stepsplit.analyzer.diagnose.graph.critical_path import find_critical_paths
 from stepsplit.analyzer.diagnose.graph.dependency_graph import build_dependency_graph
 from stepsplit.analyzer.diagnose.late_arrivals import compute_lateness
@@ -30,15 +31,27 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     slow_kernels, lateness = find_slow_kernels(split), compute_lateness(split)
     graph = build_dependency_graph(split)
     _return_freed_memory()
+    bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels)
+    _return_freed_memory()
     slow_ranks = frozenset(one.rank for one in slow_kernels)
-    blamed = _build_blame(_leave_out_torn(split, blame(split, graph, slow_ranks)), numbers)
-    _return_freed_memory()
+    # What a finding says of a rank is no variation in the blame.
+    known = [
+        KnownDelay(rank, step, one.bucket)
+        for one in bottlenecks.findings
+        for rank in one.ranks
+        for step in one.steps
+    ]
+    found = _leave_out_torn(split, blame(split, graph, slow_ranks, known))
+    blamed = _build_blame(found, numbers)
     unexplained = _compute_share(blamed, ("unexplained", "unknown"))
-    bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels, unexplained)
-    _return_freed_memory()
     paths = find_critical_paths(split, graph, numbers)
     return Diagnosis(
-        findings=bottlenecks.findings,
+        findings=tuple(
+            structs.replace(
+                one, basis=one.basis and structs.replace(one.basis, unexplained_share=unexplained)
+            )
+            for one in bottlenecks.findings
+        ),
         blame=blamed,
         critical_path=paths.parts,
         path_steps=tuple(

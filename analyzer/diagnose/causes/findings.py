@@ -45,7 +45,6 @@ def find_bottlenecks(
     origin_ns: int,
     records: Sequence[RankRecord],
     slow_kernels: Sequence[SlowKernel],
-    unexplained_share: float | None = None,
 ) -> Bottlenecks:
     """Find the bottlenecks of a recording.
 
@@ -58,7 +57,6 @@ def find_bottlenecks(
         origin_ns: the report's t0 on the common clock.
         records: what each rank recorded about its own device (clocks, throttling).
         slow_kernels: the kernels that are slower on one rank than on its peers.
-        unexplained_share: the share of the waiting without a recorded cause; None without waiting.
     """
     if not len(graph.steps.step):
         return Bottlenecks(())
@@ -111,9 +109,7 @@ def find_bottlenecks(
         if cause.of_peers and is_single:
             finding = replace(finding, message=f"{finding.message}; from a single step")
         if finding.gain_ns >= least_ns:
-            basis = _complete_basis(context, finding, cause, lacks)
-            basis = replace(basis, unexplained_share=unexplained_share)
-            finding = replace(finding, basis=basis)
+            finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))
             ranked.append(((is_last, is_hidden, -finding.gain_ns), finding))
         elif cause.note_below:
             saves = units.format_milliseconds(max(finding.gain_ns, 0))

@@ -208,13 +208,14 @@ def _build_pipeline(split: RunSplit) -> Pipeline | None:
         own = [hole for hole in holes if hole.stage == stage]
         bubble_ns = int(median(hole.bubble_ns for hole in own))
         rows.append(StageRow(stage, bubble_ns, _compute_median_fraction(own)))
-    fraction = _compute_median_fraction(holes)
+    fraction, ideal = _compute_median_fraction(holes), split.schedule.ideal_bubble_fraction
     return Pipeline(
         stages=tuple(rows),
         microbatches=split.schedule.microbatches,
         schedule=split.schedule.name,
         bubble_fraction=fraction,
-        ideal_bubble_fraction=split.schedule.ideal_bubble_fraction,
+        # That of equal microbatches; those of unequal length may fit better.
+        ideal_bubble_fraction=None if ideal is None else min(ideal, fraction),
         bubble_overhead=fraction / (1 - fraction) if fraction < 1 else 0.0,
     )
 

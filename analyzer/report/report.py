@@ -360,7 +360,7 @@ class Pipeline(Struct, frozen=True):
         microbatches: microbatches per step.
         schedule: name of the detected schedule; None if unknown.
         bubble_fraction: bubble / pipeline time.
-        ideal_bubble_fraction: the same for equal stages; None if unknown.
+        ideal_bubble_fraction: the same for equal stages, at most the measured one; None if unknown.
         bubble_overhead: bubble / useful time.
     """
 

@@ -22,6 +22,9 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
     now = schedule.ideal_bubble_fraction if schedule else None
     if schedule is None or now is None or not holes:
         return
+    # No more than there is: microbatches of unequal length may fit better than equal ones.
+    window_ns = sum(hole.window_ns for hole in holes)
+    now = min(now, sum(hole.bubble_ns for hole in holes) / max(window_ns, 1))
     stages = len(context.split.layout.pipelines[0])
     then = compute_ideal_bubble_fraction(
         schedule.name, stages, 2 * schedule.microbatches, schedule.chunks, schedule.times_ns

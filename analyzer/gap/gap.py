@@ -50,6 +50,7 @@ from stepsplit.analyzer.report.report import (
     Report,
     WarningRow,
 )
+from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL, RunSpec
@@ -94,7 +95,8 @@ def compare_to_model(
     step_ns = compute_mean_step_ns(report.steps)
     # Utilization of the measured step: that of the predicted one, by their ratio.
     times = prediction.split.step_ns / step_ns if step_ns else 0.0
-    findings = (*report.findings, *build_gap_findings(gap, report.findings))
+    count = len(list_full_steps(report.steps))
+    findings = (*report.findings, *build_gap_findings(gap, report.findings, count))
     compared = structs.replace(
         report,
         prediction=build_prediction_row(prediction),
@@ -256,9 +258,11 @@ _COUNTED_CAUSE = "calls"
 """The number of calls is exact, so that the uncertainty of the model does not matter."""
 
 
-def build_gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ...]:
+def build_gap_findings(
+    gap: Gap, causes: Sequence[Finding], of_steps: int = 1
+) -> tuple[Finding, ...]:
     """The significant parts of the gap beyond the uncertainty of the model, largest first, without
-    those that a finding of the replay already covers."""
+    those that a finding of the replay already covers. They compare one of so many steps."""
     found_codes = {one.code for one in causes}
     least_ns = max(1, MIN_GAIN_SHARE * gap.shown.measured.step_ns)
     findings = []
@@ -283,7 +287,7 @@ def build_gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ..
                     steps=(gap.shown.step,),
                     events=(),
                     message=row.message,
-                    basis=Basis("inferred", 1, 1, repeats=1),
+                    basis=Basis("inferred", 1, of_steps, repeats=1),
                 )
             )
     return tuple(findings)

@@ -198,8 +198,7 @@ def _build_exposed(rank: RankSplit) -> Iterable[ExposedRow]:
 
 def _build_pipeline(split: RunSplit) -> Pipeline | None:
     """Medians over the full steps, of the mean over the pipelines and stages of each step."""
-    kinds = {(step.rank, step.step): step.kind for rank in split.ranks for step in rank.steps}
-    holes = [hole for hole in split.stage_bubbles if kinds.get((hole.rank, hole.step)) == "full"]
+    holes = list_full_bubbles(split)
     if not holes or split.schedule is None:
         return None
     stages = sorted({hole.stage for hole in holes})
@@ -207,8 +206,8 @@ def _build_pipeline(split: RunSplit) -> Pipeline | None:
     for stage in stages:
         own = [hole for hole in holes if hole.stage == stage]
         bubble_ns = int(median(hole.bubble_ns for hole in own))
-        rows.append(StageRow(stage, bubble_ns, _compute_median_fraction(own)))
-    fraction, ideal = _compute_median_fraction(holes), split.schedule.ideal_bubble_fraction
+        rows.append(StageRow(stage, bubble_ns, compute_bubble_fraction(own)))
+    fraction, ideal = compute_bubble_fraction(holes), split.schedule.ideal_bubble_fraction
     return Pipeline(
         stages=tuple(rows),
         microbatches=split.schedule.microbatches,
@@ -220,7 +219,14 @@ def _build_pipeline(split: RunSplit) -> Pipeline | None:
     )
 
 
-def _compute_median_fraction(holes: Sequence[StageBubble]) -> float:
+def list_full_bubbles(split: RunSplit) -> list[StageBubble]:
+    """The bubbles of the full steps of all stages."""
+    kinds = {(step.rank, step.step): step.kind for rank in split.ranks for step in rank.steps}
+    return [one for one in split.stage_bubbles if kinds.get((one.rank, one.step)) == "full"]
+
+
+def compute_bubble_fraction(holes: Sequence[StageBubble]) -> float:
+    """The median over the steps of the share of the bubble in the pipeline's time."""
     steps = sorted({hole.step for hole in holes})
     sums = [
         (
@@ -261,9 +267,10 @@ def build_idle_rows(split: RunSplit) -> tuple[IdleRow, ...]:
 
 
 def find_full_numbers(split: RunSplit) -> frozenset[int]:
-    """The numbers of the steps that are full on some rank."""
-    steps = [rank.steps for rank in split.ranks]
-    return frozenset(of_rank[i].step for of_rank in steps for i in _find_full_steps(of_rank))
+    """The numbers of the steps that are full on some rank; of all steps if none is."""
+    steps = [step for rank in split.ranks for step in rank.steps]
+    full = frozenset(step.step for step in steps if step.kind == "full")
+    return full or frozenset(step.step for step in steps)
 
 
 def _find_full_steps(steps: Sequence[StepSplit]) -> frozenset[int]:

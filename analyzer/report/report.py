@@ -495,8 +495,9 @@ class Basis(Struct, frozen=True):
     def describe(self) -> str:
         """The basis in words, with what would settle its doubts."""
         parts = [self.kind, f"{self.steps} of {self.of_steps} steps"]
-        if self.spread_ns is not None:
-            parts.append(f"saving varies by {units.format_milliseconds(self.spread_ns)}")
+        spread = units.format_milliseconds(self.spread_ns or 0)
+        if spread != units.format_milliseconds(0):
+            parts.append(f"saving varies by {spread}")
         if self.unexplained_share is not None and self.unexplained_share >= _LEAST_UNEXPLAINED:
             share = units.format_percent(self.unexplained_share)
             parts.append(f"{share} of the waiting unexplained")

@@ -238,7 +238,7 @@ def test_a_rank_without_all_its_events_is_not_blamed_for_what_is_missing(
 
 
 def test_kernels_lost_within_steps_are_no_idle_time_to_blame(tmp_path: Path) -> None:
-    """Every third kernel of rank 1 is not in its file: what it idles for cannot be told."""
+    """Every third kernel of rank 1 is not in its file: what it idles for is unknown."""
     shutil.copytree(SAMPLES[0].parent / "h100_fsdp2", tmp_path, dirs_exist_ok=True)
     (tmp_path / "report.json").unlink()
     file = tmp_path / "rank1_trace.json.gz"

@@ -21,7 +21,7 @@ from stepsplit.analyzer.readers.open_calls import complete_open_calls
 from stepsplit.analyzer.readers.rank_traces import TraceCandidate, TraceReading, assign_ranks
 from stepsplit.analyzer.readers.recording_files import RecordingFiles, open_recording
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
-from stepsplit.analyzer.trace import Group, Note, ProbedClock, RankTrace
+from stepsplit.analyzer.trace import Group, Lack, Note, ProbedClock, RankTrace
 from stepsplit.collectors.formats.json_decode import replace_surrogates
 from stepsplit.collectors.formats.rank_record import ClockProbe, RankRecord, build_spec
 from stepsplit.collectors.formats.run_spec import RunSpec
@@ -76,7 +76,7 @@ def read_recording_files(
                 " then on kernels are missing and steps are partial; record fewer steps, or set a"
                 " larger ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB"
             )
-            notes.append(Note("device_stopped", text, record.rank.rank))
+            notes.append(Note("device_stopped", text, record.rank.rank, Lack.DEVICE_END))
     if not candidates:
         raise files.explain_no_trace(notes)
     ranked, guessed = assign_ranks(candidates)
@@ -248,4 +248,4 @@ def _place_clocks(traces: Sequence[RankTrace]) -> tuple[Sequence[RankTrace], lis
         replace(trace, t0_unix_ns=trace.t0_unix_ns + shift_ns) if trace.rank in lacking else trace
         for trace in traces
     ]
-    return placed, [Note("no_clock", text, rank) for rank in sorted(lacking)]
+    return placed, [Note("no_clock", text, rank, Lack.CLOCK) for rank in sorted(lacking)]

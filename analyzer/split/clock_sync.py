@@ -13,7 +13,7 @@ from stepsplit.analyzer.split.causality import Bounds, Causality
 from stepsplit.analyzer.split.clock import Alignment, Clock
 from stepsplit.analyzer.split.clock_fit import EXACT, ClockFit
 from stepsplit.analyzer.split.matching import MatchedCalls
-from stepsplit.analyzer.trace import Int64, Note, RankTrace, compute_start_offsets_ns
+from stepsplit.analyzer.trace import Int64, Lack, Note, RankTrace, compute_start_offsets_ns
 
 
 def align(traces: Sequence[RankTrace], matched: MatchedCalls) -> Alignment:
@@ -85,6 +85,7 @@ class _ClockJoin:
                 f"rank {self._traces[i].rank} shares neither a collective nor a host with rank "
                 f"{self._traces[0].rank}: its wall clock is used uncorrected",
                 self._traces[i].rank,
+                Lack.CLOCK,
             )
             for i in sorted(self._unlinked)
         )

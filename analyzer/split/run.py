@@ -51,7 +51,7 @@ from stepsplit.analyzer.split.transfers import (
 )
 from stepsplit.analyzer.split.work import Work, collect_work
 from stepsplit.analyzer.split.world_group import assign_world_group
-from stepsplit.analyzer.trace import COMPILES, Category, Note, RankTrace, find_earlier_calls
+from stepsplit.analyzer.trace import COMPILES, Category, Lack, Note, RankTrace, find_earlier_calls
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
@@ -190,11 +190,6 @@ def _infer_schedule(
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
 
 
-_LACKING = frozenset({"collectives_not_recorded", "device_times_missing", "device_work_lost"})
-"""Codes of the notes on device events that a recording lacks, which come before what follows from
-that: clocks and groups without a shared call."""
-
-
 def _collect_notes(
     usable: UsableRanks,
     steps: Sequence[Steps],
@@ -224,9 +219,13 @@ def _collect_notes(
     absent = []
     if missing:
         text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
-        absent.append(Note("ranks_missing", text + units.format_number_list(missing)))
-    lacking = [note for note in rank_notes if note.code in _LACKING]
-    others = [note for note in rank_notes if note.code not in _LACKING]
+        absent.append(
+            Note("ranks_missing", text + units.format_number_list(missing), lack=Lack.RANKS)
+        )
+    # What a recording lacks comes before what follows from that: clocks and groups without a shared
+    # call.
+    lacking = [note for note in rank_notes if note.lack is not None]
+    others = [note for note in rank_notes if note.lack is None]
     return (
         *absent, *usable.left_out, *lacking, *layout.notes, *alignment.notes, *others,
         *matched.notes, *unmatched,

@@ -21,12 +21,14 @@ from stepsplit.analyzer.split.host_steps import (
     read_marked_steps,
 )
 from stepsplit.analyzer.split.lost_work import (
+    MIN_LOST_SHARE,
     collect_launches,
     find_lost_steps,
+    find_torn_end_ns,
     note_lost_work,
     select_recorded,
 )
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Bool, Category, Int64, Note, RankTrace
+from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Bool, Category, Int64, Lack, Note, RankTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def select_usable_ranks(traces: Sequence[RankTrace]) -> UsableRanks:
         return UsableRanks(recorded, tuple(steps), left_out)
     text = "no work of this rank lies in its marked steps: left out"
     empty = [
-        Note("no_steps_on_rank", text, trace.rank)
+        Note("no_steps_on_rank", text, trace.rank, Lack.STEPS)
         for trace, usable in zip(recorded, has_steps, strict=True)
         if not usable
     ]
@@ -121,6 +123,9 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
     ends = [step for step in (trace.device_stopped_step, trace.end_step) if step is not None]
     if ends:
         windows = [replace(w, kind="partial") if w.step >= min(ends) else w for w in windows]
+    if any(note.lack is Lack.FILE for note in trace.notes):
+        torn_ns = find_torn_end_ns(trace.events)
+        windows = [replace(w, kind="partial") if w.end_ns >= torn_ns else w for w in windows]
     windows = [replace(w, kind="partial") if w.step in host.partial else w for w in windows]
     notes = [*host.notes]
     if not host.whole and marked[-1].step not in host.partial and _is_torn(trace, marked):
@@ -187,7 +192,11 @@ def _mark_lost_work(
     """Marks steps whose device work was lost by the profiler as partial."""
     launches = collect_launches(trace.events)
     cut = find_lost_steps(launches, trace.events, [step.start_ns for step in marked])
-    notes = list(note_lost_work(launches, trace.events, trace.rank))
+    # Whether whole steps lack work, or only those that are partial for it.
+    step = np.searchsorted([one.start_ns for one in marked], launches.start_ns, side="right") - 1
+    in_whole = ~launches.has_work & ~np.append(cut, True)[step]
+    lack = Lack.KERNELS if in_whole.sum() > MIN_LOST_SHARE * len(step) else Lack.DEVICE_END
+    notes = list(note_lost_work(launches, trace.events, trace.rank, lack))
     partial: list[StepWindow] = [
         replace(w, kind="partial") if is_cut else w
         for w, is_cut in zip(windows, cut.tolist(), strict=True)
@@ -196,7 +205,7 @@ def _mark_lost_work(
     if numbers:
         listed = units.format_number_list(numbers)
         text = f"the profiler lost device work of step {listed}: partial"
-        notes.append(Note("device_work_cut", text, trace.rank))
+        notes.append(Note("device_work_cut", text, trace.rank, Lack.DEVICE_END))
     return partial, notes
 
 

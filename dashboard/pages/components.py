@@ -20,6 +20,7 @@ from stepsplit.analyzer.units import (
     format_milliseconds,
     format_parts,
     format_percent,
+    format_signed_percent,
 )
 from stepsplit.dashboard.bucket_styles import BUCKET_STYLES, BucketStyle
 from stepsplit.dashboard.figures import theme
@@ -117,10 +118,12 @@ def format_subtitle(report: Report) -> str:
         run.backend,
         None if run.torch is None else f"torch {run.torch}",
         None if run.nccl is None else f"NCCL {run.nccl}",
-        None if run.profiling_slowdown is None else f"profiling {run.profiling_slowdown:+.1%}",
+        None
+        if run.profiling_slowdown is None
+        else f"profiling {format_signed_percent(run.profiling_slowdown)}",
         None
         if run.slowdown_after_profiling is None
-        else f"after profiling {run.slowdown_after_profiling:+.1%}",
+        else f"after profiling {format_signed_percent(run.slowdown_after_profiling)}",
     ]
     return "  ·  ".join(part for part in parts if part)
 

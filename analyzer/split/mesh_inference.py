@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -9,12 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec import Struct
 
+from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.split.axis_signatures import Counts, Usage
 from stepsplit.analyzer.split.call_purposes import (
     DDP_FORWARD,
     CallPurposes,
     classify_parts,
     find_call_purposes,
+    find_issue_ns,
 )
 from stepsplit.analyzer.split.host_steps import count_profiled_steps
 from stepsplit.analyzer.split.mesh_groups import (
@@ -24,7 +27,7 @@ from stepsplit.analyzer.split.mesh_groups import (
     parse_single_axis,
 )
 from stepsplit.analyzer.split.message_patterns import Exchanges
-from stepsplit.analyzer.trace import OP_CODE, OPS, Calls, Group, Int64, RankTrace
+from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Calls, Group, Int64, RankTrace
 
 
 class _AxisEvidence(Struct, frozen=True):
@@ -174,15 +177,20 @@ SCALAR_BYTES = 1024
 """Collectives of at most this many bytes reduce a loss, a norm or a flag, not a tensor, unless a
 range shows their purpose. test_layout.py and test_strategies.py pass at half and at twice of it."""
 
-_GATHER, _SUM, _SCATTER = (OP_CODE[op] for op in ("all_gather", "all_reduce", "reduce_scatter"))
+_GATHER, _SUM, _SCATTER, _EXCHANGE = (
+    OP_CODE[op] for op in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+)
 
 
 @dataclass(slots=True)
 class _GroupCalls:
-    """The calls of a group, over the ranks: per step (early, late, early bytes, hooked), sizes of
+    """The calls of a group, over the ranks: per step (early, late, early bytes, hooked), by op
+    which are next to attention, which all_to_alls are next to grouped products, sizes of
     all_to_alls, whether FSDP issued each rank's gathers, and bytes reduced late and in all."""
 
     per_step: list[Counts] = field(default_factory=list)
+    attend: dict[int, list[Bool]] = field(default_factory=lambda: defaultdict(list))
+    grouped: list[Bool] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
     sharded: list[bool] = field(default_factory=list)
     activations: bool = False
@@ -201,7 +209,15 @@ class _GroupCalls:
             activations=self.activations,
             replicated=replicated,
             late_share=self.late_bytes / max(1, self.summed_bytes),
+            exchanges=bool(self.grouped),
+            gathers_attend=_compute_share(self.attend[_GATHER]),
+            exchanges_attend=_compute_share(self.attend[_EXCHANGE]),
+            grouped=_compute_share(self.grouped) or 0.0,
         )
+
+
+def _compute_share(which: Sequence[Bool]) -> float | None:
+    return float(np.concatenate(which).mean()) if which else None
 
 
 def measure_usage(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
@@ -216,6 +232,7 @@ def measure_usage(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
                 rows = np.flatnonzero((parts >= 0) & (trace.calls.group_id == group_id))
                 group = found[trace.groups[group_id]]
                 _add_calls(group, trace.calls, rows, parts[rows], purposes, steps)
+        _add_neighbors(found, trace)
     replicated = _find_replicated_groups(traces)
     every = dict.fromkeys([*replicated, *found])
     return {g: found[g].summarize(replicated=g in replicated) for g in every}
@@ -246,6 +263,52 @@ def _add_calls(
     after &= ~np.isin(size, size[sums & early])
     group.late_bytes += int(size[after].sum())
     group.summed_bytes += int(size[sums].sum())
+
+
+_GROUPED = re.compile(r"grouped|group_?gemm|GroupProblemShape|moe|expert", re.IGNORECASE)
+"""Products of experts by the names of their kernels or ops."""
+
+_PRODUCTS = frozenset({"gemm", "attention", "moe", "convolution"})
+"""Families of kernels that a layer is made of; norms and copies lie anywhere in between."""
+
+
+def _add_neighbors(found: Mapping[Group, _GroupCalls], trace: RankTrace) -> None:
+    """Adds which all_gathers and all_to_alls of a rank are next to attention, or to experts, in the
+    order in which its host issued them: keys and values are gathered before it, heads exchanged
+    before and after it."""
+    calls, events = trace.calls, trace.events
+    moves = np.isin(calls.op, (_GATHER, _EXCHANGE)) & (calls.group_id >= 0)
+    size = calls.message_bytes
+    rows = np.flatnonzero(moves & ((size < 0) | (size > SCALAR_BYTES)))
+    if not len(rows):
+        return
+    work = np.flatnonzero(trace.kinds.computes)
+    issued = events.find_launch_ns(work) if trace.on_device else events.start_ns[work]
+    names = list_distinct(events.name_id[work]).tolist()
+    family = {name: trace.kinds.find_family(name) for name in names}
+    layers = [name for name in names if family[name] in _PRODUCTS]
+    chosen = np.isin(events.name_id[work], layers) & (issued >= 0)
+    order = np.argsort(issued[chosen], kind="stable")
+    issued, name = issued[chosen][order], events.name_id[work][chosen][order]
+    if not len(issued):
+        return
+    attends = np.isin(name, [one for one in layers if family[one] == "attention"])
+    experts = [n for n in layers if family[n] == "moe" or _GROUPED.search(events.names[n])]
+    groups = np.isin(name, experts)
+    after = np.searchsorted(issued, find_issue_ns(trace)[rows])
+    before, after = np.maximum(after - 1, 0), np.minimum(after, len(issued) - 1)
+    exchanges = calls.op[rows] == _EXCHANGE
+    near_attention = attends[after] | (exchanges & attends[before])
+    near_experts = groups[after] | groups[before]
+    for group_id in np.unique(calls.group_id[rows]).tolist():
+        here = calls.group_id[rows] == group_id
+        group = found[trace.groups[group_id]]
+        for op in (_GATHER, _EXCHANGE):
+            mine = here & (calls.op[rows] == op)
+            if mine.any() and attends.any():
+                group.attend[op].append(near_attention[mine])
+        if (here & exchanges).any():
+            group.grouped.append(near_experts[here & exchanges])
 
 
 def _find_replicated_groups(traces: Sequence[RankTrace]) -> dict[Group, None]:

@@ -25,9 +25,11 @@ from stepsplit.analyzer.split.mesh_groups import (
     fit_line,
     parse_group_name,
     parse_single_axis,
+    remove_lines,
 )
 from stepsplit.analyzer.split.message_patterns import Exchanges
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Calls, Group, Int64, RankTrace
+from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
 
 class _AxisEvidence(Struct, frozen=True):
@@ -40,10 +42,16 @@ class _AxisEvidence(Struct, frozen=True):
 
 class InferredAxes(Struct, frozen=True):
     """The axis of each group that has one; marked holds the groups whose axis the ranges around
-    their calls show."""
+    their calls show.
+
+    spans: the axes of groups that reduce gradients along cp too, lines: the line of their other
+    axis.
+    """
 
     axes: Mapping[Group, str]
     marked: Set[Group]
+    spans: Mapping[Group, frozenset[str]]
+    lines: Mapping[str, RankLine]
 
 
 def infer_axes(
@@ -66,6 +74,11 @@ def infer_axes(
     }
     unnamed = {g: u for g, u in used.items() if not parse_group_name(g.description).axes}
     axes = _infer_by_shape(unnamed, stage)
+    contexts = [*rings, *(g.ranks for g, axis in (axes | named_axes).items() if axis == "cp")]
+    spans, rest = _split_context(axes, contexts)
+    axes = {g: axis for g, axis in axes.items() if g not in spans} | {
+        g: "cp" for g, along in spans.items() if along == {"cp"}
+    }
     evidence = _AxisEvidence(
         summed={_compute_shape(group) for group, usage in used.items() if usage.sums_gradients},
         axes={(_compute_shape(group), axis) for group, axis in (axes | named_axes).items()},
@@ -73,12 +86,44 @@ def infer_axes(
     )
     clear = {group: axis for group, axis in axes.items() if not _is_doubtful(group, axis, evidence)}
     lines: dict[str, set[RankLine | None]] = defaultdict(set)
-    for group, axis in (named_axes | clear).items():
-        lines[axis].add(fit_line(group.ranks))
+    for axis, line in [
+        *((axis, fit_line(group.ranks)) for group, axis in (named_axes | clear).items()),
+        *rest,
+    ]:
+        lines[axis].add(line)
     one_line = {g: axis for g, axis in clear.items() if axis == "ep" or len(lines[axis]) == 1}
     rings_only = {g: a for g, a in named_axes.items() if not parse_group_name(g.description).axes}
     marked = {g for g, axis in one_line.items() if used[g].find_marked_axis() == axis}
-    return InferredAxes(one_line | rings_only, marked)
+    others = {axis: line for axis, line in rest if line is not None and lines[axis] == {line}}
+    several = {
+        g: along for g, along in spans.items() if "cp" not in along or along - {"cp"} <= set(others)
+    }
+    return InferredAxes(one_line | rings_only, marked, several, others)
+
+
+def _split_context(
+    axes: Mapping[Group, str], contexts: Collection[tuple[int, ...]]
+) -> tuple[dict[Group, frozenset[str]], list[tuple[str, RankLine | None]]]:
+    """The axes of the groups that reduce gradients over whole lines of cp, whose ranks have the
+    same weights, and the line that is left of each along its own axis.
+
+    Groups that reduce the gradients of experts have an axis and no line of the mesh.
+    """
+    spans: dict[Group, frozenset[str]] = {}
+    rest: list[tuple[str, RankLine | None]] = []
+    for group, axis in axes.items():
+        inside = next((ranks for ranks in contexts if set(ranks) <= set(group.ranks)), None)
+        if axis in DATA_PARALLEL and _replicates_experts(group, axis, axes):
+            spans[group] = frozenset({axis})
+        if axis not in DATA_PARALLEL or inside is None:
+            continue
+        if len(inside) == len(group.ranks):
+            spans[group] = frozenset({"cp"})
+        elif (context := fit_line(sorted(inside))) is not None:
+            spans[group] = frozenset({axis, "cp"})
+            offsets = [rank - min(group.ranks) for rank in group.ranks]
+            rest.append((axis, fit_line(remove_lines(offsets, [context]))))
+    return spans, rest
 
 
 def find_marked_axes(traces: Sequence[RankTrace]) -> dict[Group, str]:
@@ -136,12 +181,13 @@ def _infer_by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> di
         elif axis is not None and line and len({stage.get(rank) for rank in group.ranks}) == 1:
             axes[group] = axis
             (marked_by_line if usage.find_marked_axis() else by_line)[line].add(axis)
-    agreed = {line: found for line, found in (by_line | marked_by_line).items() if len(found) == 1}
-    return {
-        g: a
-        for g, a in axes.items()
-        if a == "ep" or agreed.get(fit_line(g.ranks) or RankLine(1, 1)) == {a}
-    }
+    agreed: dict[RankLine | None, set[str]] = {}
+    for line, axes_of_line in (by_line | marked_by_line).items():
+        # Ranks along cp reduce gradients too, often on a group of their own.
+        own = axes_of_line - {*DATA_PARALLEL} if "cp" in axes_of_line else axes_of_line
+        if len(own) == 1:
+            agreed[line] = axes_of_line
+    return {g: a for g, a in axes.items() if a == "ep" or a in agreed.get(fit_line(g.ranks), ())}
 
 
 def _is_doubtful(group: Group, axis: str, evidence: _AxisEvidence) -> bool:
@@ -159,6 +205,16 @@ def _is_doubtful(group: Group, axis: str, evidence: _AxisEvidence) -> bool:
     if axis == "dp_shard" and any(shape < other for other in evidence.summed):
         return True
     return any(other < shape for other, of in evidence.axes if of not in (axis, "ep"))
+
+
+def _replicates_experts(group: Group, axis: str, axes: Mapping[Group, str]) -> bool:
+    """Whether the group has one rank of each of several ep groups, and is part of a group of its
+    own axis that contains these whole."""
+    ranks = set(group.ranks)
+    larger = [g.ranks for g, other in axes.items() if other == axis and ranks < set(g.ranks)]
+    experts = [g.ranks for g, other in axes.items() if other == "ep" and ranks & {*g.ranks}]
+    alone = len(experts) > 1 and all(len(ranks & {*one}) == 1 for one in experts)
+    return alone and any(all({*one} < {*whole} for one in experts) for whole in larger)
 
 
 def _compute_shape(group: Group) -> frozenset[int]:

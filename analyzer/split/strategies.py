@@ -282,7 +282,11 @@ SIGNATURES = (
                 detail="all-gather",
             ),
         ),
-        device_patterns=(Pattern(needs=(IsAlong(("cp",)), HasCalls(MESSAGES)), detail="ring"),),
+        device_patterns=(
+            Pattern(needs=(IsAlong(("cp",)), HasCalls(MESSAGES)), detail="ring"),
+            Pattern(needs=(IsAlong(("cp",)), HasCalls(EXCHANGE)), detail="ulysses"),
+            Pattern(needs=(IsAlong(("cp",)), HasCalls(GATHER)), detail="all-gather"),
+        ),
     ),
     Signature(
         name="ep",

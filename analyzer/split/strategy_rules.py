@@ -195,9 +195,9 @@ GATHERED_TWICE = Pattern(
 )
 
 ONLY_SUMMED = Pattern(
-    needs=(IsAlong(("dp_replicate",)), HasCalls(SUM)),
+    needs=(IsAlong(("dp_replicate", "cp")), HasCalls(SUM)),
     # Other collectives may be the weight updates of zero-1.
-    absent=(HasCalls((*_WEIGHT_RETURNS, *GRADIENT_SCATTERS)),),
+    absent=(IsAlong(("cp",)), HasCalls((*_WEIGHT_RETURNS, *GRADIENT_SCATTERS))),
 )
 
 

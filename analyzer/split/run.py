@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts,
 from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
 from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
-from stepsplit.analyzer.split.microbatch_slots import find_slots
+from stepsplit.analyzer.split.microbatch_slots import count_chunks, find_slots
 from stepsplit.analyzer.split.overlap import Overlap, compute_overlaps
 from stepsplit.analyzer.split.phases import infer_phases
 from stepsplit.analyzer.split.pipeline import (
@@ -128,7 +128,7 @@ def split_run(
     matched, alignment = _match_and_align(traces)
     steps = unify_step_numbers(usable.steps, matched)
     arrivals = compute_arrivals(traces, matched, alignment, model)
-    context = RunContext(matched, arrivals, alignment, layout)
+    context = RunContext(matched, arrivals, alignment, layout, count_chunks(traces, layout))
     ranks = [
         split_rank(i, *one, context) for i, one in enumerate(zip(traces, work, steps, strict=True))
     ]
@@ -303,12 +303,14 @@ def _compute_overlaps(rank: RankSplit, context: RunContext) -> tuple[Overlap, ..
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What needs all ranks: matched calls, arrivals, clocks (in trace order) and rank layout."""
+    """What needs all ranks: matched calls, arrivals, clocks (in trace order), rank layout, and the
+    stages on each rank of a pipeline where there are several."""
 
     matched: MatchedCalls
     arrivals: Arrivals
     alignment: Alignment
     layout: RankLayout
+    chunks: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +348,7 @@ def split_rank(
     held = find_held_gaps(trace, times, work.compute)
     pieces = held.end_calls(split_calls(trace, times, context.arrivals.last[rows], layout))
     attribution = attribute(windows.windows, work, pieces, held)
-    slots = find_slots(trace, layout).slots
+    slots = find_slots(trace, layout, context.chunks.get(trace.rank, 1)).slots
     bands = [_select_window(attribution.band, i, clock) for i in range(len(windows.windows))]
     # The grid of each window, from the slots that start in it; the result is on the common clock.
     own = np.array([(box.start_ns, box.end_ns) for box in slots], dtype=np.int64).reshape(-1, 2)

@@ -33,6 +33,7 @@ COMM_STREAMS = {
     "tp": 20, "dp": 32, "ep": 36, "cp": 40, "expert_dp": 52, "world": 56, "replicas": 60,
 }  # fmt: skip
 ACTIVATION_STREAM, GRADIENT_STREAM = 24, 28
+SENDS_APART = 40
 RING_SEND_STREAM, RING_RECEIVE_STREAM = 44, 48
 RANKS_PER_HOST = 8
 
@@ -693,6 +694,8 @@ class _Process:
             return None
         peer = self.rank + (rank - self.stage) * job.tp * job.cp * job.dp
         stream = ACTIVATION_STREAM if channel == "activation" else GRADIENT_STREAM
+        # Around a ring of stages a send must not wait behind a receive.
+        stream += SENDS_APART if op == "send" else 0
         return self.message(op, "pp", peer, channel, stream, 8_388_608, job.message_ns)
 
     def _run_pipeline(self) -> list[_Work]:

@@ -137,7 +137,9 @@ def split_run(
     schedule = _infer_schedule(layout, ranks, spec, ideal_bubble) if stage_bubbles else None
     notes = _collect_notes(usable, steps, layout, alignment, matched)
     notes += tuple(note for rank in ranks if (note := _note_few_ops(rank)) is not None)
-    if layout.pipelines and not any(grid.slots for grid in grids.values()):
+    complete = any({rank.trace.rank for rank in ranks} >= {*line} for line in layout.pipelines)
+    inferred = stage_bubbles if complete else [grid for grid in grids.values() if grid.slots]
+    if layout.pipelines and not inferred:
         notes += (_NO_GRID,)
     return RunSplit(
         ranks=tuple(ranks),

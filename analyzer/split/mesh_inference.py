@@ -336,23 +336,35 @@ def _add_neighbors(found: Mapping[Group, _GroupCalls], trace: RankTrace) -> None
     moves = np.isin(calls.op, (_GATHER, _EXCHANGE)) & (calls.group_id >= 0)
     size = calls.message_bytes
     rows = np.flatnonzero(moves & ((size < 0) | (size > SCALAR_BYTES)))
+
+    def find_issued_ns(event: Int64) -> Int64:
+        return events.find_launch_ns(event) if trace.on_device else events.start_ns[event]
+
+    called = find_issued_ns(calls.event[rows]) if trace.on_device else find_issue_ns(trace)[rows]
+    rows, called = rows[called >= 0], called[called >= 0]
     if not len(rows):
         return
     work = np.flatnonzero(trace.kinds.computes)
-    issued = events.find_launch_ns(work) if trace.on_device else events.start_ns[work]
+    issued = find_issued_ns(work)
     names = list_distinct(events.name_id[work]).tolist()
     family = {name: trace.kinds.find_family(name) for name in names}
     layers = [name for name in names if family[name] in _PRODUCTS]
     chosen = np.isin(events.name_id[work], layers) & (issued >= 0)
-    order = np.argsort(issued[chosen], kind="stable")
-    issued, name = issued[chosen][order], events.name_id[work][chosen][order]
-    if not len(issued):
+    work, issued = work[chosen], issued[chosen]
+    if not len(work):
         return
+    # The kernels of a graph have one launch; among them the order on the device counts.
+    event = np.concatenate((work, calls.event[rows]))
+    order = np.lexsort((events.start_ns[event], np.concatenate((issued, called))))
+    before_call = np.cumsum(order < len(work))
+    after = np.empty(len(event), dtype=np.int64)
+    after[order] = before_call
+    after = after[len(work) :]
+    name = events.name_id[work[order[order < len(work)]]]
     attends = np.isin(name, [one for one in layers if family[one] == "attention"])
     experts = [n for n in layers if family[n] == "moe" or _GROUPED.search(events.names[n])]
     groups = np.isin(name, experts)
-    after = np.searchsorted(issued, find_issue_ns(trace)[rows])
-    before, after = np.maximum(after - 1, 0), np.minimum(after, len(issued) - 1)
+    before, after = np.maximum(after - 1, 0), np.minimum(after, len(work) - 1)
     exchanges = calls.op[rows] == _EXCHANGE
     near_attention = attends[after] | (exchanges & attends[before])
     near_experts = groups[after] | groups[before]

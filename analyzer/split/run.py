@@ -50,7 +50,7 @@ from stepsplit.analyzer.split.transfers import (
     split_calls,
 )
 from stepsplit.analyzer.split.work import Work, collect_work
-from stepsplit.analyzer.split.world_group import assign_world_group
+from stepsplit.analyzer.split.world_group import assign_world_group, drop_lone_calls
 from stepsplit.analyzer.trace import COMPILES, Category, Note, RankTrace, find_earlier_calls
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
@@ -121,7 +121,7 @@ def split_run(
     A rank without device data or steps is left out, with a note. Raises DataError if none is left.
     """
     usable = select_usable_ranks(traces)
-    traces = assign_world_group(usable.traces)
+    traces = assign_world_group([drop_lone_calls(trace) for trace in usable.traces])
     layout = infer_layout(spec, traces, mesh)
     traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]
@@ -134,7 +134,9 @@ def split_run(
     ]
     grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
     stage_bubbles = compute_stage_bubbles(layout.pipelines, grids)
-    schedule = _infer_schedule(layout, ranks, spec, ideal_bubble) if stage_bubbles else None
+    schedule = (
+        _infer_schedule(layout, ranks, spec, ideal_bubble, stage_bubbles) if stage_bubbles else None
+    )
     notes = _collect_notes(usable, steps, layout, alignment, matched)
     notes += tuple(note for rank in ranks if (note := _note_few_ops(rank)) is not None)
     complete = any({rank.trace.rank for rank in ranks} >= {*line} for line in layout.pipelines)
@@ -177,8 +179,17 @@ def _match_and_align(traces: Sequence[RankTrace]) -> tuple[MatchedCalls, Alignme
     return matched, alignment
 
 
+_ROUNDED = 0.02
+"""An ideal that is higher than what was measured by no more than this is that, rounded: the edges
+of slots are those of kernels. By more it is that of another schedule, and none."""
+
+
 def _infer_schedule(
-    layout: RankLayout, ranks: Sequence[RankSplit], spec: RunSpec | None, ideal_bubble: IdealBubble
+    layout: RankLayout,
+    ranks: Sequence[RankSplit],
+    spec: RunSpec | None,
+    ideal_bubble: IdealBubble,
+    bubbles: Sequence[StageBubble],
 ) -> Schedule:
     """The schedule named in run.json, else inferred from the order of work on all stages."""
     by_rank = {rank.trace.rank: rank for rank in ranks}
@@ -189,6 +200,9 @@ def _infer_schedule(
     configured = spec.training.schedule if spec and spec.training else None
     name = normalize_schedule(configured) if configured else detected.name or _UNKNOWN
     ideal = ideal_bubble(name, len(line), detected.microbatches, detected.chunks, detected.times_ns)
+    measured = sum(one.bubble_ns for one in bubbles) / max(1, sum(one.window_ns for one in bubbles))
+    if ideal is not None and ideal > measured:
+        ideal = measured if ideal <= measured + _ROUNDED else None
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
 
 

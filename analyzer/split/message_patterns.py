@@ -71,7 +71,7 @@ def find_exchanges(traces: Sequence[RankTrace]) -> Exchanges:
             line = tuple(sorted(ranks)) if both_ways else line
             if line:
                 pipelines[line] = None
-            elif (swap and len(ranks) == 2) or _is_ring(ranks, traffic):
+            elif (swap and _can_be_ring(ranks, by_rank)) or _is_ring(ranks, traffic):
                 rings[tuple(sorted(ranks))] = None
             elif not aside:
                 doubtful |= set(ranks)
@@ -199,6 +199,21 @@ def _is_ring(ranks: Ranks, traffic: _Traffic) -> bool:
     starters = [rank for rank in ranks if traffic.first_is_send.get(rank, False)]
     one_way = len(ways) == len(ranks) == len({source for source, _ in ways})
     return one_way and len(counts) == 1 and len(starters) > 1
+
+
+def _can_be_ring(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
+    """Whether two ranks may pass blocks around within a layer: then its backward does so too.
+
+    Messages in no backward are of a pipeline, without marks of steps one of unknown directions.
+    """
+    if len(ranks) != 2:
+        return False
+    for trace in (by_rank[rank] for rank in ranks if rank in by_rank):
+        passes = find_backward_spans(trace)
+        when = find_issue_ns(trace)[trace.calls.is_message]
+        if len(passes) and not is_inside(passes, when).any():
+            return False
+    return True
 
 
 def _only_swap(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:

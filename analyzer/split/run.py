@@ -120,8 +120,8 @@ def split_run(
 
     A rank without device data or steps is left out, with a note. Raises DataError if none is left.
     """
-    usable = select_usable_ranks(traces)
-    traces = assign_world_group([drop_lone_calls(trace) for trace in usable.traces])
+    usable = select_usable_ranks([drop_lone_calls(trace) for trace in traces])
+    traces = assign_world_group(usable.traces)
     layout = infer_layout(spec, traces, mesh)
     traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]

@@ -73,7 +73,7 @@ def order_passes(
 
     A stage sends the output of a pass right after it, so that what it launched before a message to
     the next stage is a forward, before one to the previous stage a backward. Receives may be posted
-    early. Two passes without a message in between are told by the thread that launched them, or by
+    early. Passes without a message in between are separated by the thread that launched them, or by
     a sequence of kernels that repeats that of other passes. Weight gradients are what backwards
     launch after their output was sent.
 

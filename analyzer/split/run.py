@@ -179,9 +179,9 @@ def _match_and_align(traces: Sequence[RankTrace]) -> tuple[MatchedCalls, Alignme
     return matched, alignment
 
 
-_ROUNDED = 0.02
-"""An ideal that is higher than what was measured by no more than this is that, rounded: the edges
-of slots are those of kernels. By more it is that of another schedule, and none."""
+_FITS_BETTER = 0.02
+"""By how much microbatches of unequal length may leave less of a bubble than equal ones. If it is
+less by more, the work was ordered as by another schedule, whose ideal is unknown."""
 
 
 def _infer_schedule(
@@ -201,8 +201,8 @@ def _infer_schedule(
     name = normalize_schedule(configured) if configured else detected.name or _UNKNOWN
     ideal = ideal_bubble(name, len(line), detected.microbatches, detected.chunks, detected.times_ns)
     measured = sum(one.bubble_ns for one in bubbles) / max(1, sum(one.window_ns for one in bubbles))
-    if ideal is not None and ideal > measured:
-        ideal = measured if ideal <= measured + _ROUNDED else None
+    if ideal is not None and ideal > measured + _FITS_BETTER:
+        ideal = None
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
 
 

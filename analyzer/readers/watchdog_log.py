@@ -39,7 +39,7 @@ class TimedOut(Struct, frozen=True):
     waited_ms: int
 
 
-class GroupStatus(Struct, frozen=True):
+class WatchdogStatus(Struct, frozen=True):
     """How far a rank came in a group, as its watchdog says.
 
     Attributes:
@@ -65,7 +65,7 @@ class WatchdogLog(Struct, frozen=True):
     """What watchdogs wrote, each thing once, in the order of the log."""
 
     timeouts: tuple[TimedOut, ...]
-    statuses: tuple[GroupStatus, ...]
+    statuses: tuple[WatchdogStatus, ...]
 
 
 _JOB_RANK = re.compile(r"\[rank(\d{1,7})\]:")
@@ -102,7 +102,7 @@ def read_watchdog_log(source: Source) -> WatchdogLog:
 def parse_watchdog_lines(lines: Iterable[str]) -> WatchdogLog:
     """What these lines say; a line may hold what several threads wrote at once."""
     timeouts: dict[TimedOut, None] = {}
-    statuses: dict[GroupStatus, None] = {}
+    statuses: dict[WatchdogStatus, None] = {}
     for line in lines:
         if "Rank" not in line:
             continue
@@ -126,7 +126,7 @@ def parse_watchdog_lines(lines: Iterable[str]) -> WatchdogLog:
             # Before torch 2.5 the name of a group is all there is; later it is its GUID.
             group = match["guid"] or match["id"]
             statuses[
-                GroupStatus(
+                WatchdogStatus(
                     rank,
                     is_group_rank,
                     group,

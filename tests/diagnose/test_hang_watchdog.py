@@ -10,7 +10,7 @@ from support.required import shared_repro
 
 from stepsplit.analyzer import DataError, Hang
 from stepsplit.analyzer.diagnose.hang.find import read_calls
-from stepsplit.analyzer.readers.watchdog_log import GroupStatus, TimedOut, parse_watchdog_lines
+from stepsplit.analyzer.readers.watchdog_log import TimedOut, WatchdogStatus, parse_watchdog_lines
 from stepsplit.dashboard.reporters.hang import build_hang_screen
 
 WORK = "WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn=64, NumelOut=64, Timeout(ms)=600000)"
@@ -76,23 +76,23 @@ def examine(folder: Path, *lines: str) -> Hang:
             "[rank0]:[E321 ProcessGroupNCCL.cpp:1664] [PG 1 Rank 0] Exception (either an error or "
             "timeout) detected by watchdog at work: 1580, last enqueued NCCL work: 1582, last "
             "completed NCCL work: 1579.",
-            GroupStatus(0, False, "1", "", 1580, 1582, 1579),
+            WatchdogStatus(0, False, "1", "", 1580, 1582, 1579),
         ),
         (
             "[rank3]:[E909 ProcessGroupNCCL.cpp:1709] [PG 0 (default_pg) Rank 3] Timeout at NCCL "
             "work: 2070, last enqueued NCCL work: 2082, last completed NCCL work: 2069.",
-            GroupStatus(3, False, "0", "default_pg", 2070, 2082, 2069),
+            WatchdogStatus(3, False, "0", "default_pg", 2070, 2082, 2069),
         ),
         (
             "[rank1]:[E626 ProcessGroupNCCL.cpp:1785] [PG ID 2 PG GUID 5(TP) Rank 1] Exception "
             "(either an error or timeout) detected by watchdog at work: 808, last enqueued NCCL "
             "work: 811, last completed NCCL work: 807.",
-            GroupStatus(1, False, "5", "TP", 808, 811, 807),
+            WatchdogStatus(1, False, "5", "TP", 808, 811, 807),
         ),
-        (status(2), GroupStatus(2, False, "0", "default_pg", 24, 30, 23)),
+        (status(2), WatchdogStatus(2, False, "0", "default_pg", 24, 30, 23)),
     ],
 )  # fmt: skip
-def test_the_wordings_of_torch(line: str, expected: TimedOut | GroupStatus) -> None:
+def test_the_wordings_of_torch(line: str, expected: TimedOut | WatchdogStatus) -> None:
     log = parse_watchdog_lines([line])
     assert [*log.timeouts, *log.statuses] == [expected]
 

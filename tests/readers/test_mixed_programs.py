@@ -40,8 +40,8 @@ def test_two_programs_with_other_ranks_are_named(tmp_path: Path) -> None:
     report = analyze(tmp_path)
     (message,) = [row.message for row in report.warnings if row.code == "mixed_world_sizes"]
     assert message == (
-        "traces of different world sizes (6 by rank 0; 8 by rank 1, 2, 3): of two programs, such as a "
-        "trainer and its rollouts, or of two runs; analyze each one's traces by themselves"
+        "traces of different world sizes (6 by rank 0; 8 by rank 1, 2, 3): of two programs, such "
+        "as a trainer and its rollouts, or of two runs; analyze each one's traces by themselves"
     )
 
 

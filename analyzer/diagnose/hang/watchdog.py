@@ -27,7 +27,7 @@ from stepsplit.analyzer.diagnose.hang.sentences import (
     format_ranks,
     format_verdict,
 )
-from stepsplit.analyzer.readers.watchdog_log import GroupStatus, TimedOut, WatchdogLog
+from stepsplit.analyzer.readers.watchdog_log import TimedOut, WatchdogLog, WatchdogStatus
 
 _UNKNOWN_GROUP = "?"
 
@@ -103,7 +103,7 @@ def examine_watchdog_logs(logs: Sequence[WatchdogLog]) -> Hang:
     )
 
 
-def _find_group(one: TimedOut, statuses: Sequence[GroupStatus]) -> tuple[str, str]:
+def _find_group(one: TimedOut, statuses: Sequence[WatchdogStatus]) -> tuple[str, str]:
     """The group in which the rank's watchdog gave up on this call; unknown if no line says so."""
     named = {
         (status.group, status.description)
@@ -116,7 +116,7 @@ def _find_group(one: TimedOut, statuses: Sequence[GroupStatus]) -> tuple[str, st
 def _build_stuck(
     key: tuple[str, str, int, str],
     waiting: dict[int, TimedOut],
-    statuses: Sequence[GroupStatus],
+    statuses: Sequence[WatchdogStatus],
     ranks: Sequence[int],
 ) -> Stuck:
     group, description, seq, op = key

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers import event_store
 from stepsplit.analyzer.readers.compression import is_url
@@ -145,18 +146,48 @@ def _infer_name(place: str) -> str:
 
 
 def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
-    """Notes on signs that the traces are from several runs."""
+    """Notes on signs that the traces are from several runs, or of several programs of one job, such
+    as a trainer and its rollouts.
+
+    Raises DataError if groups of the same ranks are of two programs: their calls would be matched.
+    """
+    notes = []
     devices = {trace.device for trace in traces if trace.device}
-    # A trace without a stated world size has the smallest one that its rank allows.
-    sizes = {str(trace.world_size) for trace in traces if trace.world_size > trace.rank + 1}
-    return [
-        Note(
-            f"mixed_{what.replace(' ', '_')}",
-            f"traces of different {what} ({', '.join(sorted(values))}): are they from one run?",
-        )
-        for what, values in (("devices", devices), ("world sizes", sizes))
-        if len(values) > 1
+    if len(devices) > 1:
+        text = f"traces of different devices ({', '.join(sorted(devices))}): are they from one run?"
+        notes.append(Note("mixed_devices", text))
+    by_size: dict[int, list[RankTrace]] = defaultdict(list)
+    for trace in traces:
+        # A trace without a stated world size has the smallest one that its rank allows.
+        if trace.world_size > trace.rank + 1:
+            by_size[trace.world_size].append(trace)
+    # A rank that is in none of its own groups has another number in its program.
+    strangers = [
+        trace
+        for trace in traces
+        if any(group.ranks for group in trace.groups)
+        and not any(trace.rank in group.ranks for group in trace.groups)
     ]
+    if strangers and len(strangers) < len(traces):
+        numbers = units.format_number_list([trace.rank for trace in strangers])
+        inner = sorted({rank for trace in strangers for g in trace.groups for rank in g.ranks})
+        problem = (
+            f"rank {numbers} by the name of its file, of a program whose groups have ranks"
+            f" {units.format_number_list(inner)}, and other traces are of another program"
+        )
+        hint = "analyze the traces of each program (trainer, rollouts) in a folder of its own"
+        raise DataError(strangers[0].source, problem, hint)
+    if len(by_size) > 1:
+        sides = "; ".join(
+            f"{size} by rank {units.format_number_list([trace.rank for trace in own])}"
+            for size, own in sorted(by_size.items())
+        )
+        text = (
+            f"traces of different world sizes ({sides}): of two programs, such as a trainer and its"
+            " rollouts, or of two runs; analyze each one's traces by themselves"
+        )
+        notes.append(Note("mixed_world_sizes", text))
+    return notes
 
 
 def _drop_stale_ranks(

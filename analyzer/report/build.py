@@ -21,6 +21,7 @@ from stepsplit.analyzer.report.diagnosis_rows import (
     SlowKernel,
 )
 from stepsplit.analyzer.report.headline import LackingRow, summarize
+from stepsplit.analyzer.report.kind_rows import build_kind_rows
 from stepsplit.analyzer.report.report import (
     UNKNOWN_HOST,
     AxisSize,
@@ -89,6 +90,9 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         groups=_build_groups(split),
         summary=summarize(steps, exposed, _build_lacks(run, all_notes)),
         steps=steps,
+        step_kinds=build_kind_rows(
+            split.kinds, steps, on_device=any(rank.trace.on_device for rank in split.ranks)
+        ),
         exposed=exposed,
         clocks=tuple(
             ClockRow(

@@ -62,7 +62,8 @@ class BucketMean(Struct, frozen=True):
 
 
 class OtherSteps(Struct, frozen=True):
-    """The complete steps that make other calls than most: an evaluation, a rollout, an outer step.
+    """The complete steps that make other calls than most, or do more work on every rank: an
+    evaluation, a rollout, an outer step.
 
     Attributes:
         steps: their numbers.
@@ -90,7 +91,7 @@ class OtherSteps(Struct, frozen=True):
         place = max(range(len(apart)), key=lambda at: abs(apart[at]))
         sign = "+" if apart[place] >= 0 else "-"
         return (
-            f"{count} of {every} complete steps make other calls ({numbers}): "
+            f"{count} of {every} complete steps do other work ({numbers}): "
             f"{units.format_milliseconds(self.step_ns)} each, most apart in {BUCKETS[place]} "
             f"({sign}{units.format_milliseconds(abs(apart[place]))}); they take "
             f"{units.format_percent(self.share)} of the time, and all {every} steps take "

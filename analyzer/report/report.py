@@ -26,6 +26,7 @@ from stepsplit.analyzer.report.headline import (
     round_shares,
     summarize,
 )
+from stepsplit.analyzer.report.kind_rows import StepKindRow
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.coverage import Coverage
@@ -650,6 +651,7 @@ class Report(Struct, frozen=True, kw_only=True):
         groups: process groups.
         summary: the mean step, part by part; None without steps and in older reports.
         steps: split of each step of each rank.
+        step_kinds: kinds of the complete steps, the headline first; empty if all are of one.
         exposed: exposed communication by axis and phase.
         clocks: clock alignment of the ranks.
         collectives: collectives by group, op and size.
@@ -689,6 +691,7 @@ class Report(Struct, frozen=True, kw_only=True):
     groups: tuple[GroupRow, ...] = ()
     summary: Summary | None = None
     steps: tuple[StepRow, ...] = ()
+    step_kinds: tuple[StepKindRow, ...] = ()
     exposed: tuple[ExposedRow, ...] = ()
     clocks: tuple[ClockRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()

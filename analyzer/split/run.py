@@ -36,6 +36,7 @@ from stepsplit.analyzer.split.pipeline import (
     sum_bubble_covered_ns,
 )
 from stepsplit.analyzer.split.schedule import detect_schedule, normalize_schedule
+from stepsplit.analyzer.split.step_kinds import StepKind, find_step_kinds, mark_more_work
 from stepsplit.analyzer.split.step_numbers import unify_step_numbers
 from stepsplit.analyzer.split.step_times import Variation, compute_variation
 from stepsplit.analyzer.split.steps import Steps, UsableRanks, select_usable_ranks
@@ -104,6 +105,7 @@ class RunSplit:
     detail: Detail
     notes: tuple[Note, ...]
     strategies: tuple[Strategy, ...]
+    kinds: tuple[StepKind, ...] = ()
 
 
 def split_run(
@@ -126,7 +128,7 @@ def split_run(
     traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]
     matched, alignment = _match_and_align(traces)
-    steps = unify_step_numbers(usable.steps, matched)
+    steps = mark_more_work(traces, unify_step_numbers(usable.steps, matched))
     arrivals = compute_arrivals(traces, matched, alignment, model)
     context = RunContext(matched, arrivals, alignment, layout, count_chunks(traces, layout))
     ranks = [
@@ -162,6 +164,7 @@ def split_run(
             layout,
             None if schedule is None or schedule.name == _UNKNOWN else schedule.name,
         ),
+        kinds=find_step_kinds(traces, steps, matched, layout),
     )
 
 

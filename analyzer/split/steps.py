@@ -296,19 +296,31 @@ def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
     step_of = np.searchsorted(begins, when, side="right") - 1
     counts = _count_calls(trace, step_of, len(marked))
     signatures = _build_signatures(trace, step_of, when, counts)
-    usual = _find_usual(signatures, counts)
+    usual = _find_usual(signatures, counts, count_optimizer_steps(trace, marked))
     return ["full" if usual in (None, signature) else "other" for signature in signatures]
 
 
-def _find_usual(signatures: Sequence[bytes], counts: Int64) -> bytes | None:
-    """The signature of most steps; or of a third of them, if no other one is of as many and the
-    rest have the same calls and more, as those of an evaluation; None if there is none."""
-    (usual, most), *others = Counter(signatures).most_common(2)
-    if 2 * most > len(signatures):
-        return usual
-    are_more = bool((counts >= counts[signatures.index(usual)]).all())
-    is_first = all(count < most for _, count in others)
-    return usual if are_more and is_first and 3 * most >= len(signatures) else None
+def _find_usual(signatures: Sequence[bytes], counts: Int64, stepped: Int64) -> bytes | None:
+    """The signature of most steps; or of about as many as any other, at least two and a third of
+    them, if the rest have the same calls and more, as those of an evaluation; None if there is
+    none.
+
+    Of a loop that evaluates in every second step either kind may be recorded once more often.
+    """
+    ranked = Counter(signatures).most_common()
+    most = ranked[0][1]
+    for signature, count in ranked:
+        at = signatures.index(signature)
+        are_more = bool((counts >= counts[at]).all()) and counts[at].any()
+        # A step without an optimizer, where others have one, is cut off or skipped.
+        is_whole = bool(stepped[at]) or not stepped.any()
+        is_frequent = count >= max(most - 1, _MIN_USUAL) and 3 * count >= len(signatures)
+        if is_frequent and are_more and is_whole:
+            return signature
+    return ranked[0][0] if 2 * most > len(signatures) else None
+
+
+_MIN_USUAL = 2
 
 
 def _count_calls(trace: RankTrace, step_of: Int64, steps: int) -> Int64:

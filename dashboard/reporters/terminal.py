@@ -181,7 +181,7 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
     ]
 
 
-_LEFT_OUT = {"partial": "partial", "other": "other calls"}
+_LEFT_OUT = {"partial": "partial", "other": "other work"}
 
 
 def _format_left_out(report: Report, number: int) -> str:

@@ -72,4 +72,4 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
     )
 
 
-OTHER_STEPS = CauseEntry("other_steps", find_other_steps)
+OTHER_STEPS = CauseEntry("other_steps", find_other_steps, basis="measured")

@@ -147,10 +147,7 @@ def _infer_name(place: str) -> str:
 
 def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
     """Notes on signs that the traces are from several runs, or of several programs of one job, such
-    as a trainer and its rollouts.
-
-    Raises DataError if groups of the same ranks are of two programs: their calls would be matched.
-    """
+    as a trainer and its rollouts."""
     notes = []
     devices = {trace.device for trace in traces if trace.device}
     if len(devices) > 1:
@@ -161,22 +158,16 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
         # A trace without a stated world size has the smallest one that its rank allows.
         if trace.world_size > trace.rank + 1:
             by_size[trace.world_size].append(trace)
-    # A rank that is in none of its own groups has another number in its program.
-    strangers = [
-        trace
-        for trace in traces
-        if any(group.ranks for group in trace.groups)
-        and not any(trace.rank in group.ranks for group in trace.groups)
-    ]
-    if strangers and len(strangers) < len(traces):
-        numbers = units.format_number_list([trace.rank for trace in strangers])
-        inner = sorted({rank for trace in strangers for g in trace.groups for rank in g.ranks})
-        problem = (
-            f"rank {numbers} by the name of its file, of a program whose groups have ranks"
-            f" {units.format_number_list(inner)}, and other traces are of another program"
-        )
-        hint = "analyze the traces of each program (trainer, rollouts) in a folder of its own"
-        raise DataError(strangers[0].source, problem, hint)
+    for trace in traces:
+        used = {int(one) for one in set(trace.calls.group_id) if one >= 0}
+        inner = {rank for one in used for rank in trace.groups[one].ranks}
+        if inner and trace.rank not in inner:
+            text = (
+                f"it calls collectives of the ranks {units.format_number_list(sorted(inner))}, to"
+                " which it does not belong: its number is not its rank, or it is of another program"
+                " of the job (trainer, rollouts), which belongs in a folder of its own"
+            )
+            notes.append(Note("rank_outside_groups", text, trace.rank))
     if len(by_size) > 1:
         sides = "; ".join(
             f"{size} by rank {units.format_number_list([trace.rank for trace in own])}"

@@ -10,6 +10,7 @@ import numpy as np
 from stepsplit.analyzer.trace import (
     Category,
     EventKind,
+    EventKinds,
     Group,
     Int64,
     RankTrace,
@@ -63,7 +64,7 @@ def drop_lone_calls(trace: RankTrace) -> RankTrace:
     return replace(
         trace,
         calls=replace(calls, **columns, **sizes),
-        kinds=replace(trace.kinds, kind=kind),
+        kinds=EventKinds(kind, trace.kinds.family, trace.kinds.families),
     )
 
 

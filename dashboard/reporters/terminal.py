@@ -223,7 +223,7 @@ def _format_doubt(basis: Basis | None, said: Collection[Settle]) -> str:
     if basis is None or not needed:
         return ""
     known = "inferred, " if basis.kind == "inferred" else ""
-    return f" ({known}to be sure: {', '.join(SETTLES[one] for one in needed)})"
+    return f"; {known}to be sure: {', '.join(SETTLES[one] for one in needed)}"
 
 
 def _build_list(heading: str, rows: Sequence[tuple[str, str, str]]) -> list[RenderableType]:

@@ -59,8 +59,8 @@ def build_verdict_screen(verdict: CheckResult) -> RenderableType:
     if verdict.others:
         others = build_table("metric", "baseline", "candidate", "change", "96 % interval")
         for other in verdict.others:
-            name = f"{other.metric}: {other.kind}" if other.kind else other.metric
-            others.add_row(name, *_format_numbers(other))
+            of_kind = f"{other.metric}: {other.kind}" if other.kind else other.metric
+            others.add_row(of_kind, *_format_numbers(other))
         parts += [Text(), Text("OTHER SIGNIFICANT CHANGES (no budget)", "bold"), others]
     return Group(*parts)
 

@@ -212,7 +212,7 @@ def test_many_simulated_jobs(layout: str, name: str, tmp_path: Path) -> None:
 
 def damage(sample: str, folder: Path, rank: int, share: float) -> Report:
     """A sample, the file of one rank cut after a share of its text; 0: without the file."""
-    shutil.copytree(SAMPLES[0].parent / sample, folder, dirs_exist_ok=True)
+    shutil.copytree(SAMPLES / sample, folder, dirs_exist_ok=True)
     (folder / "report.json").unlink()
     file = folder / f"rank{rank}_trace.json.gz"
     text = gzip.decompress(file.read_bytes())
@@ -239,7 +239,7 @@ def test_a_rank_without_all_its_events_is_not_blamed_for_what_is_missing(
         "no device events": (rank,)
     }
     assert describe_lacks(report.summary.lacks).startswith("incomplete recording: ")
-    whole = analyze(SAMPLES[0].parent / sample)
+    whole = analyze(SAMPLES / sample)
     known = {(one.code, one.ranks) for one in whole.findings}
     new = [one for one in report.findings if (one.code, one.ranks) not in known and one.ranks]
     assert new == []
@@ -250,7 +250,7 @@ def test_a_rank_without_all_its_events_is_not_blamed_for_what_is_missing(
 
 def test_kernels_lost_within_steps_are_no_idle_time_to_blame(tmp_path: Path) -> None:
     """Every third kernel of rank 1 is not in its file: what it idles for is unknown."""
-    shutil.copytree(SAMPLES[0].parent / "h100_fsdp2", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(SAMPLES / "h100_fsdp2", tmp_path, dirs_exist_ok=True)
     (tmp_path / "report.json").unlink()
     file = tmp_path / "rank1_trace.json.gz"
     trace = json.loads(gzip.decompress(file.read_bytes()))

@@ -44,7 +44,7 @@ def test_a_kernel_without_others_of_its_name_ends_where_the_next_begins(tmp_path
 
 def test_a_collective_ends_where_the_next_begins(tmp_path: Path) -> None:
     """Its time depends on the other ranks, so that of its other calls says nothing."""
-    trace = GpuTrace(groups=[("0", "default_pg", (0,))]).step(0, 0, 1200)
+    trace = GpuTrace(world_size=2, groups=[("0", "default_pg", (0, 1))]).step(0, 0, 1200)
     trace.kernel("gemm", 0, 1000).kernel("gemm", 1100, 1200)
     trace.all_reduce(1000, 1010).all_reduce(1020, 1090).all_reduce(1050, 1060)
     [row] = analyze(trace.write(tmp_path)).steps

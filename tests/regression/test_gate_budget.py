@@ -40,7 +40,7 @@ def test_a_rule(rule: str, budget: Budget) -> None:
     ("rule", "words"),
     [
         ("exposed_comm", "has no limit; write for example exposed_comm:5%"),
-        ("exposed:5%", "unknown metric 'exposed'; use one of step, exposed_comm"),
+        ("exposed:5%", "unknown metric 'exposed'; use one of step, mean_step, exposed_comm"),
         ("step.tp:5%", "unknown metric 'step.tp'"),
         ("busbw.tp.all_reduce.x:5%", "unknown metric"),
         ("step:exact", "step is a measured metric and cannot be exact"),

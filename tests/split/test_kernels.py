@@ -154,7 +154,7 @@ def test_a_rank_with_slow_kernels_is_reported_with_its_loss_per_step(
     assert row.ratio == pytest.approx(1.2)
     assert row.lost_ns == pytest.approx(0.2 * 6 * 300_000)
     [summed] = sum_slow_ranks(found)
-    assert summed == SlowRank(2, "gemm", pytest.approx(1.2), row.lost_ns, 1, "gemm", False)
+    assert summed == SlowRank(2, "gemm", pytest.approx(1.2), row.lost_ns, 1, "gemm", "")
 
 
 def test_of_two_ranks_the_faster_is_the_reference(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -52,6 +53,7 @@ from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
+from stepsplit.analyzer.split.microbatch_slots import read_slots
 from stepsplit.analyzer.split.run import (
     RunSplit,
     Schedule as MeasuredSchedule,
@@ -228,13 +230,17 @@ def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> floa
     """The gain of another schedule, or of more microbatches for the same work, in ns.
 
     Both sides are simulated with the measured forwards and backwards, without messages; where these
-    are not annotated, the gain of more microbatches follows from the pace of the messages.
-    Raises UsageError if the run has no pipeline or the schedule is unknown.
+    are not annotated, the gain of more microbatches follows from the pace of the messages, if there
+    are enough of them. Raises UsageError if the run has no pipeline or the schedule is unknown.
     """
-    schedule = context.split.schedule
-    if schedule is None or not context.split.stage_bubbles:
-        if change.kind == "microbatches" and context.split.layout.pipelines:
+    schedule, layout = context.split.schedule, context.split.layout
+    known = schedule is not None and context.split.stage_bubbles
+    marked = any(read_slots(rank.trace, layout) for rank in context.split.ranks)
+    if change.kind == "microbatches" and layout.pipelines and not marked:
+        # Slots by the order of messages end with kernels, wherever the messages are.
+        with suppress(*([UsageError] if known else [])):
             return _estimate_by_pace(context, change.count)
+    if schedule is None or not known:
         raise UsageError("cannot change the schedule: no pipeline detected in the recording")
     stages, costs = len(context.split.layout.pipelines[0]), _compute_median_costs(context)
     before = _simulate_makespan_ns(

@@ -11,6 +11,8 @@ import pytest
 from benchmarks.fleet import Fleet, FleetRun, run_fleet, write_fleet
 from stepsplit.analyzer import BUCKETS, analyze
 
+OF_THE_FLEET = {"few_microbatches", "no_overlap"}
+
 SMALL = Fleet(pp=2, dp=2, microbatches=4, layers=1)
 
 
@@ -40,8 +42,10 @@ def test_what_a_fleet_was_given_is_found(
 
     report = analyze(tmp_path / "fleet")
 
-    assert (report.findings[0].code, report.findings[0].ranks) == (code, ranks)
-    assert report.findings[0].gain_ns == pytest.approx(cost_ns, rel=0.1)
+    # The fleet itself has few microbatches, and reduces gradients after its backwards.
+    found = [one for one in report.findings if one.code not in OF_THE_FLEET]
+    assert [(one.code, one.ranks) for one in found][:1] == [(code, ranks)]
+    assert found[0].gain_ns == pytest.approx(cost_ns, rel=0.1)
     compute = BUCKETS.index("compute")
     for rank in (0, 5, 17, 31):
         rows = [row for row in report.steps if row.rank == rank]
@@ -59,7 +63,8 @@ def test_the_ranks_of_a_slow_host_are_one_finding_behind_a_slower_link(tmp_path:
     fixed = replace(fleet, slow_links={})
     cost_ns = run_fleet(fixed).step_ns - run_fleet(replace(fixed, slow_hosts={})).step_ns
 
-    link, host = analyze(tmp_path / "fleet").findings[:2]
+    findings = analyze(tmp_path / "fleet").findings
+    link, host = [one for one in findings if one.code not in OF_THE_FLEET][:2]
 
     assert (link.code, link.ranks) == ("slow_link", tuple(range(16, 24)))
     assert (host.code, host.ranks) == ("slow_rank", tuple(range(8)))

@@ -63,4 +63,6 @@ def test_timestamps_in_whole_microseconds_do_not_change_the_finding(
 
 @pytest.mark.parametrize("job", [job for job in JOBS if job != "dp16_slow_rank"])
 def test_the_same_job_without_the_cause_has_no_finding(job: str) -> None:
-    assert analyze(folder_of(job) / "without").findings == ()
+    """But for what the schedule of its pipeline leaves idle."""
+    found = {finding.code for finding in analyze(folder_of(job) / "without").findings}
+    assert found <= {"few_microbatches"}

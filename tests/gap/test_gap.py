@@ -455,8 +455,9 @@ def test_a_run_file_of_another_mesh_is_a_caveat(tmp_path: Path) -> None:
 
 
 def test_a_single_trace_may_belong_to_more_ranks_than_it_names(tmp_path: Path) -> None:
-    found = ranks(tmp_path, TWICE, count=1, mesh=Mesh.of({"tp": 1}))
-    unknown = replace(found, layout=replace(found.layout, mesh=None))
+    trace = GpuTrace().step(1, 0, 100).kernel("gemm", 0, 60)
+    trace.kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 60, 70).write(tmp_path)
+    unknown = found_in(tmp_path, None)
     assert check_layout(ParallelConfig(tp=8), None, unknown, "my.toml") == ()
 
 

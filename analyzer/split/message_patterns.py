@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, is_inside
+from stepsplit.analyzer.arrays import Intervals, is_inside, list_distinct
 from stepsplit.analyzer.split.call_purposes import (
     find_backward_spans,
     find_first_backward_ns,
@@ -205,6 +205,8 @@ def _can_be_ring(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
     """Whether two ranks may pass blocks around within a layer: then its backward does so too.
 
     Messages in no backward are of a pipeline, without marks of steps one of unknown directions.
+    If no backward is known, most of them have to be next to attention, for which a ring passes its
+    blocks on: two models that run in opposite directions swap messages as well.
     """
     if len(ranks) != 2:
         return False
@@ -213,7 +215,30 @@ def _can_be_ring(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
         when = find_issue_ns(trace)[trace.calls.is_message]
         if len(passes) and not is_inside(passes, when).any():
             return False
+        if not len(passes) and not _is_mostly_attention(trace, when):
+            return False
     return True
+
+
+_PRODUCTS = frozenset({"gemm", "attention", "moe", "convolution"})
+
+
+def _is_mostly_attention(trace: RankTrace, when: Int64) -> bool:
+    """Whether the product launched before or after each of most instants is attention."""
+    events = trace.events
+    work = np.flatnonzero(trace.kinds.computes)
+    issued = events.find_launch_ns(work) if trace.on_device else events.start_ns[work]
+    names = list_distinct(events.name_id[work]).tolist()
+    family = {name: trace.kinds.find_family(name) for name in names}
+    chosen = np.isin(events.name_id[work], [n for n in names if family[n] in _PRODUCTS])
+    order = np.argsort(issued[chosen], kind="stable")
+    attends = np.array([family[n] == "attention" for n in events.name_id[work[chosen]].tolist()])
+    if not len(order):
+        return False
+    after = np.searchsorted(issued[chosen][order], when)
+    near = attends[order][np.minimum(after, len(order) - 1)]
+    near |= attends[order][np.maximum(after - 1, 0)]
+    return bool(2 * near.sum() > len(when))
 
 
 def _only_swap(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:

@@ -60,9 +60,15 @@ def find_slots(trace: RankTrace, layout: RankLayout, chunks: int = 1) -> Detecte
 def count_chunks(traces: Sequence[RankTrace], layout: RankLayout) -> dict[int, int]:
     """The number of stages on each rank of a pipeline, where messages show several: its first rank
     sends outputs of all of them, and gradients of all but the first stage, back to the last rank.
+
+    0 for the ranks of a pipeline that runs both ways, as DualPipe: a rank that isn't the first one
+    begins its steps with an output of its own, before it receives any.
     """
     by_rank, chunks = {trace.rank: trace for trace in traces}, dict[int, int]()
     for line in layout.pipelines:
+        if any(_begins_with_sends(by_rank[rank], line) for rank in line[1:] if rank in by_rank):
+            chunks |= dict.fromkeys(line, 0)
+            continue
         if line[0] not in by_rank:
             continue
         messages = _collect_messages(by_rank[line[0]], line)
@@ -71,6 +77,18 @@ def count_chunks(traces: Sequence[RankTrace], layout: RankLayout) -> dict[int, i
         if outputs > gradients > 0 and outputs % (outputs - gradients) == 0:
             chunks |= dict.fromkeys(line, outputs // (outputs - gradients))
     return chunks
+
+
+def _begins_with_sends(trace: RankTrace, line: Sequence[int]) -> bool:
+    """Whether the first message of every marked step with messages of the pipeline is a send."""
+    calls = trace.calls
+    rows = np.flatnonzero(calls.is_message & np.isin(calls.peer, line))
+    rows = rows[np.argsort(find_issue_ns(trace)[rows], kind="stable")]
+    marks = np.sort(trace.events.start_ns[_mask_host_events(trace.events, "ProfilerStep#")])
+    step = np.searchsorted(marks, find_issue_ns(trace)[rows], side="right")
+    rows, step = rows[step > 0], step[step > 0]
+    first = rows[np.unique(step, return_index=True)[1]]
+    return bool(len(first) and (calls.op[first] == OP_CODE["send"]).all())
 
 
 class _Messages(Struct, frozen=True):
@@ -125,7 +143,8 @@ def infer_slots(
     starts, where autograd does. Where that leaves no slot, the order of sends decides
     (order_passes). A slot extends from its first kernel to its last, including tp, cp
     and ep communication; microbatches are counted per step. A step with different numbers of
-    forwards and backwards has no slots, nor has a rank of a pipeline that runs both ways.
+    forwards and backwards has no slots, nor has a rank of a pipeline that runs both ways, whose
+    chunks are 0.
     """
     line = next((line for line in layout.pipelines if trace.rank in line), ())
     # The issue time of each message to another rank of the pipeline, or to an unknown peer.
@@ -135,7 +154,7 @@ def infer_slots(
     rows = np.flatnonzero(calls.is_message & (np.isin(calls.peer, line) | unknown))
     issued = calls.issued_ns[rows]
     messages = np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
-    if not len(messages):
+    if not len(messages) or not chunks:
         return ()
     if len(line) == 2 and runs_both_ways(trace, line[1 - line.index(trace.rank)]):
         return ()

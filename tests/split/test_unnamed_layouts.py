@@ -136,6 +136,33 @@ def test_a_schedule_that_one_thread_launches_is_unknown_and_said_to_be(
     assert "no_grid" in {warning.code for warning in report.warnings}
 
 
+@pytest.mark.parametrize("names_groups", [True, False])
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "one_thread"),
+    [
+        pytest.param("dualpipe", 2, 4, False),
+        pytest.param("dualpipe", 2, 4, True, marks=IN_TURN),
+        pytest.param("dualpipe", 4, 8, False, marks=IN_TURN),
+        pytest.param("dualpipe", 4, 8, True, marks=IN_TURN),
+        pytest.param("dualpipe-v", 2, 4, False, marks=IN_TURN),
+        pytest.param("dualpipe-v", 4, 8, False, marks=IN_TURN),
+        pytest.param("zb-v", 2, 4, False),
+        pytest.param("zb-v", 2, 4, True, marks=IN_TURN),
+    ],
+)
+def test_schedules_with_two_stages_on_a_rank_have_no_name_rather_than_a_wrong_one(
+    name: str, stages: int, microbatches: int, one_thread: bool, names_groups: bool, tmp_path: Path
+) -> None:
+    job = Job("v", steps=2, layers=1, schedule=name, pp=stages, microbatches=microbatches,
+              one_thread=one_thread)  # fmt: skip
+    simulate(job).write(tmp_path, TraceStyle(names_groups=names_groups))
+    report = analyze(tmp_path)
+    assert format_mesh(report) in (f"pp={stages}", "")
+    assert set(name_strategies(report)) <= {f"pp {stages}"}
+    assert report.pipeline is None
+    assert {"no_grid", "mesh_unknown"} & {warning.code for warning in report.warnings}
+
+
 @pytest.mark.parametrize(
     ("dispatch", "combine", "expected"),
     [
@@ -158,6 +185,22 @@ def test_kernels_that_only_move_the_tokens_of_experts_show_them_on_one_rank(
     trace.kernel(dispatch, 20, 40, stream=20).kernel("gemm", 40, 60)
     trace.kernel(combine, 60, 80, stream=20).write(tmp_path)
     assert name_strategies(analyze(tmp_path)) == ([expected] if expected else [])
+
+
+def test_passes_around_expert_kernels_are_not_known_to_accumulate_gradients(
+    tmp_path: Path,
+) -> None:
+    """Of a rank whose trace has neither an optimizer nor a reduction of gradients, as of a few
+    layers; two passes in a step may be of two batches that hide each other's communication."""
+    trace = GpuTrace(0, 64).step(1, 0, 400)
+    for at in (0, 200):
+        trace.op("aten::linear", at, at + 20).kernel("gemm", at, at + 20)
+        trace.kernel("void deep_ep::internode::dispatch<8>()", at + 20, at + 40, stream=20)
+        trace.kernel("void deep_ep::internode::combine<8>()", at + 60, at + 80, stream=20)
+        trace.op("autograd::engine::evaluate_function: MmBackward0", at + 90, at + 150)
+        trace.kernel("gemm", at + 100, at + 140)
+    trace.write(tmp_path)
+    assert name_strategies(analyze(tmp_path)) == ["ep (DeepEP)"]
 
 
 def test_a_group_of_one_rank_communicates_nothing(tmp_path: Path) -> None:

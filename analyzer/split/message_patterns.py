@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, is_inside, list_distinct
+from stepsplit.analyzer.arrays import Intervals, is_inside
 from stepsplit.analyzer.split.call_purposes import (
     find_backward_spans,
     find_first_backward_ns,
     find_issue_ns,
 )
 from stepsplit.analyzer.split.microbatch_marks import parse_marks
-from stepsplit.analyzer.split.work import collect_work
+from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, collect_work, mask_families
 from stepsplit.analyzer.trace import OP_CODE, Int64, RankTrace
 
 Ranks = tuple[int, ...]
@@ -220,24 +220,17 @@ def _can_be_ring(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
     return True
 
 
-_PRODUCTS = frozenset({"gemm", "attention", "moe", "convolution"})
-
-
 def _is_mostly_attention(trace: RankTrace, when: Int64) -> bool:
     """Whether the product launched before or after each of most instants is attention."""
     events = trace.events
-    work = np.flatnonzero(trace.kinds.computes)
+    work = np.flatnonzero(mask_families(trace, PRODUCT_FAMILIES))
     issued = events.find_launch_ns(work) if trace.on_device else events.start_ns[work]
-    names = list_distinct(events.name_id[work]).tolist()
-    family = {name: trace.kinds.find_family(name) for name in names}
-    chosen = np.isin(events.name_id[work], [n for n in names if family[n] in _PRODUCTS])
-    order = np.argsort(issued[chosen], kind="stable")
-    attends = np.array([family[n] == "attention" for n in events.name_id[work[chosen]].tolist()])
+    order = np.argsort(issued, kind="stable")
+    attends = mask_families(trace, {"attention"})[work[order]]
     if not len(order):
         return False
-    after = np.searchsorted(issued[chosen][order], when)
-    near = attends[order][np.minimum(after, len(order) - 1)]
-    near |= attends[order][np.maximum(after - 1, 0)]
+    after = np.searchsorted(issued[order], when)
+    near = attends[np.minimum(after, len(order) - 1)] | attends[np.maximum(after - 1, 0)]
     return bool(2 * near.sum() > len(when))
 
 

@@ -23,6 +23,7 @@ from stepsplit.analyzer.split.message_slots import (
     order_passes,
 )
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
+from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, mask_families
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Int64, RankTrace
 
 
@@ -41,10 +42,15 @@ _PHASES = ("forward", "backward")
 
 
 class DetectedSlots(Struct, frozen=True):
-    """The slots of a rank in order of time, and their source: annotations, messages, or None."""
+    """The slots of a rank in order of time, and their source: annotations, messages, or None.
+
+    are_whole: every pass of a stage has as much work as the others of its phase, and no work lies
+    outside of them. Else some backwards may be split, and their weight gradients run elsewhere.
+    """
 
     slots: tuple[MicrobatchSlot, ...]
     source: str | None
+    are_whole: bool = True
 
 
 def find_slots(trace: RankTrace, layout: RankLayout, chunks: int = 1) -> DetectedSlots:
@@ -54,7 +60,31 @@ def find_slots(trace: RankTrace, layout: RankLayout, chunks: int = 1) -> Detecte
     if marked:
         return DetectedSlots(marked, "annotations")
     inferred = infer_slots(trace, layout, chunks)
-    return DetectedSlots(inferred, "messages" if inferred else None)
+    if not inferred:
+        return DetectedSlots((), None)
+    return DetectedSlots(inferred, "messages", _are_whole(trace, inferred))
+
+
+_MORE_WORK = 1.25
+"""Passes of one phase differ by less than this factor in their products; weight gradients are half
+of those of a backward, a third of those of a microbatch."""
+
+
+def _are_whole(trace: RankTrace, slots: Sequence[MicrobatchSlot]) -> bool:
+    start = trace.events.start_ns[mask_families(trace, PRODUCT_FAMILIES)]
+    begins = np.array([slot.start_ns for slot in slots], dtype=np.int64)
+    ends = np.array([slot.end_ns for slot in slots], dtype=np.int64)
+    at = np.searchsorted(begins, start, side="right") - 1
+    inside = (at >= 0) & (start < ends[at])
+    count = np.bincount(at[inside], minlength=len(slots))
+    of_pass: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for slot, products in zip(slots, count.tolist(), strict=True):
+        of_pass[slot.stage, slot.phase].append(products)
+    # Only work between the slots, or after the last one: steps without slots come before or after.
+    apart = (at >= 0) & ~inside
+    most = _MORE_WORK - 1
+    even = all(max(one) <= _MORE_WORK * min(one) for one in of_pass.values())
+    return even and bool(apart.sum() <= most * inside.sum())
 
 
 def count_chunks(traces: Sequence[RankTrace], layout: RankLayout) -> dict[int, int]:

@@ -502,9 +502,7 @@ def test_sums_that_span_stages_are_embeddings_and_not_data_parallel(tmp_path: Pa
 ATTENTION = "aten::scaled_dot_product_attention"
 
 
-def swap(
-    rank: int, *, works_first: bool, mark: str = "", work: str = "aten::mm"
-) -> CpuTrace:
+def swap(rank: int, *, works_first: bool, mark: str = "", work: str = "aten::mm") -> CpuTrace:
     """Rank 0 sends first and rank 1 receives first; rank 1 works before it answers, or after."""
     trace = CpuTrace(rank, 2, [("0", "default_pg", [0, 1])]).step(2, 0, 200)
     if rank == 0:

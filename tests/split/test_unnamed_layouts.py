@@ -121,6 +121,26 @@ def test_schedules_by_the_order_of_sends_and_launches(
     assert pipeline.bubble_fraction < pipeline.ideal_bubble_fraction + 0.06
 
 
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "job"),
+    [
+        pytest.param(2, 2, {}),
+        pytest.param(2, 4, {"one_thread": True, "early_receives": True}, marks=IN_TURN),
+        pytest.param(3, 3, {"early_receives": True}, marks=IN_TURN),
+        pytest.param(4, 2, {}, marks=IN_TURN),
+    ],
+)
+def test_a_schedule_whose_backwards_may_be_split_has_no_ideal(
+    stages: int, microbatches: int, job: dict[str, bool], tmp_path: Path
+) -> None:
+    """Few microbatches of ZB-H1 are in the order of 1F1B; their weight gradients run elsewhere."""
+    report = record(tmp_path, schedule="zb-h1", pp=stages, microbatches=microbatches, **job)
+    assert report.pipeline is not None
+    assert (report.pipeline.schedule, report.pipeline.ideal_bubble_fraction) == ("unknown", None)
+    assert name_strategies(report) == [f"pp {stages}"]
+    assert "schedule_unknown" in {warning.code for warning in report.warnings}
+
+
 @pytest.mark.slow
 @pytest.mark.in_turn("analyzer/split")
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -161,12 +161,12 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
         # A trace without a stated world size has the smallest one that its rank allows.
         if trace.world_size > trace.rank + 1:
             by_size[trace.world_size].append(trace)
-    # A rank that is in none of its own groups has another number in its program.
+    # A rank that is in none of the groups that it calls has another number in its program.
+    called = {trace.rank: _list_called_groups(trace) for trace in traces}
     strangers = [
         trace
         for trace in traces
-        if any(group.ranks for group in trace.groups)
-        and not any(trace.rank in group.ranks for group in trace.groups)
+        if called[trace.rank] and not any(trace.rank in ranks for ranks in called[trace.rank])
     ]
     if strangers and len(strangers) < len(traces):
         numbers = units.format_number_list([trace.rank for trace in strangers])
@@ -187,7 +187,38 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
             " rollouts, or of two runs; analyze each one's traces by themselves"
         )
         notes.append(Note("mixed_world_sizes", text))
+    # In a single step the call that joins them may be outside of the recording.
+    elif (text := _describe_parts(called)) and all(
+        trace.events.match_prefix("ProfilerStep#").sum() > 1 for trace in traces
+    ):
+        notes.append(Note("separate_ranks", text))
     return notes
+
+
+def _list_called_groups(trace: RankTrace) -> set[tuple[int, ...]]:
+    """The ranks of the groups that the trace has calls on."""
+    ids = set(trace.calls.group_id[trace.calls.group_id >= 0].tolist())
+    return {trace.groups[i].ranks for i in ids} - {()}
+
+
+def _describe_parts(called: Mapping[int, Collection[tuple[int, ...]]]) -> str:
+    """What is known of ranks that fall into parts without a common group; "" if all have one, or
+    some communicate with no other rank, as independent ones do."""
+    parts: list[set[int]] = []
+    for groups in called.values():
+        for ranks in groups:
+            joined = [part for part in parts if part & {*ranks}]
+            parts = [part for part in parts if part not in joined]
+            parts.append({*ranks}.union(*joined))
+    recorded = sorted(sorted(part & {*called}) for part in parts if len(part) > 1)
+    recorded = [part for part in recorded if part]
+    if len(recorded) < 2 or len({rank for part in recorded for rank in part}) < len(called):
+        return ""
+    sides = "; ".join(f"ranks {units.format_number_list(part)}" for part in recorded)
+    return (
+        f"no call joins these parts of the recording ({sides}): their steps are compared by their"
+        " numbers; of two programs, analyze each one's traces by themselves"
+    )
 
 
 def _drop_stale_ranks(

@@ -68,6 +68,9 @@ def read_recording_files(
     candidates, trace_notes = _read_candidates(files, reading)
     found, record_notes = files.read_files(FileRole.RECORD)
     records: list[RankRecord] = sorted(found, key=lambda record: record.rank.rank)
+    # A memory snapshot is shown by itself; what it lacks is said with the recording.
+    memories, memory_notes = files.read_files(FileRole.MEMORY)
+    record_notes += [*memory_notes, *(note for memory in memories for note in memory.notes)]
     spec = _read_spec(files) or (build_spec(records) if records else None)
     notes = [*files.notes, *notes, *trace_notes, *record_notes]
     for record in records:

@@ -244,3 +244,52 @@ def test_two_communicators_of_the_same_ranks_are_two_rows(tmp_path: Path) -> Non
     report = analyze(tmp_path)
     assert [row.count for row in report.collectives] == [1, 1]
     assert len({row.group for row in report.collectives}) == 2
+
+
+def replay_layers(rank: int, kinds: tuple[str, ...], *, ranges: bool) -> GpuTrace:
+    """Three steps of two graphs, of the forwards and of the backwards of all layers: the host makes
+    two calls, and no op describes the collectives within."""
+    trace = GpuTrace(rank, 2, groups=[("0", "default_pg", [0, 1])])
+    for step in range(3):
+        at = 400 * step
+        trace.step(step, at, at + 400)
+        for half, begin in enumerate((at, at + 180)):
+            correlation = len(trace.events) + 1
+            call = {"tid": 300 if half else 100, "correlation": correlation}
+            trace._add("cudaGraphLaunch", "cuda_runtime", begin + 1, begin + 3, **call)
+            place = {"device": 0, "correlation": correlation}
+            for layer in range(4):
+                for number, kind in enumerate(kinds):
+                    start = begin + 40 * layer + 10 * number
+                    name = kind if kind == "gemm" else f"ncclDevKernel_{kind}"
+                    stream = 7 if kind == "gemm" else 20
+                    trace._add(
+                        name, "kernel", start + 5, start + 15, tid=stream, stream=stream, **place
+                    )
+            if half and ranges:
+                name = "autograd::engine::evaluate_function: GraphedBackward"
+                trace.op(name, begin, begin + 4, tid=300)
+        trace.kernel("multi_tensor_apply_kernel<FusedAdam>", at + 370, at + 390)
+        if ranges:
+            trace.annotation("Optimizer.step#AdamW.step", at + 368, at + 372)
+    return trace
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize(
+    ("kinds", "strategies"),
+    [
+        (("gemm", "AllReduce", "gemm"), ["tp 2"]),
+        (("AllGather", "gemm", "ReduceScatter"), ["tp 2", "sp 2"]),
+        (("SendRecv", "gemm"), []),
+        (("gemm", "AllGather"), []),
+    ],
+)
+def test_layers_replayed_as_graphs_show_what_a_forward_calls_and_no_more(
+    kinds: tuple[str, ...], strategies: list[str], ranges: bool, tmp_path: Path
+) -> None:
+    """A graph of forwards that reduces is of tensor parallelism. Where its calls are among the ops
+    of the host is not recorded: no parallel loss, vocabulary or ring is named from that."""
+    for rank in (0, 1):
+        replay_layers(rank, kinds, ranges=ranges).write(tmp_path)
+    assert name_strategies(analyze(tmp_path)) == strategies

@@ -40,6 +40,8 @@ class FileRole(Enum):
     """What the recorder knows of a rank."""
     RUN = auto()
     """What it knows of the run; of several the one nearest to the top folder counts."""
+    MEMORY = auto()
+    """A history of allocations, of which the recording says what it lacks."""
 
 
 class Unreadable(Enum):
@@ -194,6 +196,8 @@ KINDS: tuple[FileKind[Any], ...] = (
         recognize=Import("memory_snapshot", "is_memory_snapshot"),
         read=Import("memory_snapshot", "read_memory"),
         count=lambda memory: sum(len(device.curve) for device in memory.devices),
+        role=FileRole.MEMORY,
+        unreadable=Unreadable.NOTE,
     ),
     FileKind(
         "execution trace",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -68,6 +68,9 @@ def read_recording_files(
     candidates, trace_notes = _read_candidates(files, reading)
     found, record_notes = files.read_files(FileRole.RECORD)
     records: list[RankRecord] = sorted(found, key=lambda record: record.rank.rank)
+    # A memory snapshot is shown by itself; what it lacks is said with the recording.
+    memories, memory_notes = files.read_files(FileRole.MEMORY)
+    record_notes += [*memory_notes, *(note for memory in memories for note in memory.notes)]
     spec = _read_spec(files) or (build_spec(records) if records else None)
     notes = [*files.notes, *notes, *trace_notes, *record_notes]
     for record in records:
@@ -158,16 +161,16 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
         # A trace without a stated world size has the smallest one that its rank allows.
         if trace.world_size > trace.rank + 1:
             by_size[trace.world_size].append(trace)
-    for trace in traces:
-        used = {int(one) for one in set(trace.calls.group_id) if one >= 0}
-        inner = {rank for one in used for rank in trace.groups[one].ranks}
-        if inner and trace.rank not in inner:
+    called = {trace.rank: _list_called_groups(trace) for trace in traces}
+    for rank, groups in called.items():
+        if groups and not any(rank in ranks for ranks in groups):
+            inner = units.format_number_list(sorted({one for ranks in groups for one in ranks}))
             text = (
-                f"it calls collectives of the ranks {units.format_number_list(sorted(inner))}, to"
-                " which it does not belong: its number is not its rank, or it is of another program"
-                " of the job (trainer, rollouts), which belongs in a folder of its own"
+                f"it calls collectives of the ranks {inner}, to which it does not belong: its"
+                " number is not its rank, or it is of another program of the job (trainer,"
+                " rollouts), which belongs in a folder of its own"
             )
-            notes.append(Note("rank_outside_groups", text, trace.rank))
+            notes.append(Note("rank_outside_groups", text, rank))
     if len(by_size) > 1:
         sides = "; ".join(
             f"{size} by rank {units.format_number_list([trace.rank for trace in own])}"
@@ -178,7 +181,38 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
             " rollouts, or of two runs; analyze each one's traces by themselves"
         )
         notes.append(Note("mixed_world_sizes", text))
+    # In a single step the call that joins them may be outside of the recording.
+    elif (text := _describe_parts(called)) and all(
+        trace.events.match_prefix("ProfilerStep#").sum() > 1 for trace in traces
+    ):
+        notes.append(Note("separate_ranks", text))
     return notes
+
+
+def _list_called_groups(trace: RankTrace) -> set[tuple[int, ...]]:
+    """The ranks of the groups that the trace has calls on."""
+    ids = set(trace.calls.group_id[trace.calls.group_id >= 0].tolist())
+    return {trace.groups[i].ranks for i in ids} - {()}
+
+
+def _describe_parts(called: Mapping[int, Collection[tuple[int, ...]]]) -> str:
+    """What is known of ranks that fall into parts without a common group; "" if all have one, or
+    some communicate with no other rank, as independent ones do."""
+    parts: list[set[int]] = []
+    for groups in called.values():
+        for ranks in groups:
+            joined = [part for part in parts if part & {*ranks}]
+            parts = [part for part in parts if part not in joined]
+            parts.append({*ranks}.union(*joined))
+    recorded = sorted(sorted(part & {*called}) for part in parts if len(part) > 1)
+    recorded = [part for part in recorded if part]
+    if len(recorded) < 2 or len({rank for part in recorded for rank in part}) < len(called):
+        return ""
+    sides = "; ".join(f"ranks {units.format_number_list(part)}" for part in recorded)
+    return (
+        f"no call joins these parts of the recording ({sides}): their steps are compared by their"
+        " numbers; of two programs, analyze each one's traces by themselves"
+    )
 
 
 def _drop_stale_ranks(

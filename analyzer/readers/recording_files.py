@@ -78,7 +78,8 @@ class RecordingFiles(Struct, frozen=True):
         """The error for places without traces: what they contain instead, or the first problem, or
         what their first file is."""
         kinds = [*_list_other_kinds(self.others)]
-        kinds += [kind.name for kind in self.list_kinds(FileRole.FLIGHT)]
+        roles = (FileRole.FLIGHT, FileRole.MEMORY)
+        kinds += [kind.name for role in roles for kind in self.list_kinds(role)]
         present = f"; found only: {', '.join(kinds)}" if kinds else ""
         reason = f"; {notes[0].message}" if notes else ""
         others = [file for file in self.others if file.inner.suffix != ".toml"]

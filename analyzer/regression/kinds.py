@@ -36,12 +36,14 @@ class KindPair(Struct, frozen=True):
 
 
 def pair_kinds(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[KindPair]:
-    """The kinds that runs of both sides have, other than the headline."""
+    """The kinds that runs of both sides have, other than the headline, in the order of the calls
+    that they make more and of their work: how often each was recorded changes no name."""
     before, own = _group_kinds(baseline), _group_kinds(candidate)
     pairs: list[KindPair] = []
-    for key, rows in own.items():
+    for key in sorted(own, key=lambda key: (sorted(key[0]), key[1])):
         if key not in before:
             continue
+        rows = own[key]
         (_, latest), was = rows[-1], before[key]
         delta = [
             fmean(now) - fmean(then)

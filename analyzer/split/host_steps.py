@@ -142,10 +142,6 @@ def _number_in_order(marked: MarkedSteps, rank: int) -> MarkedSteps:
         if numbers[i + 1] != numbers[i] + 1
         and step.start_ns - before.end_ns > _BREAK_SHARE * (step.end_ns - step.start_ns)
     )
-    if restarts:
-        text = "what ran before step {}, outside of the marks of a loop, is of no step"
-        text = text.format(units.format_number_list(restarts))
-        notes.append(Note("between_loops", text, rank))
     return replace(marked, steps=steps, notes=tuple(notes), partial=partial, restarts=restarts)
 
 

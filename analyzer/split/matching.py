@@ -213,7 +213,7 @@ def _build_notes(groups: Sequence[Group], traces: Sequence[RankTrace]) -> tuple[
     most = max((len(events) for _, events in unnamed), default=0)
     if not most:
         return ()
-    replayed = max(_count_replayed(trace, events) for trace, events in unnamed)
+    replayed = max(int(find_replayed(trace, events).sum()) for trace, events in unnamed)
     some = f" ({replayed:,} of them replayed in CUDA graphs)" if replayed else ""
     text = (
         f"up to {most:,} collectives per rank{some} carry no process group: their axis is unknown, "
@@ -222,8 +222,8 @@ def _build_notes(groups: Sequence[Group], traces: Sequence[RankTrace]) -> tuple[
     return (Note("groups_unknown", text),)
 
 
-def _count_replayed(trace: RankTrace, events: Int64) -> int:
-    """How many of these events a graph launch started."""
+def find_replayed(trace: RankTrace, events: Int64) -> Bool:
+    """Which of these events a graph launch started."""
     launches = trace.events.find_launches(events)
     graph = trace.events.name_mask(tuple("GraphLaunch" in name for name in trace.events.names))
-    return int(graph[launches[launches >= 0]].sum())
+    return np.asarray((launches >= 0) & graph[launches])

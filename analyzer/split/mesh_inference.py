@@ -28,6 +28,7 @@ from stepsplit.analyzer.split.mesh_groups import (
     remove_lines,
 )
 from stepsplit.analyzer.split.message_patterns import Exchanges
+from stepsplit.analyzer.split.work import PRODUCT_FAMILIES
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Calls, Group, Int64, RankTrace
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
@@ -324,9 +325,6 @@ def _add_calls(
 _GROUPED = re.compile(r"grouped|group_?gemm|GroupProblemShape|moe|expert", re.IGNORECASE)
 """Products of experts by the names of their kernels or ops."""
 
-_PRODUCTS = frozenset({"gemm", "attention", "moe", "convolution"})
-"""Families of kernels that a layer is made of; norms and copies lie anywhere in between."""
-
 
 def _add_neighbors(found: Mapping[Group, _GroupCalls], trace: RankTrace) -> None:
     """Adds which all_gathers and all_to_alls of a rank are next to attention, or to experts, in the
@@ -348,7 +346,7 @@ def _add_neighbors(found: Mapping[Group, _GroupCalls], trace: RankTrace) -> None
     issued = find_issued_ns(work)
     names = list_distinct(events.name_id[work]).tolist()
     family = {name: trace.kinds.find_family(name) for name in names}
-    layers = [name for name in names if family[name] in _PRODUCTS]
+    layers = [name for name in names if family[name] in PRODUCT_FAMILIES]
     chosen = np.isin(events.name_id[work], layers) & (issued >= 0)
     work, issued = work[chosen], issued[chosen]
     if not len(work):

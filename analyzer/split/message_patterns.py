@@ -17,7 +17,7 @@ from stepsplit.analyzer.split.call_purposes import (
     find_issue_ns,
 )
 from stepsplit.analyzer.split.microbatch_marks import parse_marks
-from stepsplit.analyzer.split.work import collect_work
+from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, collect_work, mask_families
 from stepsplit.analyzer.trace import OP_CODE, Int64, RankTrace
 
 Ranks = tuple[int, ...]
@@ -205,6 +205,8 @@ def _can_be_ring(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
     """Whether two ranks may pass blocks around within a layer: then its backward does so too.
 
     Messages in no backward are of a pipeline, without marks of steps one of unknown directions.
+    If no backward is known, most of them have to be next to attention, for which a ring passes its
+    blocks on: two models that run in opposite directions swap messages as well.
     """
     if len(ranks) != 2:
         return False
@@ -213,7 +215,23 @@ def _can_be_ring(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
         when = find_issue_ns(trace)[trace.calls.is_message]
         if len(passes) and not is_inside(passes, when).any():
             return False
+        if not len(passes) and not _is_mostly_attention(trace, when):
+            return False
     return True
+
+
+def _is_mostly_attention(trace: RankTrace, when: Int64) -> bool:
+    """Whether the product launched before or after each of most instants is attention."""
+    events = trace.events
+    work = np.flatnonzero(mask_families(trace, PRODUCT_FAMILIES))
+    issued = events.find_launch_ns(work) if trace.on_device else events.start_ns[work]
+    order = np.argsort(issued, kind="stable")
+    attends = mask_families(trace, {"attention"})[work[order]]
+    if not len(order):
+        return False
+    after = np.searchsorted(issued[order], when)
+    near = attends[np.minimum(after, len(order) - 1)] | attends[np.maximum(after - 1, 0)]
+    return bool(2 * near.sum() > len(when))
 
 
 def _only_swap(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:

@@ -23,6 +23,7 @@ from stepsplit.analyzer.split.message_slots import (
     order_passes,
 )
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
+from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, mask_families
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Int64, RankTrace
 
 
@@ -41,10 +42,15 @@ _PHASES = ("forward", "backward")
 
 
 class DetectedSlots(Struct, frozen=True):
-    """The slots of a rank in order of time, and their source: annotations, messages, or None."""
+    """The slots of a rank in order of time, and their source: annotations, messages, or None.
+
+    are_whole: every pass of a stage has as much work as the others of its phase, and no work lies
+    outside of them. Else some backwards may be split, and their weight gradients run elsewhere.
+    """
 
     slots: tuple[MicrobatchSlot, ...]
     source: str | None
+    are_whole: bool = True
 
 
 def find_slots(trace: RankTrace, layout: RankLayout, chunks: int = 1) -> DetectedSlots:
@@ -54,15 +60,45 @@ def find_slots(trace: RankTrace, layout: RankLayout, chunks: int = 1) -> Detecte
     if marked:
         return DetectedSlots(marked, "annotations")
     inferred = infer_slots(trace, layout, chunks)
-    return DetectedSlots(inferred, "messages" if inferred else None)
+    if not inferred:
+        return DetectedSlots((), None)
+    return DetectedSlots(inferred, "messages", _are_whole(trace, inferred))
+
+
+_MORE_WORK = 1.25
+"""Passes of one phase differ by less than this factor in their products; weight gradients are half
+of those of a backward, a third of those of a microbatch."""
+
+
+def _are_whole(trace: RankTrace, slots: Sequence[MicrobatchSlot]) -> bool:
+    start = trace.events.start_ns[mask_families(trace, PRODUCT_FAMILIES)]
+    begins = np.array([slot.start_ns for slot in slots], dtype=np.int64)
+    ends = np.array([slot.end_ns for slot in slots], dtype=np.int64)
+    at = np.searchsorted(begins, start, side="right") - 1
+    inside = (at >= 0) & (start < ends[at])
+    count = np.bincount(at[inside], minlength=len(slots))
+    of_pass: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for slot, products in zip(slots, count.tolist(), strict=True):
+        of_pass[slot.stage, slot.phase].append(products)
+    # Only work between the slots, or after the last one: steps without slots come before or after.
+    apart = (at >= 0) & ~inside
+    most = _MORE_WORK - 1
+    even = all(max(one) <= _MORE_WORK * min(one) for one in of_pass.values())
+    return even and bool(apart.sum() <= most * inside.sum())
 
 
 def count_chunks(traces: Sequence[RankTrace], layout: RankLayout) -> dict[int, int]:
     """The number of stages on each rank of a pipeline, where messages show several: its first rank
     sends outputs of all of them, and gradients of all but the first stage, back to the last rank.
+
+    0 for the ranks of a pipeline that runs both ways, as DualPipe: a rank that isn't the first one
+    begins its steps with an output of its own, before it receives any.
     """
     by_rank, chunks = {trace.rank: trace for trace in traces}, dict[int, int]()
     for line in layout.pipelines:
+        if any(_begins_with_sends(by_rank[rank], line) for rank in line[1:] if rank in by_rank):
+            chunks |= dict.fromkeys(line, 0)
+            continue
         if line[0] not in by_rank:
             continue
         messages = _collect_messages(by_rank[line[0]], line)
@@ -71,6 +107,18 @@ def count_chunks(traces: Sequence[RankTrace], layout: RankLayout) -> dict[int, i
         if outputs > gradients > 0 and outputs % (outputs - gradients) == 0:
             chunks |= dict.fromkeys(line, outputs // (outputs - gradients))
     return chunks
+
+
+def _begins_with_sends(trace: RankTrace, line: Sequence[int]) -> bool:
+    """Whether the first message of every marked step with messages of the pipeline is a send."""
+    calls = trace.calls
+    rows = np.flatnonzero(calls.is_message & np.isin(calls.peer, line))
+    rows = rows[np.argsort(find_issue_ns(trace)[rows], kind="stable")]
+    marks = np.sort(trace.events.start_ns[_mask_host_events(trace.events, "ProfilerStep#")])
+    step = np.searchsorted(marks, find_issue_ns(trace)[rows], side="right")
+    rows, step = rows[step > 0], step[step > 0]
+    first = rows[np.unique(step, return_index=True)[1]]
+    return bool(len(first) and (calls.op[first] == OP_CODE["send"]).all())
 
 
 class _Messages(Struct, frozen=True):
@@ -125,7 +173,8 @@ def infer_slots(
     starts, where autograd does. Where that leaves no slot, the order of sends decides
     (order_passes). A slot extends from its first kernel to its last, including tp, cp
     and ep communication; microbatches are counted per step. A step with different numbers of
-    forwards and backwards has no slots, nor has a rank of a pipeline that runs both ways.
+    forwards and backwards has no slots, nor has a rank of a pipeline that runs both ways, whose
+    chunks are 0.
     """
     line = next((line for line in layout.pipelines if trace.rank in line), ())
     # The issue time of each message to another rank of the pipeline, or to an unknown peer.
@@ -135,7 +184,7 @@ def infer_slots(
     rows = np.flatnonzero(calls.is_message & (np.isin(calls.peer, line) | unknown))
     issued = calls.issued_ns[rows]
     messages = np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
-    if not len(messages):
+    if not len(messages) or not chunks:
         return ()
     if len(line) == 2 and runs_both_ways(trace, line[1 - line.index(trace.rank)]):
         return ()

@@ -145,6 +145,12 @@ def split_run(
     inferred = stage_bubbles if complete else [grid for grid in grids.values() if grid.slots]
     if layout.pipelines and not inferred:
         notes += (_NO_GRID,)
+    if (
+        schedule is not None
+        and schedule.name == _UNKNOWN
+        and not all(rank.has_whole_slots for rank in ranks)
+    ):
+        notes += (_SPLIT_UNKNOWN,)
     return RunSplit(
         ranks=tuple(ranks),
         layout=layout,
@@ -202,11 +208,26 @@ def _infer_schedule(
     detected = detect_schedule([[slots.get((rank, step), ()) for rank in line] for step in steps])
     configured = spec.training.schedule if spec and spec.training else None
     name = normalize_schedule(configured) if configured else detected.name or _UNKNOWN
+    if not configured and _is_split_unknown(detected.name, [by_rank[rank] for rank in line]):
+        name = _UNKNOWN
     ideal = ideal_bubble(name, len(line), detected.microbatches, detected.chunks, detected.times_ns)
     measured = sum(one.bubble_ns for one in bubbles) / max(1, sum(one.window_ns for one in bubbles))
     if ideal is not None and ideal > measured + _FITS_BETTER:
         ideal = None
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
+
+
+def _is_split_unknown(name: str | None, line: Sequence[RankSplit]) -> bool:
+    """Whether the order is that of a schedule with whole backwards, which on some rank may be
+    split: with their weight gradients elsewhere it would be a zero-bubble schedule."""
+    return name in ("1f1b", "interleaved") and not all(rank.has_whole_slots for rank in line)
+
+
+_SPLIT_UNKNOWN = Note(
+    "schedule_unknown",
+    "the pipeline schedule is 1F1B, or a zero-bubble one (ZB-H1) whose backwards are split: the "
+    "messages do not show where weight gradients are computed, and no ideal bubble is named",
+)
 
 
 def _collect_notes(
@@ -336,6 +357,7 @@ class RankSplit:
     """The split of one rank: steps and grids on the common clock, everything else on its own clock.
 
     steps and grids have one entry per window, axis and phase one entry per exposed row.
+    has_whole_slots: see DetectedSlots.are_whole.
     """
 
     trace: RankTrace
@@ -346,6 +368,7 @@ class RankSplit:
     attribution: Attribution
     steps: tuple[StepSplit, ...]
     grids: tuple[StepGrid, ...]
+    has_whole_slots: bool
     axis: tuple[str | None, ...]
     phase: tuple[str, ...]
     clock: Clock
@@ -366,7 +389,8 @@ def split_rank(
     held = find_held_gaps(trace, times, work.compute)
     pieces = held.end_calls(split_calls(trace, times, context.arrivals.last[rows], layout))
     attribution = attribute(windows.windows, work, pieces, held)
-    slots = find_slots(trace, layout, context.chunks.get(trace.rank, 1)).slots
+    detected = find_slots(trace, layout, context.chunks.get(trace.rank, 1))
+    slots = detected.slots
     bands = [_select_window(attribution.band, i, clock) for i in range(len(windows.windows))]
     # The grid of each window, from the slots that start in it; the result is on the common clock.
     own = np.array([(box.start_ns, box.end_ns) for box in slots], dtype=np.int64).reshape(-1, 2)
@@ -411,6 +435,7 @@ def split_rank(
             for i, window in enumerate(windows.windows)
         ),
         grids=grids,
+        has_whole_slots=detected.are_whole,
         axis=tuple(axes[group] for group in exposed_groups),
         phase=tuple(phases[call] for call in attribution.exposed.call.tolist()),
         clock=clock,

@@ -146,7 +146,24 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
         for w in windows
         if w.end_ns <= w.start_ns
     ]
-    return Steps(tuple(w for w in windows if w.end_ns > w.start_ns), tuple(notes))
+    windows = [w for w in windows if w.end_ns > w.start_ns]
+    return Steps(tuple(windows), (*notes, *_note_between_loops(trace.rank, windows)))
+
+
+def _note_between_loops(rank: int, windows: Sequence[StepWindow]) -> list[Note]:
+    """A note on the time that is of no step: no mark of a loop contains it, such as that of an
+    evaluation between two epochs that are profiled."""
+    apart = {w.step: w.start_ns - b.end_ns for b, w in pairwise(windows) if w.start_ns > b.end_ns}
+    if not apart:
+        return []
+    spent_ns = sum(apart.values())
+    share = units.format_percent(spent_ns / (windows[-1].end_ns - windows[0].start_ns))
+    text = (
+        f"what ran before step {units.format_number_list(list(apart))}, outside of the marks of a"
+        f" loop, is of no step: {units.format_milliseconds(spent_ns)}, {share} of the time from the"
+        " first step to the last"
+    )
+    return [Note("between_loops", text, rank)]
 
 
 _TORN_TEXT = "step {} has no optimizer step, as where a rank ends in it: partial"

@@ -16,6 +16,7 @@ from stepsplit.analyzer.split.issue_steps import (
     compute_issued_ns,
     take_whole_trace,
 )
+from stepsplit.analyzer.split.matching import find_replayed
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.steps import Steps
@@ -34,7 +35,8 @@ class RankEvidence(Struct, frozen=True):
     """The calls of a rank in its full steps, one row each in trace order; columns of one length.
 
     part is FORWARD, BACKWARD or AFTER, -1 if unknown; shards: issued by FSDP. has_purpose: a range
-    around the call shows that it moves gradients, weights or activations.
+    around the call shows that it moves gradients, weights or activations. replayed: by a graph,
+    whose launch is that of all its calls, so that their order among the ops is unknown.
     """
 
     trace: RankTrace
@@ -47,6 +49,7 @@ class RankEvidence(Struct, frozen=True):
     part: Int64
     shards: Bool
     has_purpose: Bool
+    replayed: Bool
 
     @property
     def op(self) -> Int64:
@@ -83,8 +86,8 @@ class RankEvidence(Struct, frozen=True):
 
     def build_sequence(self, mask: Bool) -> str:
         """The forward work of all steps as a string: X for each of these calls issued in a forward,
-        the letters of the landmarks, and | at the start of a backward."""
-        mask = mask & (self.part == FORWARD)
+        the letters of the landmarks, and | at the start of a backward. Without replayed calls."""
+        mask = mask & (self.part == FORWARD) & ~self.replayed
         marks = self.marks.outside & (self.steps.find_step(self.marks.start_ns) >= 0)
         called, begins = self.when[mask], self.passes.start_ns
         when = np.concatenate((self.marks.start_ns[marks], called, begins))
@@ -119,6 +122,7 @@ def collect_evidence(
         part=passes.classify_part(when, steps, ends),
         shards=purposes.weights[row],
         has_purpose=purposes.known[row],
+        replayed=find_replayed(trace, trace.calls.event[row]),
     )
 
 

@@ -287,10 +287,15 @@ MI300 in test_strategies.py) counts as full up to 0.9 and no longer at 0.95."""
 def describe_accumulation(calls: CallSet) -> str | None:
     """The microbatches per optimizer step and when their gradients are reduced.
 
-    None with one microbatch, and in a pipeline, which splits the batch for another reason.
+    None with one microbatch, in a pipeline, which splits the batch for another reason, and if
+    messages may be of one. None as well if the passes are followed by neither an optimizer nor a
+    reduction of gradients: nothing shows then that they add up to one update.
     """
     evidence = calls.rank.evidence
     passes, steps, spans = evidence.passes, evidence.steps, evidence.marks.optimizer
+    unknown = [not evidence.layout.find_axes(group) for group in evidence.trace.groups]
+    if (evidence.is_op(*MESSAGES) & np.array([*unknown, True])[evidence.group]).any():
+        return None
     starts_ns = spans.start_ns[steps.find_step(spans.start_ns) >= 0]
     # ZeRO-3 updates its groups of weights one after the other.
     updates = len(np.unique(passes.find_latest(starts_ns)))
@@ -305,6 +310,8 @@ def describe_accumulation(calls: CallSet) -> str | None:
         return None
     when = {updates: "gradients summed once", len(passes): "gradients summed after each"}
     sums = _count_summing_passes(_list_data_parallel(calls))
+    if not sums and not len(starts_ns):
+        return None
     parts = (f"{count} microbatches", when.get(sums, ""))
     return ", ".join(part for part in parts if part)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
+import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, union
@@ -24,6 +27,20 @@ def collect_work(trace: RankTrace) -> Work:
         _merge_intervals(events, kinds.is_kind(EventKind.COPY)),
         _merge_intervals(events, kinds.is_kind(EventKind.FUSED)),
     )
+
+
+PRODUCT_FAMILIES = frozenset({"gemm", "attention", "moe", "convolution"})
+"""Families of kernels that a layer is made of; norms and copies lie anywhere in between."""
+
+
+def mask_families(trace: RankTrace, families: Set[str]) -> Bool:
+    """Which events compute, and belong to one of these families of kernels."""
+    events, kinds = trace.events, trace.kinds
+    chosen = np.array([one in families for one in kinds.families], dtype=np.bool_)
+    rows = np.flatnonzero(kinds.computes)
+    mask = np.zeros(len(events), dtype=np.bool_)
+    mask[rows] = chosen[kinds.family[events.name_id[rows]]]
+    return mask
 
 
 def _merge_intervals(events: Events, mask: Bool) -> Intervals:

@@ -34,6 +34,7 @@ COMM_STREAMS = {
 }  # fmt: skip
 ACTIVATION_STREAM, GRADIENT_STREAM = 24, 28
 SENDS_APART = 40
+FOLDED = ("zb-v", "dualpipe-v", "dualpipe")
 RING_SEND_STREAM, RING_RECEIVE_STREAM = 44, 48
 RANKS_PER_HOST = 8
 
@@ -689,8 +690,11 @@ class _Process:
     def _exchange(self, op: str, stage: int, channel: str) -> _Work | None:
         """A message from or to another stage; None beyond the ends and within the rank."""
         job = self.job
-        rank = stage % job.pp
-        if not 0 <= stage < job.pp * job.chunks or rank == self.stage:
+        # In a V, and of two models that run in opposite directions, the second stages lie in
+        # reverse order.
+        is_folded = job.schedule in FOLDED
+        rank = 2 * job.pp - 1 - stage if is_folded and stage >= job.pp else stage % job.pp
+        if not 0 <= stage < job.pp * (2 if is_folded else job.chunks) or rank == self.stage:
             return None
         peer = self.rank + (rank - self.stage) * job.tp * job.cp * job.dp
         stream = ACTIVATION_STREAM if channel == "activation" else GRADIENT_STREAM

@@ -56,19 +56,18 @@ def test_a_wait_for_an_unrecorded_rank_stays_on_the_path(tmp_path: Path) -> None
     )
 
 
-def test_each_step_has_a_path_of_its_own_from_its_first_start_to_its_last_end(
-    tmp_path: Path,
-) -> None:
-    """Rank 1 is ahead by 10: step 2 begins there, while rank 0 still computes step 1."""
+def test_each_step_has_a_path_of_its_own_from_the_end_of_the_one_before(tmp_path: Path) -> None:
+    """Rank 1 is ahead by 10 in step 2, while rank 0 still computes step 1: no instant is on two
+    paths."""
     late = GpuTrace(0, 2).step(1, 0, 100).step(2, 100, 200)
     late.kernel("gemm", 0, 100).kernel("gemm", 100, 200)
     early = GpuTrace(1, 2).step(1, 0, 90).step(2, 90, 190)
     early.kernel("gemm", 0, 90).kernel("gemm", 90, 190)
     found = analyze(late.write(tmp_path), early.write(tmp_path))
-    assert found.path_steps == (PathStep(1, 0, 100_000, 0, 0), PathStep(2, 90_000, 200_000, 0, 0))
+    assert found.path_steps == (PathStep(1, 0, 100_000, 0, 0), PathStep(2, 100_000, 200_000, 0, 0))
     assert found.critical_path == (
         PathPart(1, 0, "compute", None, 100_000),
-        PathPart(2, 0, "compute", None, 110_000),
+        PathPart(2, 0, "compute", None, 100_000),
     )
 
 

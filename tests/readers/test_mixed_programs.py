@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,48 @@ def test_ranks_of_one_program_that_share_no_group_are_not_accused(tmp_path: Path
         trace.write(tmp_path)
     codes = {row.code for row in analyze(tmp_path).warnings}
     assert not codes & {"mixed_world_sizes", "mixed_devices"}
+
+
+def test_parts_of_a_recording_that_no_call_joins_are_named(tmp_path: Path) -> None:
+    """As of a trainer and its rollouts of two ranks each, of which each says that there are 4."""
+    for rank in range(4):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        trace = GpuTrace(rank, 4, groups=[("0", "", pair)])
+        for step in (1, 2, 3):
+            at = 100 * step
+            trace.step(step, at, at + 100).kernel("gemm", at, at + 60)
+            trace.all_reduce(at + 60, at + 90, Seq=step)
+        trace.write(tmp_path)
+    (message,) = [row.message for row in analyze(tmp_path).warnings if row.code == "separate_ranks"]
+    assert message == (
+        "no call joins these parts of the recording (ranks 0, 1; ranks 2, 3): their steps are "
+        "compared by their numbers; of two programs, analyze each one's traces by themselves"
+    )
+
+
+def test_a_list_of_traces_says_what_it_is(tmp_path: Path) -> None:
+    bodies = [GpuTrace(rank, 2).step(1, 0, 10).kernel("gemm", 0, 5).body() for rank in (0, 1)]
+    (tmp_path / "ranks.json").write_text(json.dumps(bodies))
+    with pytest.raises(DataError, match="a list of traces, as of several ranks: each needs a file"):
+        analyze(tmp_path)
+
+
+def test_two_ranks_merged_into_one_file_are_said_to_be(tmp_path: Path) -> None:
+    bodies = []
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2).step(1, 0, 100).kernel("gemm", 10 * rank, 60)
+        bodies.append(trace.body())
+        for event in bodies[-1]["traceEvents"]:
+            event["pid"] = 4000 + rank
+    bodies[0]["traceEvents"] += bodies[1]["traceEvents"]
+    (tmp_path / "merged.json").write_text(json.dumps(bodies[0]))
+    (message,) = [
+        row.message for row in analyze(tmp_path).warnings if row.code == "several_processes"
+    ]
+    assert message == (
+        "2 processes made the runtime calls of the file (4000, 4001), which is split as one rank: "
+        "merged ranks need a file each"
+    )
 
 
 def test_some_of_the_ranks(tmp_path: Path) -> None:

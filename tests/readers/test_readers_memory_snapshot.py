@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from support.builders import GpuTrace
 from support.reading import head_of_file, on_disk
 from support.required import list_shared_files, shared_trace
 
-from stepsplit.analyzer import CategoryMemory, DataError, DeviceMemory, MemoryRecord
+from stepsplit.analyzer import CategoryMemory, DataError, DeviceMemory, MemoryRecord, analyze
 from stepsplit.analyzer.readers.memory_snapshot import is_memory_snapshot, read_memory
 
 MIB = 1 << 20
@@ -202,6 +203,14 @@ def test_invalid_segments_and_events_are_skipped_and_counted(tmp_path: Path) -> 
     assert [note.message for note in record.notes] == [
         "7 invalid entries of the snapshot are skipped"
     ]
+
+
+def test_a_report_says_that_the_history_in_its_recording_overflowed(tmp_path: Path) -> None:
+    GpuTrace(0, 1).step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
+    settings = {"allocator_settings": {"trace_alloc_overflowed": True}}
+    (tmp_path / "snapshot.pickle").write_bytes(pickle.dumps(snapshot() | settings))
+    (found,) = [row for row in analyze(tmp_path).warnings if row.code == "memory_overflowed"]
+    assert "the history of allocations overflowed: its last 9 events are known" in found.message
 
 
 @pytest.mark.parametrize(

@@ -184,8 +184,9 @@ def test_traces_of_different_world_sizes_may_be_of_different_runs(tmp_path: Path
     for rank, size in enumerate((2, 4, 4, 4)):
         (tmp_path / f"rank{rank}.json").write_bytes(trace(rank, size))
     [note] = read_recording([tmp_path]).notes
-    assert note.message.startswith(
-        "traces of different world sizes (2 by rank 0; 4 by rank 1, 2): of two programs"
+    assert note.message == (
+        "traces of different world sizes (2 by rank 0; 4 by rank 1, 2): of two programs, such as a "
+        "trainer and its rollouts, or of two runs; analyze each one's traces by themselves"
     )
 
 

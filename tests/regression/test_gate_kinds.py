@@ -62,6 +62,30 @@ def test_a_slower_evaluation_is_named_as_that_kind() -> None:
     ]
 
 
+def test_the_names_of_kinds_do_not_depend_on_how_often_the_candidate_recorded_each() -> None:
+    """Evaluations with a gather, and checkpoints with a broadcast: in either order."""
+
+    def add_checkpoints(made: RunMetrics, checkpoint: float, *, first: bool) -> RunMetrics:
+        headline, evaluation = made.kinds
+        calls = (*USUAL, KindCalls("dp_replicate", "broadcast", 1))
+        buckets = (int(checkpoint * MS), *(0,) * 6)
+        own = KindMetrics(
+            "other 2", "1 step", 1, None, "1 broadcast", checkpoint * MS, buckets, calls, 120.0
+        )
+        kinds = (own, evaluation) if first else (evaluation, own)
+        return replace(made, kinds=(headline, *kinds))
+
+    base = [add_checkpoints(one, 150, first=False) for one in BASE]
+    own = [evaluating(f"own{i}", 100.1 + ms, 240 + ms) for i, ms in enumerate(NOISE)]
+    results = [
+        check([add_checkpoints(one, 150, first=first) for one in own], base, "step:5%")
+        for first in (True, False)
+    ]
+    named = [[(one.metric, one.kind, one.answer) for one in result.gated] for result in results]
+    assert named[0] == named[1]
+    assert [name for name, _, answer in named[0] if answer == "regressed"] == ["step.other"]
+
+
 def test_the_mean_over_all_steps_needs_equal_mixes() -> None:
     own = [evaluating(f"own{i}", 100 + m, 180 + m, every=2) for i, m in enumerate(NOISE)]
     result = decide(own, "mean_step:5%")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -498,19 +499,22 @@ def test_sums_that_span_stages_are_embeddings_and_not_data_parallel(tmp_path: Pa
     assert layout.find_axis(Group("1", (0, 1), "undefined")) == "pp"
 
 
-def swap(rank: int, *, works_first: bool, mark: str = "") -> CpuTrace:
+ATTENTION = "aten::scaled_dot_product_attention"
+
+
+def swap(rank: int, *, works_first: bool, mark: str = "", work: str = "aten::mm") -> CpuTrace:
     """Rank 0 sends first and rank 1 receives first; rank 1 works before it answers, or after."""
     trace = CpuTrace(rank, 2, [("0", "default_pg", [0, 1])]).step(2, 0, 200)
     if rank == 0:
         for at in (10, 110):
-            trace.op("aten::mm", at - 10, at).message("send", 1, at, at + 5)
+            trace.op(work, at - 10, at).message("send", 1, at, at + 5)
             trace.message("recv", 1, at + 5, at + 60)
     for at in (15, 115) if rank == 1 else ():
         trace.message("recv", 0, at - 10, at)
         sends = at + 50 if works_first else at + 1
         trace.message("send", 0, sends, sends + 5)
         start = at if works_first else at + 10
-        trace.op("aten::mm", start, start + 40)
+        trace.op(work, start, start + 40)
     return trace.annotation(mark, 0, 10) if mark else trace
 
 
@@ -519,10 +523,18 @@ def test_of_two_ranks_the_later_stage_works_before_it_answers(tmp_path: Path) ->
     assert (layout.source, layout.pipelines) == ("messages", ((0, 1),))
 
 
-def test_two_ranks_that_swap_before_they_work_are_a_ring(tmp_path: Path) -> None:
-    layout = read(tmp_path, *(swap(rank, works_first=False) for rank in (0, 1)))
+def test_two_ranks_that_swap_before_attention_are_a_ring(tmp_path: Path) -> None:
+    traces = [swap(rank, works_first=False, work=ATTENTION) for rank in (0, 1)]
+    layout = read(tmp_path, *traces)
     assert (layout.mesh, layout.source) == (Mesh.of({"cp": 2}), "messages")
     assert layout.pipelines == ()
+
+
+def test_two_ranks_that_swap_before_other_work_may_be_a_pipeline_both_ways(tmp_path: Path) -> None:
+    """Without a backward a swap is of a ring only around attention."""
+    layout = read(tmp_path, *(swap(rank, works_first=False) for rank in (0, 1)))
+    assert (layout.mesh, layout.pipelines) == (None, ())
+    assert "could be a pipeline or a ring" in layout.notes[0].message
 
 
 def passes(rank: int, *, within: bool, last: bool) -> CpuTrace:
@@ -564,6 +576,24 @@ def test_a_recorded_job_of_dualpipe_on_two_ranks() -> None:
     assert [(one.axis, one.size) for one in report.run.mesh or ()] == [("pp", 2)]
     assert [one.in_words for one in report.run.strategies] == ["pp 2"]
     assert {row.axis for row in report.exposed} == {"pp"}
+
+
+@pytest.mark.parametrize("dropped", ["autograd::", "ProfilerStep", ("autograd::", "ProfilerStep")])
+def test_dualpipe_of_which_no_ranges_are_known_is_no_ring(
+    dropped: str | tuple[str, ...], tmp_path: Path
+) -> None:
+    """The same recording without the ranges of autograd, the marks of its steps, or both."""
+    for path in (shared_repro("users3/dualpipe_cp") / "rec2").iterdir():
+        content = path.read_bytes()
+        if path.name.endswith("_trace.json.gz"):
+            body = json.loads(gzip.decompress(content))
+            body["traceEvents"] = [
+                one for one in body["traceEvents"] if not one.get("name", "").startswith(dropped)
+            ]
+            content = gzip.compress(json.dumps(body).encode())
+        (tmp_path / path.name).write_bytes(content)
+    run = analyze(tmp_path).run
+    assert (run.mesh, run.strategies) == (None, ())
 
 
 def test_two_ranks_of_which_one_sends_more_at_first_may_be_a_pipeline(tmp_path: Path) -> None:

@@ -121,6 +121,26 @@ def test_schedules_by_the_order_of_sends_and_launches(
     assert pipeline.bubble_fraction < pipeline.ideal_bubble_fraction + 0.06
 
 
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "job"),
+    [
+        pytest.param(2, 2, {}),
+        pytest.param(2, 4, {"one_thread": True, "early_receives": True}, marks=IN_TURN),
+        pytest.param(3, 3, {"early_receives": True}, marks=IN_TURN),
+        pytest.param(4, 2, {}, marks=IN_TURN),
+    ],
+)
+def test_a_schedule_whose_backwards_may_be_split_has_no_ideal(
+    stages: int, microbatches: int, job: dict[str, bool], tmp_path: Path
+) -> None:
+    """Few microbatches of ZB-H1 are in the order of 1F1B; their weight gradients run elsewhere."""
+    report = record(tmp_path, schedule="zb-h1", pp=stages, microbatches=microbatches, **job)
+    assert report.pipeline is not None
+    assert (report.pipeline.schedule, report.pipeline.ideal_bubble_fraction) == ("unknown", None)
+    assert name_strategies(report) == [f"pp {stages}"]
+    assert "schedule_unknown" in {warning.code for warning in report.warnings}
+
+
 @pytest.mark.slow
 @pytest.mark.in_turn("analyzer/split")
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved"])
@@ -134,6 +154,33 @@ def test_a_schedule_that_one_thread_launches_is_unknown_and_said_to_be(
     assert format_mesh(report) == "pp=4"
     assert report.pipeline is None
     assert "no_grid" in {warning.code for warning in report.warnings}
+
+
+@pytest.mark.parametrize("names_groups", [True, False])
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "one_thread"),
+    [
+        pytest.param("dualpipe", 2, 4, False),
+        pytest.param("dualpipe", 2, 4, True, marks=IN_TURN),
+        pytest.param("dualpipe", 4, 8, False, marks=IN_TURN),
+        pytest.param("dualpipe", 4, 8, True, marks=IN_TURN),
+        pytest.param("dualpipe-v", 2, 4, False, marks=IN_TURN),
+        pytest.param("dualpipe-v", 4, 8, False, marks=IN_TURN),
+        pytest.param("zb-v", 2, 4, False),
+        pytest.param("zb-v", 2, 4, True, marks=IN_TURN),
+    ],
+)
+def test_schedules_with_two_stages_on_a_rank_have_no_name_rather_than_a_wrong_one(
+    name: str, stages: int, microbatches: int, one_thread: bool, names_groups: bool, tmp_path: Path
+) -> None:
+    job = Job("v", steps=2, layers=1, schedule=name, pp=stages, microbatches=microbatches,
+              one_thread=one_thread)  # fmt: skip
+    simulate(job).write(tmp_path, TraceStyle(names_groups=names_groups))
+    report = analyze(tmp_path)
+    assert format_mesh(report) in (f"pp={stages}", "")
+    assert set(name_strategies(report)) <= {f"pp {stages}"}
+    assert report.pipeline is None
+    assert {"no_grid", "mesh_unknown"} & {warning.code for warning in report.warnings}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +207,22 @@ def test_kernels_that_only_move_the_tokens_of_experts_show_them_on_one_rank(
     assert name_strategies(analyze(tmp_path)) == ([expected] if expected else [])
 
 
+def test_passes_around_expert_kernels_are_not_known_to_accumulate_gradients(
+    tmp_path: Path,
+) -> None:
+    """Of a rank whose trace has neither an optimizer nor a reduction of gradients, as of a few
+    layers; two passes in a step may be of two batches that hide each other's communication."""
+    trace = GpuTrace(0, 64).step(1, 0, 400)
+    for at in (0, 200):
+        trace.op("aten::linear", at, at + 20).kernel("gemm", at, at + 20)
+        trace.kernel("void deep_ep::internode::dispatch<8>()", at + 20, at + 40, stream=20)
+        trace.kernel("void deep_ep::internode::combine<8>()", at + 60, at + 80, stream=20)
+        trace.op("autograd::engine::evaluate_function: MmBackward0", at + 90, at + 150)
+        trace.kernel("gemm", at + 100, at + 140)
+    trace.write(tmp_path)
+    assert name_strategies(analyze(tmp_path)) == ["ep (DeepEP)"]
+
+
 def test_a_group_of_one_rank_communicates_nothing(tmp_path: Path) -> None:
     groups = [("0", "mesh_dp", [0, 1]), ("1", "mesh_tp", [0])]
     trace = GpuTrace(0, 2, groups=groups).step(1, 0, 100).kernel("gemm", 0, 40)
@@ -181,3 +244,52 @@ def test_two_communicators_of_the_same_ranks_are_two_rows(tmp_path: Path) -> Non
     report = analyze(tmp_path)
     assert [row.count for row in report.collectives] == [1, 1]
     assert len({row.group for row in report.collectives}) == 2
+
+
+def replay_layers(rank: int, kinds: tuple[str, ...], *, ranges: bool) -> GpuTrace:
+    """Three steps of two graphs, of the forwards and of the backwards of all layers: the host makes
+    two calls, and no op describes the collectives within."""
+    trace = GpuTrace(rank, 2, groups=[("0", "default_pg", [0, 1])])
+    for step in range(3):
+        at = 400 * step
+        trace.step(step, at, at + 400)
+        for half, begin in enumerate((at, at + 180)):
+            correlation = len(trace.events) + 1
+            call = {"tid": 300 if half else 100, "correlation": correlation}
+            trace._add("cudaGraphLaunch", "cuda_runtime", begin + 1, begin + 3, **call)
+            place = {"device": 0, "correlation": correlation}
+            for layer in range(4):
+                for number, kind in enumerate(kinds):
+                    start = begin + 40 * layer + 10 * number
+                    name = kind if kind == "gemm" else f"ncclDevKernel_{kind}"
+                    stream = 7 if kind == "gemm" else 20
+                    trace._add(
+                        name, "kernel", start + 5, start + 15, tid=stream, stream=stream, **place
+                    )
+            if half and ranges:
+                name = "autograd::engine::evaluate_function: GraphedBackward"
+                trace.op(name, begin, begin + 4, tid=300)
+        trace.kernel("multi_tensor_apply_kernel<FusedAdam>", at + 370, at + 390)
+        if ranges:
+            trace.annotation("Optimizer.step#AdamW.step", at + 368, at + 372)
+    return trace
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize(
+    ("kinds", "strategies"),
+    [
+        (("gemm", "AllReduce", "gemm"), ["tp 2"]),
+        (("AllGather", "gemm", "ReduceScatter"), ["tp 2", "sp 2"]),
+        (("SendRecv", "gemm"), []),
+        (("gemm", "AllGather"), []),
+    ],
+)
+def test_layers_replayed_as_graphs_show_what_a_forward_calls_and_no_more(
+    kinds: tuple[str, ...], strategies: list[str], ranges: bool, tmp_path: Path
+) -> None:
+    """A graph of forwards that reduces is of tensor parallelism. Where its calls are among the ops
+    of the host is not recorded: no parallel loss, vocabulary or ring is named from that."""
+    for rank in (0, 1):
+        replay_layers(rank, kinds, ranges=ranges).write(tmp_path)
+    assert name_strategies(analyze(tmp_path)) == strategies

@@ -26,9 +26,16 @@ _LONGEST_S = 120
 
 def record(out: Path, plant: str = "nothing", recipe: DemoArgs = RECIPE) -> Path:
     """A recording of two data-parallel ranks under the folder out. Raises where a rank fails."""
-    command = [sys.executable, str(JOBS / "ranks.py"), str(JOBS / "planted_demo.py"), plant]
-    command += ["--out", str(out), "--parallel", "dp=2", *recipe.format_arguments()]
+    run_ranks(
+        "planted_demo.py", plant, "--out", str(out), "--parallel", "dp=2",
+        *recipe.format_arguments(),
+    )  # fmt: skip
+    return out
+
+
+def run_ranks(job: str, *arguments: str) -> None:
+    """Runs two ranks of a job of tests/collector_jobs. Raises where a rank fails."""
+    command = [sys.executable, str(JOBS / "ranks.py"), str(JOBS / job), *arguments]
     subprocess.run(
         command, env=os.environ | _QUIET, check=True, timeout=_LONGEST_S, capture_output=True
     )
-    return out

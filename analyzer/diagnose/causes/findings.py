@@ -81,7 +81,7 @@ def find_bottlenecks(
     most_ns = {one.code: one.gain_ns for one in sorted(findings, key=lambda one: one.gain_ns)}
     of_code = {cause.code: cause for cause in CAUSES}
     on_device = split.ranks[0].trace.on_device
-    is_single = len(np.unique(graph.steps.step[context.counted])) == 1
+    numbers = np.unique(graph.steps.step[context.counted])
     least_ns, ranked, notes = MIN_GAIN_SHARE * context.mean_ns, [], []
     # Of a truncated file, steps without all events are partial; other losses are within steps.
     lossy = {
@@ -106,7 +106,8 @@ def find_bottlenecks(
         # The profiler slows all the work of a CPU alike; on a device its time goes with it.
         if cause.with_profiler and on_device:
             finding = _leave_out_profiler(context, finding)
-        if cause.of_peers and is_single:
+        # What happened once may not happen again, whatever the cause.
+        if len(finding.steps or numbers) == 1:
             finding = replace(finding, message=f"{finding.message}; from a single step")
         if finding.gain_ns >= least_ns:
             finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))

@@ -29,12 +29,14 @@ class BindingPaths(Struct, frozen=True):
     """The binding dependencies of a graph, with the time that each node adds to its path.
 
     spent_ns, shape (nodes + 1, BLAME_CAUSES), is the time from the binding predecessor to the node,
-    of rank (an index, -1 for a synchronization). The last row stands for the begin of the
+    of rank (an index, -1 for a synchronization), in step (an index of the distinct steps of the
+    graph, -1 if unknown). The last row stands for the begin of the
     recording: previous leads to it from all nodes without a predecessor.
     """
 
     previous: Int32
     rank: Int32
+    step: Int32
     spent_ns: Float
 
     @classmethod
@@ -61,7 +63,10 @@ class BindingPaths(Struct, frozen=True):
         spent[moved, BLAME_CAUSES.index("transfer")] += np.maximum(graph.rest_ns[moved], 0)
         previous = np.append(np.where(bound, graph.binding, begin), begin).astype(np.int32)
         rank = np.append(graph.find_ranks(np.arange(begin)), -1).astype(np.int32)
-        return cls(previous, rank, spent)
+        steps = np.append(np.unique(graph.steps.step, return_inverse=True)[1], -1)
+        row = np.append(graph.step, -1)
+        row[kernels.start] = np.where(row[kernels.start] < 0, kernels.step, row[kernels.start])
+        return cls(previous, rank, steps[row].astype(np.int32), spent)
 
 
 def _find_launches_ns(split: RunSplit, graph: DependencyGraph) -> Int64:

@@ -27,7 +27,7 @@ from stepsplit.analyzer.trace import Bool, Float, Int64
 
 
 class Blame(Struct, frozen=True):
-    """Waits that one rank (None: no single rank) caused on one axis in one step."""
+    """Waits that one rank (None: no single rank) caused on one axis by what it did in one step."""
 
     rank: int | None
     cause: str
@@ -57,7 +57,7 @@ def blame(
     paths = BindingPaths.build(split, graph)
     tree = PathTree.build(graph.levels, paths) if graph.levels.is_wide else None
     ideal_ns = _compute_ideal_ns(split)
-    charges = Charges.build(split, waits)
+    charges = Charges.build(split, graph, waits)
     unrecorded, schedule = np.zeros(len(waits)), np.zeros(len(waits))
     for rows in waits.list_parts():
         some = waits.select(rows)
@@ -67,6 +67,7 @@ def blame(
         charges.add(some, pairs, paths, amount - inevitable)
         unrecorded[rows] = (amount - inevitable)[:, -1]
         schedule[rows] = inevitable.sum(axis=1)
+    charges = charges.drop_steps_without_waits(waits)
     significant = find_significant(graph, charges, slow_ranks, known)
     shares = _collect_shares(
         waits, charges, significant, unrecorded, schedule, any(ideal_ns.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from stepsplit.analyzer.diagnose.graph.binding_paths import BLAME_CAUSES, COMPUT
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.exposed_waits import ExposedWaits
 from stepsplit.analyzer.diagnose.graph.path_pairs import PathPairs
+from stepsplit.analyzer.report.build import find_full_numbers
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Bool, Float, Int64
@@ -33,39 +35,53 @@ deviations."""
 
 
 class Charges(Struct, frozen=True):
-    """The waits that each rank caused; table: shape (ranks, steps, origins, BLAME_CAUSES)."""
+    """The waits that each rank caused; table: shape (ranks, steps, origins, BLAME_CAUSES).
+
+    A wait counts to the step in which the rank that is waited for spent the time: at the begin of a
+    step that may be the end of the one before, such as of an optimizer on its host. But what is
+    shown of the full steps adds up: time in another step stays with the wait. full is by step.
+    """
 
     ranks: tuple[int, ...]
     steps: tuple[int, ...]
+    full: Bool
     table: Float
 
     @classmethod
-    def build(cls, split: RunSplit, waits: ExposedWaits) -> Charges:
-        """An empty table for these waits."""
+    def build(cls, split: RunSplit, graph: DependencyGraph, waits: ExposedWaits) -> Charges:
+        """An empty table for these waits, of all steps."""
         ranks = tuple(rank.trace.rank for rank in split.ranks)
-        steps = tuple(np.unique(waits.step).tolist())
-        return cls(
-            ranks, steps, np.zeros((len(ranks), len(steps), waits.origins, len(BLAME_CAUSES)))
-        )
+        steps = tuple(np.unique(graph.steps.step).tolist())
+        full = np.isin(steps, list(find_full_numbers(split)))
+        table = np.zeros((len(ranks), len(steps), waits.origins, len(BLAME_CAUSES)))
+        return cls(ranks, steps, full, table)
 
     def add(
         self, waits: ExposedWaits, pairs: PathPairs, paths: BindingPaths, amount: Float
     ) -> None:
-        """Distributes the amounts of these waits over the paths of the ranks waited for, in
-        proportion to their time."""
+        """Distributes the amounts of these waits over the paths of the ranks waited for, and over
+        the steps of these, in proportion to their time."""
         total, recorded = pairs.waited_for, amount[:, : len(BLAME_CAUSES)]
         density = np.divide(recorded, total, out=np.zeros_like(recorded), where=total > 0)
         step = np.searchsorted(self.steps, waits.step)
         flat = self.table.reshape(-1)
-        for rows, rank, spent_ns in pairs.parts:
-            part, cause = np.nonzero(spent_ns)
-            row = rows[part]
-            cell = (rank[part], step[row], waits.origin[row], cause)
-            spent = density[row, cause] * spent_ns[part, cause]
+        for piece in pairs.parts:
+            part, cause = np.nonzero(piece.spent_ns)
+            row = piece.row[part]
+            own = piece.step[part]
+            own = np.where((own >= 0) & (self.full[own] == self.full[step[row]]), own, step[row])
+            cell = (piece.rank[part], own, waits.origin[row], cause)
+            spent = density[row, cause] * piece.spent_ns[part, cause]
             np.add.at(flat, np.ravel_multi_index(cell, self.table.shape), spent)
         rest = np.flatnonzero(waits.traced & ((recorded > 0) & (total <= 0)).any(axis=1))
         cells = (paths.rank[waits.last_arrival[rest]], step[rest], waits.origin[rest])
         np.add.at(self.table, cells, np.where(total[rest] > 0, 0.0, recorded[rest]))
+
+    def drop_steps_without_waits(self, waits: ExposedWaits) -> Charges:
+        """The table of the steps that have or caused a wait."""
+        has_waits = np.isin(self.steps, waits.step) | self.table.any(axis=(0, 2, 3))
+        steps = tuple(compress(self.steps, has_waits.tolist()))
+        return Charges(self.ranks, steps, self.full[has_waits], self.table[:, has_waits])
 
 
 class KnownDelay(NamedTuple):

@@ -25,9 +25,10 @@ from stepsplit.analyzer.trace import EventKind, Int32, Int64, UInt8
 class CriticalPaths(Struct, frozen=True):
     """The critical path of each step; the parts of a step add up to its length, to the nanosecond.
 
-    Steps of different ranks overlap slightly, so the first part of a path may belong to the
-    previous step on another rank. Time without a record on the rank counts as idle. kernels are
-    those of all steps, longest first; their start is on the common clock.
+    The path of a step begins where that of the step before ended, with its last rank, so that no
+    instant is on two of them: a rank that waits at the begin of its step for the end of another
+    rank's step before does so on the path of the latter. Time without a record on the rank counts
+    as idle. kernels are those of all steps, longest first; their start is on the common clock.
     """
 
     steps: tuple[PathStep, ...]
@@ -65,11 +66,15 @@ def find_critical_paths(
 
 
 def _find_span(graph: DependencyGraph, step: int) -> tuple[int, int, int]:
-    """(first start, last end, node of the last end) of a step over all ranks."""
+    """(begin, last end, node of the last end) of a step over all ranks: the first start, or the
+    last end of the steps before if that is later."""
     rows = graph.steps.step == step
     ends = graph.steps.end[rows]
     last = int(ends[graph.at_ns[ends].argmax()])
-    return int(graph.at_ns[graph.steps.begin[rows]].min()), int(graph.at_ns[last]), last
+    end_ns = int(graph.at_ns[last])
+    begin_ns = int(graph.at_ns[graph.steps.begin[rows]].min())
+    before = graph.at_ns[graph.steps.end[graph.steps.step < step]]
+    return min(end_ns, max(begin_ns, int(before.max(initial=begin_ns)))), end_ns, last
 
 
 # The way back.

@@ -10,7 +10,7 @@ from msgspec import Struct
 from stepsplit.analyzer.diagnose.graph.binding_paths import BLAME_CAUSES, BindingPaths
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.exposed_waits import ExposedWaits
-from stepsplit.analyzer.diagnose.graph.path_tree import PathTree
+from stepsplit.analyzer.diagnose.graph.path_tree import PathPieces, PathTree
 from stepsplit.analyzer.trace import Float, Int64
 
 
@@ -24,7 +24,7 @@ class PathPairs(Struct, frozen=True):
 
     added: Float
     waited_for: Float
-    parts: Iterator[tuple[Int64, Int64, Float]]
+    parts: Iterator[PathPieces]
 
 
 def compare_paths(
@@ -67,15 +67,13 @@ def _compare_by_node(graph: DependencyGraph, paths: BindingPaths, waits: Exposed
     return PathPairs(added, waited_for, follow_paths(paths, waits, common))
 
 
-def follow_paths(
-    paths: BindingPaths, waits: ExposedWaits, common: Int64
-) -> Iterator[tuple[Int64, Int64, Float]]:
-    """Yields (rows of waits, ranks, times by cause) for the nodes of ranks on the paths of the
-    ranks waited for."""
+def follow_paths(paths: BindingPaths, waits: ExposedWaits, common: Int64) -> Iterator[PathPieces]:
+    """The nodes of ranks on the paths of the ranks waited for."""
     rows = np.flatnonzero(waits.traced)
     node = waits.last_arrival[rows]
     while len(rows := rows[(ahead := node != common[rows])]):
         node = node[ahead]
         of_rank = paths.rank[node] >= 0
-        yield rows[of_rank], paths.rank[node[of_rank]], paths.spent_ns[node[of_rank]]
+        own = node[of_rank]
+        yield PathPieces(rows[of_rank], paths.rank[own], paths.step[own], paths.spent_ns[own])
         node = paths.previous[node]

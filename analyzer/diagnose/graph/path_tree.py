@@ -15,12 +15,23 @@ from stepsplit.analyzer.trace import Float, Int32, Int64
 _MANTISSA_BITS = 52
 
 
+class PathPieces(Struct, frozen=True):
+    """Parts of paths, in columns: the row of each path, the rank and the step (indexes; a step may
+    be -1) that it is on, and its time by cause."""
+
+    row: Int64
+    rank: Int64
+    step: Int32
+    spent_ns: Float
+
+
 class PathTree(Struct, frozen=True):
     """A tree whose places are numbered from the begin of the recording, 0, so that each follows its
     parent; columns by place.
 
     place is by node. jump is an ancestor at a distance that allows a search in a logarithmic number
-    of steps (a skew-binary jump pointer), and leave the first ancestor on another rank. total_ns,
+    of steps (a skew-binary jump pointer), and leave the first ancestor on another rank
+    or in another step. total_ns,
     shape (places, causes), is the time from the begin, in a unit in which sums are exact.
     """
 
@@ -30,6 +41,7 @@ class PathTree(Struct, frozen=True):
     jump: Int32
     leave: Int32
     rank: Int32
+    step: Int32
     total_ns: Float
 
     @classmethod
@@ -46,16 +58,18 @@ class PathTree(Struct, frozen=True):
             spent_ns[:, cause] = spent_ns[order, cause]
         total_ns = _round_to_unit(spent_ns, rank[order])
         depth, jump, leave = (np.zeros(count, dtype=np.int32) for _ in range(3))
-        own_rank = rank[order]
+        own_rank, own_step = rank[order], paths.step[order]
         for low, high in pairwise((levels.first + 1).tolist()):
             here, before = slice(low, high), parent[low:high]
             far = jump[before]
             depth[here] = depth[before] + 1
             even = depth[before] - depth[far] == depth[far] - depth[jump[far]]
             jump[here] = np.where(even, jump[far], before)
-            leave[here] = np.where(own_rank[here] == own_rank[before], leave[before], before)
+            stays = own_rank[here] == own_rank[before]
+            stays &= own_step[here] == own_step[before]
+            leave[here] = np.where(stays, leave[before], before)
             total_ns[here] += total_ns[before]
-        return cls(place, parent, depth, jump, leave, own_rank, total_ns)
+        return cls(place, parent, depth, jump, leave, own_rank, own_step, total_ns)
 
     def find_common(self, first: Int32, second: Int32) -> Int32:
         """The last common place of the paths of each pair of places."""
@@ -77,14 +91,15 @@ class PathTree(Struct, frozen=True):
             rows = rows[first[rows] != second[rows]]
         return first
 
-    def follow(self, place: Int32, until: Int32) -> Iterator[tuple[Int64, Int64, Float]]:
-        """Yields (rows, ranks, times by cause): what the path of each row spends on one rank after
-        the other, back to a place of it."""
+    def follow(self, place: Int32, until: Int32) -> Iterator[PathPieces]:
+        """What the path of each row spends on one rank, and in one of its steps, after the other,
+        back to a place of it."""
         rows = np.flatnonzero(place != until)
         at, end = place[rows], until[rows]
         while len(rows):
             left = np.maximum(self.leave[at], end)
-            yield rows, self.rank[at].astype(np.int64), self.total_ns[at] - self.total_ns[left]
+            spent_ns = self.total_ns[at] - self.total_ns[left]
+            yield PathPieces(rows, self.rank[at].astype(np.int64), self.step[at], spent_ns)
             ahead = left != end
             rows, at, end = rows[ahead], left[ahead], end[ahead]
 

@@ -25,6 +25,7 @@ from stepsplit.analyzer.readers.kineto.calls import build_gloo_calls, number_dev
 from stepsplit.analyzer.readers.kineto.columns import EntryCounts
 from stepsplit.analyzer.readers.kineto.json_stream import LEAST_RANGE_BYTES, split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
+    LISTED_TRACES,
     UNKNOWN_TRACKS,
     KinetoFile,
     TraceOpening,
@@ -222,6 +223,9 @@ def build_rank_trace(
     """
     rows, header = file.rows, file.header
     if not len(rows.events):
+        for note in file.notes:
+            if note.code == LISTED_TRACES:
+                raise DataError(where, note.message, "write each of them into a file", rank)
         raise DataError(where, _explain_no_events(rows.counts), RECORD_AGAIN, rank)
     # Raises DataError if the names of the kernels and ops take too long to classify.
     named = rows.events.is_category(*DEVICE_CATEGORIES, Category.OP)

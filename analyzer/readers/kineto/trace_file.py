@@ -310,6 +310,9 @@ def join_parts(
     events, order_notes = clip_overruns(rows.events, rows.shapes, rows.noted_row)
     rows = replace(rows, events=events)
     notes = (*_build_notes(rows, is_whole, torn), *more, *time_notes, *order_notes)
+    if not len(events) and not opening.fields and b'"traceEvents"' in opening.begin:
+        text = "a list of traces, as of several ranks: each needs a file of its own"
+        notes = (*notes, Note(LISTED_TRACES, text))
     if is_whole and rest:
         what = "the begin of another trace" if b'"traceEvents"' in rest else "more text"
         text = f"{what} follows the end of the trace and is ignored: {len(rest):,} bytes or more"
@@ -324,6 +327,9 @@ def join_parts(
         header, replace(rows, noted_row=nothing, noted_args=()), calls, (*notes, *call_notes), waits
     )
 
+
+LISTED_TRACES = "listed_traces"
+"""The code of the note on a file whose array has traces instead of events."""
 
 _WHITESPACE = b" \t\r\n\x00"
 

@@ -160,7 +160,7 @@ def _build_cards(prediction: Prediction, job: JobConfig, recorded: Split) -> htm
             f"{job.microbatches:,} microbatch{plural}/rank",
         ),
         build_card(
-            "bubble_fraction", format_percent(prediction.bubble_fraction), "of the schedule"
+            "pipeline bubble", format_percent(prediction.bubble_fraction), "of the schedule"
         ),
         build_card(
             "peak memory", format_memory_size(peak), "fits" if prediction.fits else "does not fit"
@@ -260,10 +260,7 @@ def build_plan(view: View, changed: ChangedJob, chosen: AddressQuery) -> list[Co
     ]
     heads = ("tp", "pp", "cp", "dp", "zero", "schedule", "microbatch", "recompute",
              "step", "slower by", "peak", "MFU")  # fmt: skip
-    note = (
-        f"best layout per split of {job.parallel.world_size:,} GPUs; "
-        "run stepsplit plan for the reasons"
-    )
+    note = f"best layout per split of {job.parallel.world_size:,} GPUs"
     return [build_section("Plan", note, build_table(heads, rows))]
 
 

@@ -86,7 +86,7 @@ class RunSelection:
 
 def select_runs(rows: Sequence[RunRow], chosen: AddressQuery) -> RunSelection:
     """The runs of the address."""
-    known = {run.id: run for run in rows if run.state == "done"}
+    known = {run.id: run for run in rows if run.state == "done" and not run.is_hang}
     text = chosen.find_text("runs")
     if text is None:
         sides = [known.get(chosen.find_text(side) or "") for side in ("baseline", "candidate")]

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, cast
 
 from flask import Blueprint, Response, current_app, jsonify, request, send_file
 
+from stepsplit.analyzer.diagnose.hang.result import HANG_NAME
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
@@ -249,8 +250,19 @@ class Api:
         run = self._find_run(run_id)
         path = (self.store.artifacts.fetch_results(run_id) / REPORT_NAME).absolute()
         if run.state != "done" or not path.exists():
-            raise HttpError(404, f"no report: the run is {run.state}")
+            has = (
+                f"has Flight Recorder dumps: get {HANG_NAME}" if run.is_hang else f"is {run.state}"
+            )
+            raise HttpError(404, f"no report: the run {has}")
         return send_file(path, mimetype="application/json", download_name=f"{run_id}.{REPORT_NAME}")
+
+    def hang(self, run_id: str) -> Response:
+        """GET: hang.json of a run of Flight Recorder dumps, as `stepsplit hang --json` writes it."""
+        run = self._find_run(run_id)
+        text = self.store.artifacts.read_file(run_id, HANG_NAME) if run.is_hang else None
+        if text is None:
+            raise HttpError(404, f"no {HANG_NAME}: the run has no Flight Recorder dumps alone")
+        return Response(text, mimetype="application/json")
 
     def list_audit(self) -> Response:
         """GET ?since=DATE&last=N: the newest entries of the audit log."""
@@ -523,6 +535,7 @@ def build_api_routes(api: Api) -> Blueprint:
     form = f"{run}/job/form"
     routes.add_url_rule(form, "read_job_form", api.read_job_form, methods=["GET", "POST"])
     routes.add_url_rule(f"{run}/{REPORT_NAME}", "report", api.report)
+    routes.add_url_rule(f"{run}/{HANG_NAME}", "hang", api.hang)
     routes.add_url_rule(AUDIT, "list_audit", api.list_audit)
     routes.add_url_rule(TOKENS, "list_tokens", api.list_tokens)
     routes.add_url_rule(TOKENS, "create_token", api.create_token, methods=["POST"])

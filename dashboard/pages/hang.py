@@ -131,17 +131,20 @@ def _build_ranks(hang: Hang) -> list[html.Section]:
 
 
 def _describe_rank(rank: int, hang: Hang) -> str:
-    """What the rank does in the first call that says so."""
+    """What the rank does in the first open call that it blocks, else waits in, else has ended."""
     if rank in hang.no_dump:
         return "no dump"
-    for verb, is_in in (
-        ("has not called", lambda call: any(one.rank == rank for one in call.missing)),
-        ("waits in", lambda call: rank in call.waiting),
-        ("has completed", lambda call: rank in call.completed),
-    ):
-        call: Stuck | None = next((one for one in hang.stuck if is_in(one)), None)
-        if call is not None:
-            return f"{verb} {call.op} {call.seq} of {call.group.in_words}"
+    words: dict[str, Stuck] = {}
+    for call in hang.stuck:
+        if any(one.rank == rank for one in call.missing):
+            words.setdefault("has not called", call)
+        elif rank in call.waiting:
+            words.setdefault("waits in", call)
+        elif rank in call.completed:
+            words.setdefault("has completed", call)
+    for verb in ("has not called", "waits in", "has completed"):
+        if verb in words:
+            return f"{verb} {words[verb].op} {words[verb].seq} of {words[verb].group.in_words}"
     return "in no call that is open"
 
 

@@ -17,7 +17,13 @@ from stepsplit.analyzer.watch.records import decode_batch
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.alerts import UNTIL_END_NS, WatchAlert
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
-from stepsplit.dashboard.store.job_files import check_job_text, merge_job, parse_job_changes
+from stepsplit.dashboard.store.job_files import (
+    check_job_ranks,
+    check_job_text,
+    check_needed_keys,
+    merge_job,
+    parse_job_changes,
+)
 from stepsplit.dashboard.store.logins import Token
 from stepsplit.dashboard.store.run_row import RunRow, describe_edit, explain_no_retry
 from stepsplit.dashboard.store.store import Store
@@ -202,12 +208,22 @@ class Api:
         text = self._read_job_body(run)
         try:
             check_job_text(text)
+            if run.state == "done" and not run.is_hang:
+                self._check_for_run(run, text)
         except StepsplitError as error:
             raise _refuse_job(error) from None
         if not self.store.attach_job(run.id, text):
             raise HttpError(409, explain_no_retry(run))
         record_action(self.store.audit, "job attached", run.label)
         return self.read_status(run_id), 202
+
+    def _check_for_run(self, run: RunRow, text: bytes) -> None:
+        """Raises DataError for a job with which an analysis of the finished run is for nothing: of
+        other ranks, or as a form without what the recording doesn't show either."""
+        ranks = run.headline.world_size if run.headline else None
+        check_job_ranks(text, ranks or 1)
+        if request.is_json and (known := self.store.read_job(run.id)) is not None:
+            check_needed_keys(text, known)
 
     def read_job(self, run_id: str) -> Response:
         """GET: the job.toml that the run's analysis used, or what it could infer of one."""
@@ -250,14 +266,14 @@ class Api:
         run = self._find_run(run_id)
         path = (self.store.artifacts.fetch_results(run_id) / REPORT_NAME).absolute()
         if run.state != "done" or not path.exists():
-            has = (
-                f"has Flight Recorder dumps: get {HANG_NAME}" if run.is_hang else f"is {run.state}"
+            dumps = f"has Flight Recorder dumps: get {HANG_NAME}"
+            raise HttpError(
+                404, f"no report: the run {dumps if run.is_hang else f'is {run.state}'}"
             )
-            raise HttpError(404, f"no report: the run {has}")
         return send_file(path, mimetype="application/json", download_name=f"{run_id}.{REPORT_NAME}")
 
     def hang(self, run_id: str) -> Response:
-        """GET: hang.json of a run of Flight Recorder dumps, as `stepsplit hang --json` writes it."""
+        """GET: hang.json of a run of Flight Recorder dumps."""
         run = self._find_run(run_id)
         text = self.store.artifacts.read_file(run_id, HANG_NAME) if run.is_hang else None
         if text is None:

@@ -48,13 +48,15 @@ def client(store: Store) -> FlaskClient:
 def test_dumps_are_a_run_that_says_who_is_missing(
     client: FlaskClient, store: Store, tmp_path: Path
 ) -> None:
+    folder = tmp_path / "dumps"
+    folder.mkdir()
     for name, content in DUMPS.items():
-        (tmp_path / name).write_bytes(content)
+        (folder / name).write_bytes(content)
     run_id = queued(store, "hung", **DUMPS)
 
     assert process_job(store, claimed(store), analyze_upload) == "done"
 
-    run, known = found(store, run_id), read_calls([tmp_path])
+    run, known = found(store, run_id), read_calls([folder])
     assert run.is_hang and run.error == known.verdict
     assert client.get(f"/api/v1/runs/{run_id}/hang.json").data == to_json(known)
     page = ask_page(client, f"/run/{run_id}")

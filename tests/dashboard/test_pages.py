@@ -256,7 +256,8 @@ def test_an_unchanged_job_is_predicted_with_the_rates_that_the_run_was_compared_
         "ranks_per_node = 2\nsizes_bytes = [1, 1_000_000_000]\ntimes_ns = [9e7, 9e8]\n"
     )
     shown = view(analyze(SAMPLES / "tp2_pp2", job=tmp_path / "job.toml"))
-    assert "+0.0 % compared with the recorded job" in text(build_model_page(shown, AddressQuery()))
+    page = text(build_model_page(shown, AddressQuery()))
+    assert "+0.0 %" in page and "by the model's ratio" in page
     ranked = text(build_model_page(shown, AddressQuery({"plan": "1"})))
     plain = view(analyze_recording(SAMPLES / "tp2_pp2", "auto"))
     assert ranked != text(build_model_page(plain, AddressQuery({"plan": "1"})))

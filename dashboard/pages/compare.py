@@ -278,7 +278,7 @@ def _build_exposed(comparison: RunComparison) -> list[html.Section]:
     if not rows:
         return []
     heads = ("axis", "bucket", "baseline", "candidate", "difference")
-    note = f"mean step{_note_meshes(comparison)}{format_hidden_rows(comparison.exposed)}"
+    note = f"mean step{_note_meshes(comparison, 'bucket')}{format_hidden_rows(comparison.exposed)}"
     return [build_section("Exposed communication by axis", note, build_table(heads, rows))]
 
 
@@ -319,7 +319,7 @@ def _build_calls(comparison: RunComparison) -> list[html.Section]:
                     build_rate_cell(calls.busbw_bytes_per_s),
                 ]
             rows.append([*head, Cell(name), *cells])
-    note = f"medians per call; largest change first{_note_meshes(comparison)}"
+    note = f"medians per call; largest change first{_note_meshes(comparison, 'op')}"
     note += format_hidden_rows(changed, MAX_ROWS // 2)
     return [build_section("Collectives and messages", note, build_table(heads, rows))]
 
@@ -329,10 +329,10 @@ def _format_axes(row: ExposedChange | CallsChange) -> str:
     return " → ".join(axis for axis in (row.axis or OTHER, row.candidate_axis) if axis)
 
 
-def _note_meshes(comparison: RunComparison) -> str:
+def _note_meshes(comparison: RunComparison, by: str) -> str:
     if not comparison.meshes_differ:
         return ""
-    return "; the meshes differ, so each run has its own axes and a row is one of all of them"
+    return f"; the meshes differ: compared by {by}, each run on its own axes"
 
 
 def _build_change_cells(row: Change) -> list[Cell]:

@@ -15,8 +15,8 @@ from stepsplit.dashboard.pages.tables import Cell, build_size_cell, build_table,
 from stepsplit.dashboard.store.run_row import RunRow
 
 _REMEDIES = {
-    "not_called": "Look at the stack of {ranks}: what it does there instead of the missing call, "
-    "such as a branch that only some ranks take, data that ran out, or an exception.",
+    "not_called": "Look at the stack of {ranks}: what the code does there instead of the missing "
+    "call, such as a branch that only some ranks take, data that ran out, or an exception.",
     "unfinished": "Look at the older call in which {ranks} wait: the others wait only for them.",
     "no_dump": "Look whether the processes of {ranks} still run, and at their logs: they may have "
     "ended. Collect their dumps if there are any.",
@@ -108,7 +108,7 @@ def _build_ranks(hang: Hang) -> list[html.Section]:
     rows = []
     for rank in ranks:
         now, call = states.get(rank), last.get(rank)
-        words = [_describe_rank(rank, hang)]
+        words = [_describe_rank(rank, hang, rank in to_blame)]
         if now is not None:
             words = [now.condition, *([now.error] if now.error else []), *words]
         called = ""
@@ -117,7 +117,7 @@ def _build_ranks(hang: Hang) -> list[html.Section]:
         stack = (now.stack if now else ()) or (call.stack if call else ())
         rows.append(
             [
-                Cell(f"rank {rank}"),
+                Cell(html.Span(f"rank {rank}", className="whole")),
                 Cell("; ".join(word for word in words if word)),
                 Cell(called),
                 Cell(_build_stack(stack)),
@@ -126,12 +126,18 @@ def _build_ranks(hang: Hang) -> list[html.Section]:
     if not rows:
         return []
     heads = ("rank", "state", "last call", "stack, innermost first")
+    # A column without an entry takes no room.
+    columns = [at for at in range(len(heads)) if any(row[at].content for row in rows)]
+    shown = build_table(
+        [heads[at] for at in columns], [[row[at] for at in columns] for row in rows]
+    )
     note = "the ranks to look at first" + format_hidden_rows(rows)
-    return [build_section("Ranks", note, build_table(heads, rows))]
+    return [build_section("Ranks", note, shown)]
 
 
-def _describe_rank(rank: int, hang: Hang) -> str:
-    """What the rank does in the first open call that it blocks, else waits in, else has ended."""
+def _describe_rank(rank: int, hang: Hang, is_to_blame: bool) -> str:
+    """What the rank does in the first open call that it waits in, else blocks, else has ended; of a
+    rank to blame the call that it blocks is first."""
     if rank in hang.no_dump:
         return "no dump"
     words: dict[str, Stuck] = {}
@@ -142,7 +148,8 @@ def _describe_rank(rank: int, hang: Hang) -> str:
             words.setdefault("waits in", call)
         elif rank in call.completed:
             words.setdefault("has completed", call)
-    for verb in ("has not called", "waits in", "has completed"):
+    verbs = ("waits in", "has not called", "has completed")
+    for verb in (verbs[1], *verbs) if is_to_blame else verbs:
         if verb in words:
             return f"{verb} {words[verb].op} {words[verb].seq} of {words[verb].group.in_words}"
     return "in no call that is open"

@@ -84,13 +84,15 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
     }  # fmt: skip
     menus = []
     if "interleaved" in (chosen.find_text("schedule"), job.parallel.schedule):
-        now["chunks"] = job.parallel.chunks
+        # At least two, as apply_changes takes them.
+        now["chunks"] = max(2, job.parallel.chunks)
     for key in now:
         # The recorded size, its halves and doubles, and the selected one.
         recorded, picked_size = now[key], chosen.parse_int(key) or now[key]
         near = {recorded * 2**n for n in range(_DOUBLINGS + 1)}
         near |= {recorded // 2**n for n in range(_DOUBLINGS)}
-        sizes = sorted({size for size in near if size >= 1} | {picked_size})
+        least = 2 if key == "chunks" else 1
+        sizes = sorted({size for size in near if size >= least} | {picked_size})
         names = {str(n): f"{n:,} (as recorded)" if n == recorded else f"{n:,}" for n in sizes}
         menus.append(build_menu(key, names, str(picked_size), str(recorded)))
     options = {

@@ -208,7 +208,7 @@ class Api:
         text = self._read_job_body(run)
         try:
             check_job_text(text)
-            if run.state == "done" and not run.is_hang:
+            if run.can_be_analyzed_again and run.state == "done" and not run.is_hang:
                 self._check_for_run(run, text)
         except StepsplitError as error:
             raise _refuse_job(error) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,21 @@ def test_a_job_without_a_pipeline_says_so() -> None:
 def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
     for asked, shown in (("7", "step 7 took"), ("3", "step 6 took"), ("x", "step 6 took")):
         assert shown in text(build_pipeline_page(view(), AddressQuery({"step": asked})))
+
+
+def test_an_ideal_that_is_longer_than_the_measured_step_is_none() -> None:
+    """The same microbatches, closer together than stages of equal length allow."""
+    shown = view()
+    assert shown.tables is not None
+    boxes = shown.tables.boxes
+    close = replace(boxes, start_ns=boxes.start_ns // 2)
+    tables = replace(shown.tables, boxes=close)
+
+    page = text(build_pipeline_page(replace(shown, tables=tables), AddressQuery()))
+
+    assert "with equal stages" in text(build_pipeline_page(shown, AddressQuery()))
+    assert "no ideal grid: stages of equal length would not be faster" in page
+    assert "with equal stages" not in page
 
 
 def rows_of_waits(mesh: tuple[AxisSize, ...] = (), **chosen: str) -> list[str]:

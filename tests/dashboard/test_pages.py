@@ -147,7 +147,10 @@ def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
 
 def test_an_ideal_that_is_longer_than_the_measured_step_is_none() -> None:
     """The same microbatches, closer together than stages of equal length allow."""
-    shown = view()
+    report = analysis().report
+    assert report.pipeline is not None
+    pipeline = msgspec.structs.replace(report.pipeline, schedule="1f1b")
+    shown = view(msgspec.structs.replace(report, pipeline=pipeline))
     assert shown.tables is not None
     boxes = shown.tables.boxes
     close = replace(boxes, start_ns=boxes.start_ns // 2)

@@ -244,7 +244,9 @@ def build_legend() -> html.Div:
 
 
 def build_state_pill(run: RunRow) -> html.Span:
-    """The state of the run as a pill."""
+    """The state of the run as a pill; of one of Flight Recorder dumps that it is one."""
+    if run.is_hang:
+        return html.Span("dumps", className="pill")
     return html.Span(run.state, className=f"pill {run.state}")
 
 

@@ -136,15 +136,8 @@ def examine_or_find_hang(
     """As `examine`; if there are Flight Recorder dumps but no traces, returns the state of the
     calls in these dumps. workers may be a cluster. With draft_job the analysis has a job.toml of
     the recording."""
-    compare = _make_comparison(job)
     draft = _make_draft(job) if draft_job else None
-    with open_recording(places) as files:
-        if files.only_dumps:
-            from stepsplit.analyzer.diagnose.hang.find import read_calls
-
-            return read_calls(places)
-        recording = read_recording_files(files, workers, progress, rules)
-    return _build_analysis(recording, compare, mesh, draft)
+    return _read_and_build(places, workers, progress, rules, _make_comparison(job), mesh, draft)
 
 
 def examine_with_inferred_job(
@@ -153,9 +146,9 @@ def examine_with_inferred_job(
     progress: Progress = ignore_progress,
     mesh: Mesh | None = None,
     job: str | Path | None = None,
-) -> Analysis:
-    """As `examine` with job "auto" or a partial job.toml; keys that cannot be inferred give a
-    warning, not an error. The analysis has the job.toml, completed by what was inferred."""
+) -> Analysis | Hang:
+    """As `examine_or_find_hang` with job "auto" or a partial job.toml; keys that cannot be inferred
+    give a warning, not an error. The analysis has the job.toml, completed by what was inferred."""
     compare, draft = _make_comparison(job or "auto"), _make_draft(job)
 
     def tried(report: Report, recording: Recording, split: RunSplit) -> Report:
@@ -165,7 +158,25 @@ def examine_with_inferred_job(
             warning = WarningRow(NO_MODEL, str(error))
             return replace(report, warnings=(*report.warnings, warning))
 
-    return _build_analysis(read_recording(places, workers, progress), tried, mesh, draft)
+    return _read_and_build(places, workers, progress, BUILT_IN, tried, mesh, draft)
+
+
+def _read_and_build(
+    places: Sequence[str | Path],
+    workers: Workers,
+    progress: Progress,
+    rules: Rules,
+    compare: _ModelComparison,
+    mesh: Mesh | None,
+    draft: _JobDrafter | None,
+) -> Analysis | Hang:
+    with open_recording(places) as files:
+        if files.only_dumps:
+            from stepsplit.analyzer.diagnose.hang.find import read_calls
+
+            return read_calls(places)
+        recording = read_recording_files(files, workers, progress, rules)
+    return _build_analysis(recording, compare, mesh, draft)
 
 
 def _build_analysis(

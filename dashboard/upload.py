@@ -190,7 +190,9 @@ class RemoteStore:
         rows = self._get(f"{_RUNS}?{query}").body.get("runs")
         if rows is None:
             raise UsageError(f"{self._connection.url} does not list runs; update its stepsplit")
-        return tuple(RemoteRun(str(row["id"]), str(row["name"])) for row in rows)
+        # A run of Flight Recorder dumps has what the job waits for, and no report.
+        done = [row for row in rows if not row.get("error")]
+        return tuple(RemoteRun(str(row["id"]), str(row["name"])) for row in done)
 
     def find_done(self, run_id: str) -> RemoteRun | None:
         """The run of this id; None if it is not finished. Raises UsageError."""

@@ -34,7 +34,7 @@ from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.explain import explain_idle
-from stepsplit.analyzer.report.headline import compute_mean_step_ns
+from stepsplit.analyzer.report.headline import compute_mean_split, compute_mean_step_ns
 from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
@@ -50,7 +50,7 @@ from stepsplit.analyzer.report.report import (
     Report,
     WarningRow,
 )
-from stepsplit.analyzer.report.step_rows import list_full_steps
+from stepsplit.analyzer.report.step_rows import list_full_steps, select_full_steps
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL, RunSpec
@@ -107,8 +107,14 @@ def compare_to_model(
         hfu=None if prediction.hfu is None else prediction.hfu * times,
     )
     mismatch = describe_mismatch(compared, prediction, job_table)
-    is_guess = load_device(job.hardware.family).processor
-    if mismatch is not None and not is_guess:
+    # The constants of a processor are guesses, unless they are calibrated.
+    is_guess = load_device(job.hardware.family).processor and prediction.confidence != "calibrated"
+    if mismatch is not None and is_guess:
+        # The job may be right: the prediction is not.
+        notes = (f"{mismatch.split(': ', 1)[1]}, as the speed of this processor is a guess",)
+        doubted = structs.replace(gap, confidence="low", notes=(*notes, *gap.notes))
+        compared = structs.replace(compared, gap=doubted)
+    elif mismatch is not None:
         # A job of another recording explains nothing: no findings, and no impossible MFU.
         is_possible = compared.mfu is None or compared.mfu <= 1
         doubted = structs.replace(gap, confidence="low", notes=(mismatch, *gap.notes))
@@ -120,14 +126,15 @@ def compare_to_model(
             findings=report.findings,
             warnings=(*compared.warnings, WarningRow(JOB_MISMATCH, mismatch)),
         )
-    if is_guess and prediction.confidence != "calibrated":
-        # The constants of a processor are guesses: no MFU and no findings by them.
+    if is_guess:
+        # No MFU and no findings by guesses.
         return structs.replace(compared, mfu=None, hfu=None, findings=report.findings)
     return compared
 
 
 _MOST_STEP_RATIO = 3.0
-"""A measured step this many times the predicted one, or the reverse, is of another job."""
+"""A measured step this many times the predicted one without its idle time, which the host may
+cause, or the reverse, is of another job."""
 
 
 def describe_mismatch(report: Report, prediction: Prediction, job_table: TomlTable) -> str | None:
@@ -138,9 +145,10 @@ def describe_mismatch(report: Report, prediction: Prediction, job_table: TomlTab
     step_ns, predicted_ns = compute_mean_step_ns(report.steps), prediction.split.step_ns
     if not step_ns or not predicted_ns:
         return None
+    busy_ns = step_ns - compute_mean_split(select_full_steps(report.steps)).idle_ns
     if report.mfu is not None and report.mfu > 1:
         reason = f"the MFU would be {units.format_percent(report.mfu)}"
-    elif step_ns > _MOST_STEP_RATIO * predicted_ns:
+    elif busy_ns > _MOST_STEP_RATIO * predicted_ns:
         reason = f"the measured step is {step_ns / predicted_ns:.1f} times the predicted one"
     elif predicted_ns > _MOST_STEP_RATIO * step_ns:
         reason = f"the predicted step is {predicted_ns / step_ns:.1f} times the measured one"

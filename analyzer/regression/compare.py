@@ -15,13 +15,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import Document
-from stepsplit.analyzer.report.report import (
-    MIN_GAIN_SHARE,
-    AxisSize,
-    GroupRow,
-    Report,
-    compute_token_rate,
-)
+from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, AxisSize, Report, compute_token_rate
 from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.collectors.formats.run_spec import Mesh
@@ -32,38 +26,42 @@ from stepsplit.collectors.formats.run_spec import Mesh
 def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
     """Compare two runs. Raises UsageError if one of them has no step.
 
-    Runs with different layouts are compared as well; the settings list the differences. If a mesh
-    was inferred from the calls, groups are compared by their ranks.
+    Runs with different layouts are compared as well; the settings list the differences. An axis of
+    an inferred mesh whose groups are those of an axis of the other mesh is compared with it; if the
+    meshes have other axes nonetheless, calls are compared by op and waits by bucket.
     """
     settings = find_changed_settings(baseline, candidate)
-    return _compare_aligned(*align_axes(baseline, candidate), settings)
+    aligned = align_axes(baseline, candidate)
+    return _compare_aligned(*aligned, settings, by_axis=not have_other_axes(*aligned))
 
 
 def _compare_aligned(
-    baseline: Report, candidate: Report, settings: tuple[Setting, ...]
+    baseline: Report, candidate: Report, settings: tuple[Setting, ...], by_axis: bool
 ) -> RunComparison:
     return RunComparison(
         baseline=build_side(baseline),
         candidate=build_side(candidate),
         settings=settings,
-        exposed=compare_exposed(baseline, candidate),
-        collectives=compare_collectives(baseline, candidate),
+        exposed=compare_exposed(baseline, candidate, by_axis),
+        collectives=compare_collectives(baseline, candidate, by_axis),
         kernels=compare_families(baseline, candidate),
         findings=compare_findings(baseline, candidate),
+        meshes_differ=have_other_axes(baseline, candidate),
     )
 
 
 def compare_with_baseline(reports: Sequence[Report]) -> tuple[RunComparison, ...]:
-    """Compare each run but the first with the first, by the axes of one mesh.
+    """Compare each run but the first with the first, each by the axes of its own mesh.
 
-    Raises UsageError if one of them has no step.
+    An inferred axis takes the name of a stated mesh's axis that has the same groups. Raises
+    UsageError if one of them has no step.
     """
     baseline, *candidates = reports
     stated = (report for report in reports if report.run.mesh and not _is_inferred(report))
     reference = next(stated, baseline)
     first, *others = (align_axes(reference, report)[1] for report in reports)
     return tuple(
-        _compare_aligned(first, aligned, find_changed_settings(baseline, candidate))
+        _compare_aligned(first, aligned, find_changed_settings(baseline, candidate), by_axis=True)
         for candidate, aligned in zip(candidates, others, strict=True)
     )
 
@@ -113,10 +111,10 @@ class AxisGroup(Protocol):
 
 
 def align_axes(baseline: Report, candidate: Report) -> tuple[Report, Report]:
-    """Both reports with the axes of one mesh, in which groups of the same ranks are on one axis.
+    """Both reports with the axes of one mesh, if the groups of all axes are those of its axes.
 
     A mesh that is stated or named is that of the job, else the baseline's is. A report with another
-    stated mesh stays as it is. Raises UsageError for a mesh that no job has.
+    stated mesh, or with other groups, stays as it is. Raises UsageError for a mesh that no job has.
     """
     known = [report for report in (baseline, candidate) if report.run.mesh is not None]
     stated = [report for report in known if not _is_inferred(report)]
@@ -144,6 +142,8 @@ def _take_axes(report: Report, mesh: Mesh) -> Report:
     if report.run.world_size != mesh.world_size:
         return report
     names = map_axes(mesh, report.groups)
+    if names is None:
+        return report
     renamed = [
         msgspec.structs.replace(group, axis=names.get(format_axis(group), group.axis))
         for group in report.groups
@@ -153,49 +153,99 @@ def _take_axes(report: Report, mesh: Mesh) -> Report:
         for row in report.exposed
     ]
     coverage = [replace(row, axis=names.get(row.axis or "", row.axis)) for row in report.coverage]
+    sizes = tuple(AxisSize(*row) for row in zip(mesh.axes, mesh.sizes, strict=True))
+    run = msgspec.structs.replace(report.run, mesh=sizes)
     return msgspec.structs.replace(
-        report, groups=tuple(renamed), exposed=tuple(exposed), coverage=tuple(coverage)
+        report, run=run, groups=tuple(renamed), exposed=tuple(exposed), coverage=tuple(coverage)
     )
 
 
-def map_axes(mesh: Mesh, groups: Iterable[AxisGroup]) -> Mapping[str, str]:
-    """The mesh's axis for each axis of the groups: the one along which the ranks of all differ."""
-    options: dict[str, set[str]] = defaultdict(set)
+def map_axes(mesh: Mesh, groups: Iterable[AxisGroup]) -> Mapping[str, str] | None:
+    """The mesh's axis for each axis of the groups: the one of which each of its groups is a line.
+
+    Groups on no single axis are mapped by their description, or keep it. None if the groups of an
+    axis are not lines of one axis of the mesh, or if two have the same: that is another mesh. A
+    pipeline is one by its messages, so pp is never the same as another axis.
+    """
+    along: dict[str, set[str | None]] = defaultdict(set)
+    own_axes = set()
     for group in groups:
-        options[format_axis(group)] |= {
+        if len(group.ranks) < 2:
+            continue
+        own_axes |= {group.axis} if group.axis else set()
+        is_within = max(group.ranks) < mesh.world_size
+        lines = (
             axis
             for axis in mesh.axes
-            if len({mesh.coordinate(rank, axis) for rank in group.ranks}) > 1
-        }
-    return {name: next(iter(found)) for name, found in options.items() if len(found) == 1}
+            if is_within and mesh.line(group.ranks[0], axis) == tuple(sorted(group.ranks))
+        )
+        along[format_axis(group)].add(next(lines, None))
+    names: dict[str, str] = {}
+    for name, found in along.items():
+        axis = next(iter(found)) if len(found) == 1 else None
+        if axis is not None and ("pp" in (name, axis)) <= (name == axis):
+            names[name] = axis
+        elif name in own_axes:
+            return None
+    taken = [names[name] for name in own_axes]
+    return names if len(set(taken)) == len(taken) else None
+
+
+def have_other_axes(baseline: Report, candidate: Report) -> bool:
+    """Whether both meshes are known, and one has an axis of several ranks that the other lacks."""
+    meshes = (baseline.run.mesh, candidate.run.mesh)
+    one, other = ({row.axis for row in mesh or () if row.size > 1} for mesh in meshes)
+    return None not in meshes and one != other
 
 
 # The collectives and messages of both runs.
 
 UNKNOWN = "unknown"
 
+OTHER = "other"
+"""What a row is on that isn't on a single axis."""
+
 
 CallKind = tuple[str, str, str | None, int | None]
 """Axis, op, dtype and message_bytes, by which calls of two runs are matched."""
 
+_JOIN = " + "
 
-def compare_collectives(baseline: Report, candidate: Report) -> tuple[CallsChange, ...]:
-    """A row for each kind of call in either run."""
-    one, other = _collect_call_stats(baseline), _collect_call_stats(candidate)
-    rows = [
-        CallsChange(*kind, one.get(kind), other.get(kind)) for kind in dict.fromkeys((*one, *other))
-    ]
+
+def compare_collectives(
+    baseline: Report, candidate: Report, by_axis: bool = True
+) -> tuple[CallsChange, ...]:
+    """A row for each kind of call in either run; without by_axis for each op, dtype and size."""
+    first = 0 if by_axis else 1
+    one, other = _collect_call_rows(baseline), _collect_call_rows(candidate)
+    rows = []
+    for matched in dict.fromkeys(kind[first:] for kind in (*one, *other)):
+        before, own = (
+            [kind for kind in kinds if kind[first:] == matched] for kinds in (one, other)
+        )
+        axis, candidate_axis = name_axes([kind[0] for kind in before], [kind[0] for kind in own])
+        stats = (
+            _merge_calls([row for kind in before for row in one[kind]], baseline),
+            _merge_calls([row for kind in own for row in other[kind]], candidate),
+        )
+        rows.append(CallsChange(axis, *(before or own)[0][1:], *stats, candidate_axis))
     return tuple(sorted(rows, key=order_by_change))
 
 
-def _collect_call_stats(report: Report) -> Mapping[CallKind, CallStats]:
-    """The calls by kind: groups of one axis merged, by the medians of their medians."""
+def _collect_call_rows(report: Report) -> Mapping[CallKind, Sequence[CollectiveRow]]:
     groups = {group.id: group for group in report.groups}
     same: dict[CallKind, list[CollectiveRow]] = defaultdict(list)
     for row in report.collectives:
         axis = format_axis(groups.get(row.group))
         same[axis, row.op, row.dtype, row.message_bytes].append(row)
-    return {kind: _merge_calls(rows, report, groups) for kind, rows in same.items()}
+    return same
+
+
+def name_axes(baseline: Sequence[str], candidate: Sequence[str]) -> tuple[str, str | None]:
+    """The axes of a row in the baseline and, if they are others, in the candidate; those of the
+    other run if one has none."""
+    one, other = (" + ".join(sorted(axes)) for axes in (baseline, candidate))
+    return one or other, other if one and other and one != other else None
 
 
 def format_axis(group: AxisGroup | None) -> str:
@@ -203,9 +253,11 @@ def format_axis(group: AxisGroup | None) -> str:
     return (group and (group.axis or group.description)) or UNKNOWN
 
 
-def _merge_calls(
-    rows: Sequence[CollectiveRow], report: Report, groups: Mapping[int, GroupRow]
-) -> CallStats:
+def _merge_calls(rows: Sequence[CollectiveRow], report: Report) -> CallStats | None:
+    """The calls of one kind: groups merged, by the medians of their medians; None if none."""
+    if not rows:
+        return None
+    groups = {group.id: group for group in report.groups}
     rates = [row.busbw_bytes_per_s for row in rows if row.busbw_bytes_per_s is not None]
     steps = len(report.run.ranks) * len({row.step for row in report.steps})
     unmatched = {one.axis for one in report.coverage if one.holds == "estimated"}
@@ -233,13 +285,23 @@ _Sums = Mapping[tuple[str, str | None], int]
 """Mean ns per step and rank, by bucket and axis."""
 
 
-def compare_exposed(baseline: Report, candidate: Report) -> tuple[ExposedChange, ...]:
-    """A row for each axis and bucket with exposed communication in either run."""
+def compare_exposed(
+    baseline: Report, candidate: Report, by_axis: bool = True
+) -> tuple[ExposedChange, ...]:
+    """A row for each axis and bucket with exposed communication in either run; without by_axis for
+    each bucket."""
     one, other = _compute_exposed_means(baseline), _compute_exposed_means(candidate)
-    rows = [
-        ExposedChange(one.get(kind, 0), other.get(kind, 0), *kind)
-        for kind in dict.fromkeys((*one, *other))
-    ]
+    if by_axis:
+        rows = [
+            ExposedChange(one.get(kind, 0), other.get(kind, 0), *kind)
+            for kind in dict.fromkeys((*one, *other))
+        ]
+        return tuple(sorted(rows, key=order_by_change))
+    rows = []
+    for bucket in dict.fromkeys(bucket for bucket, _ in (*one, *other)):
+        before, own = ({k: ns for k, ns in s.items() if k[0] == bucket} for s in (one, other))
+        axes = name_axes(*([axis or OTHER for _, axis in side] for side in (before, own)))
+        rows.append(ExposedChange(sum(before.values()), sum(own.values()), bucket, *axes))
     return tuple(sorted(rows, key=order_by_change))
 
 
@@ -363,14 +425,17 @@ def find_peak_bytes(report: Report) -> int | None:
 # settings              name, baseline, candidate: configuration differences, null if unknown
 # buckets               bucket, baseline_ns, candidate_ns, difference_ns: means per step and rank;
 #                       the differences add up to that of the mean step
-# exposed               axis, bucket, baseline_ns, candidate_ns: means per step and rank
-# collectives           axis, op, dtype, message_bytes; baseline and candidate with count (calls per
-#                       step and rank), transfer_ns, wait_ns and busbw_bytes_per_s, null on a side
-#                       without such calls
+# exposed               axis, bucket, baseline_ns, candidate_ns: means per step and rank; and
+#                       candidate_axis, null if it is the same
+# collectives           axis, candidate_axis, op, dtype, message_bytes; baseline and candidate with
+#                       count (calls per step and rank), transfer_ns, wait_ns and busbw_bytes_per_s,
+#                       null on a side without such calls
 # kernels               family, baseline_ns, candidate_ns, baseline_count, candidate_count: per step
 #                       and rank
 # findings              code, ranks, message (the candidate's if both have it), baseline_ns,
 #                       candidate_ns: the gain of fixing it, 0 on a side without it
+# meshes_differ         whether one mesh has an axis that the other lacks: collectives are then
+#                       compared by op, dtype and size, and exposed by bucket
 #
 # Rows are sorted by the size of the change.
 
@@ -515,10 +580,13 @@ class ExposedChange(BucketChange):
         baseline_ns: mean in the baseline.
         candidate_ns: mean in the candidate.
         bucket: "collective", "p2p", "skew" or "bubble".
-        axis: mesh axis; None if it is not a single axis.
+        axis: mesh axis; None if it is not a single axis. If the meshes differ, all axes that have
+            the bucket in the baseline, joined by " + "; the candidate's if it has none.
+        candidate_axis: those of the candidate; None if they are the same.
     """
 
     axis: str | None
+    candidate_axis: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,12 +645,14 @@ class CallsChange:
     """The calls of one op, dtype and size on one axis in both runs.
 
     Attributes:
-        axis: mesh axis, or the description of the group.
+        axis: mesh axis, or the description of the group. If the meshes differ, all that have the
+            op in the baseline, joined by " + "; the candidate's if it has none.
         op: operation, such as "all_reduce".
         dtype: data type; None if unknown.
         message_bytes: size of one call; None if unknown.
         baseline: calls in the baseline; None if there are none.
         candidate: calls in the candidate; None if there are none.
+        candidate_axis: the axes in the candidate; None if they are the same.
     """
 
     axis: str
@@ -591,6 +661,7 @@ class CallsChange:
     message_bytes: int | None
     baseline: CallStats | None
     candidate: CallStats | None
+    candidate_axis: str | None = None
 
     @property
     def changed_ns(self) -> float:
@@ -622,6 +693,8 @@ class RunComparison:
         collectives: calls by axis, op, dtype and size.
         kernels: compute by kernel family.
         findings: bottlenecks by cause and ranks.
+        meshes_differ: whether one mesh has an axis that the other lacks; then each run keeps its
+            axes, collectives are matched by op, dtype and size, and exposed by bucket.
     """
 
     baseline: Side
@@ -631,6 +704,7 @@ class RunComparison:
     collectives: tuple[CallsChange, ...]
     kernels: tuple[FamilyChange, ...]
     findings: tuple[FindingChange, ...] = ()
+    meshes_differ: bool = False
 
     def __post_init__(self) -> None:
         explained = sum(row.difference_ns for row in self.buckets)

@@ -26,7 +26,7 @@ def align_meshes(
     """Both sides with the axes of one run, in which groups of the same ranks are on the same axis.
 
     A mesh that is stated or named is that of the job, else the baseline's is. Runs with another
-    stated mesh, or without a group in common, stay as they are.
+    stated mesh, or with an axis whose groups are not those of an axis of it, stay as they are.
     """
     runs = [*baseline, *candidate]
     known = [run for run in runs if run.setup.mesh is not None]
@@ -43,13 +43,14 @@ def align_meshes(
 
 
 def _take_axes(run: RunMetrics, reference: RunMetrics) -> RunMetrics:
-    """The run with the reference's mesh: the axis of each group is the one along which its ranks
-    differ."""
+    """The run with the reference's mesh, if the groups of all its axes are those of axes of it."""
     words = (reference.setup.mesh or "").split()
     mesh = Mesh.of(dict(zip(words[::2], map(int, words[1::2]), strict=True)))
     if run.setup.world_size != mesh.world_size or not run.groups:
         return run
     names = map_axes(mesh, run.groups)
+    if names is None:
+        return run
     times: dict[tuple[str, str | None], int] = defaultdict(int)
     for row in run.times:
         times[row.bucket, names.get(row.axis or "", row.axis)] += row.mean_ns

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.split.call_purposes import find_call_purposes
 from stepsplit.analyzer.split.mesh_groups import (
     RankLine,
@@ -145,23 +146,23 @@ def infer_layout(
     names, messages and usage.
 
     Stated axes are compared with the names of the groups and the code that issued their calls; a
-    contradiction is a note.
+    contradiction is a note. Raises UsageError if the user states a mesh of other ranks.
     """
     groups = _collect_groups(spec, traces)
     world_size = _read_world_size(spec, traces)
-    notes: tuple[Note, ...] = ()
     if mesh is not None and mesh.world_size != world_size:
-        text = f"stated mesh {mesh.format()} has {mesh.world_size} ranks, but the job has"
-        notes, mesh = (Note("mesh_ignored", f"{text} {world_size}: it is ignored"),), None
+        raise UsageError(
+            f"stated mesh {mesh.format()} has {mesh.world_size} ranks, but the job has"
+            f" {world_size}; state a mesh of {world_size}, or none"
+        )
     stated, source = mesh, STATED
     if stated is None and spec is not None:
         stated, source = spec.mesh, RUN_JSON
     if stated is None:
-        layout = _shard_weights(_infer_unstated(spec, traces, groups), traces)
-        return replace(layout, notes=(*notes, *layout.notes))
+        return _shard_weights(_infer_unstated(spec, traces, groups), traces)
     known_axes = find_expert_axes(groups)
     layout = RankLayout.build(stated, source, _list_pipelines(stated), known_axes=known_axes)
-    return replace(layout, notes=(*notes, *_find_contradictions(layout, traces, groups)))
+    return replace(layout, notes=tuple(_find_contradictions(layout, traces, groups)))
 
 
 def _read_world_size(spec: RunSpec | None, traces: Sequence[RankTrace]) -> int:

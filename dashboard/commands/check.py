@@ -391,7 +391,7 @@ def _load_stored_runs(store: Store | RemoteStore, query: Query) -> list[SideRun]
         else:
             done = [store.find_done(query.id)]
     else:
-        rows = [run for run in store.list_runs() if run.state == "done"]
+        rows = [run for run in store.list_runs() if run.state == "done" and not run.is_hang]
         done = [run for run in rows if query.id in (None, run.id) and run.has_tags(query.tags)]
     runs = [run for run in done if run is not None][: query.last]
     if not runs:

@@ -92,7 +92,7 @@ _MEMINFO = Path("/proc/meminfo")
 )
 def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
     """Train and record a small GPT here, then show its report."""
-    from stepsplit.analyzer.analysis import examine_with_inferred_job
+    from stepsplit.analyzer.analysis import Analysis, examine_with_inferred_job
     from stepsplit.analyzer.report.io import save
     from stepsplit.collectors.demo.launch import LaunchError, launch_workload
     from stepsplit.collectors.formats.file_names import find_free_folder
@@ -114,6 +114,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
             print_line(line)
         job = _write_calibrated_job(Path(calibration), mesh, folder)
     analysis = examine_with_inferred_job([folder], job=job)
+    assert isinstance(analysis, Analysis), "the demo records traces"
     save(folder, analysis.report, analysis.tables)
     print_line(f"recorded in {folder}")
     print_line()

@@ -223,7 +223,7 @@ def draw_waits_matrix(sums_ns: Int64, groups: Sequence[RankGroup], steps: int) -
             z=np.where(table > 0, table, np.nan), x=labels, y=labels,
             colorscale=_SCALE, colorbar={"title": {"text": "ms per step"}, "thickness": 12},
             hovertemplate="%{y} waits for %{x}<br>%{z:.3f} ms per step<extra></extra>",
-            xgap=1, ygap=1,
+            hoverongaps=False, xgap=1, ygap=1,
         )
     )  # fmt: skip
     figure.update_xaxes(type="category", showgrid=False)

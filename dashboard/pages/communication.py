@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from dash import html
 from dash.development.base_component import Component
@@ -119,6 +121,9 @@ def _build_bandwidth(report: Report) -> list[html.Section]:
     ]  # fmt: skip
     model = "dotted: model" if curves else "no model to compare with"
     note = f"over the transfer part only, without waiting for stragglers; {model}"
+    links = {curve.axis: curve.link_bytes_per_s for curve in curves}
+    if any(one.busbw_bytes_per_s > links.get(one.axis, math.inf) for one in points):
+        note += "; dots above the dashed line are faster than the link that the job describes"
     return [
         build_section(
             "Bus bandwidth", note, build_graph("bandwidth", draw_bandwidth(points, curves))
@@ -280,7 +285,7 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
         ),
         build_card("stages", str(len(pipeline_report.stages)), "of the model"),
         build_card(
-            "bubble_fraction",
+            "pipeline bubble",
             format_percent(pipeline_report.bubble_fraction),
             "idle / window, measured",
         ),
@@ -288,7 +293,7 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
             "ideal", "unknown" if ideal is None else format_percent(ideal), "for equal stages"
         ),
         build_card(
-            "bubble_overhead",
+            "bubble overhead",
             format_percent(pipeline_report.bubble_overhead),
             "idle / useful time, measured",
         ),
@@ -307,12 +312,17 @@ def _build_grid(view: View, pipeline_report: Pipeline, chosen: AddressQuery) -> 
     step = asked if asked in steps else default_step
     measured = select_pipeline(view.tables.boxes, step)
     ideal = build_ideal_grid(measured, pipeline_report.schedule, pipeline_report.microbatches)
+    took_ns = _compute_window_ns(measured)
+    # Microbatches of unequal length may fit better than equal ones: those are no ideal then.
+    is_ideal = ideal is not None and _compute_window_ns(ideal) <= took_ns
     words = {str(n): f"step {n}" for n in steps}
     menu = [build_menu("step", words, str(step), str(default_step))] if view.run_id else []
-    figure = build_graph("pipeline", draw_pipeline(measured, ideal))
-    note = f"step {step} took {format_milliseconds(_compute_window_ns(measured))}"
+    figure = build_graph("pipeline", draw_pipeline(measured, ideal if is_ideal else None))
+    note = f"step {step} took {format_milliseconds(took_ns)}"
     if ideal is None:
         note += "; no ideal grid for this schedule"
+    elif not is_ideal:
+        note += "; no ideal grid: stages of equal length would not be faster"
     else:
         ideal_ms = format_milliseconds(_compute_window_ns(ideal))
         note += " from first forward to last backward; "

@@ -13,7 +13,10 @@ from msgspec.structs import replace
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.regression.compare import (
+    OTHER,
+    CallsChange,
     Change,
+    ExposedChange,
     RunComparison,
     Side,
     compare_reports,
@@ -83,7 +86,7 @@ class RunSelection:
 
 def select_runs(rows: Sequence[RunRow], chosen: AddressQuery) -> RunSelection:
     """The runs of the address."""
-    known = {run.id: run for run in rows if run.state == "done"}
+    known = {run.id: run for run in rows if run.state == "done" and not run.is_hang}
     text = chosen.find_text("runs")
     if text is None:
         sides = [known.get(chosen.find_text(side) or "") for side in ("baseline", "candidate")]
@@ -228,7 +231,7 @@ def _build_cards(comparison: RunComparison) -> html.Div:
     ]
     if baseline.bubble_fraction is not None and candidate.bubble_fraction is not None:
         was = f"was {format_percent(baseline.bubble_fraction)}"
-        shown.append(build_card("bubble_fraction", format_percent(candidate.bubble_fraction), was))
+        shown.append(build_card("pipeline bubble", format_percent(candidate.bubble_fraction), was))
     if baseline.peak_allocated_bytes and candidate.peak_allocated_bytes:
         was = f"was {format_memory_size(baseline.peak_allocated_bytes)}"
         shown.append(
@@ -269,13 +272,13 @@ def _build_settings(comparison: RunComparison) -> list[html.Section]:
 
 def _build_exposed(comparison: RunComparison) -> list[html.Section]:
     rows = [
-        [Cell(row.axis or "other"), Cell(row.bucket), *_build_change_cells(row)]
+        [Cell(_format_axes(row)), Cell(row.bucket), *_build_change_cells(row)]
         for row in comparison.exposed
     ]
     if not rows:
         return []
     heads = ("axis", "bucket", "baseline", "candidate", "difference")
-    note = "mean step" + format_hidden_rows(comparison.exposed)
+    note = f"mean step{_note_meshes(comparison, 'bucket')}{format_hidden_rows(comparison.exposed)}"
     return [build_section("Exposed communication by axis", note, build_table(heads, rows))]
 
 
@@ -305,7 +308,7 @@ def _build_calls(comparison: RunComparison) -> list[html.Section]:
     rows = []
     for row in changed:
         op = row.op if row.dtype is None else f"{row.op} {row.dtype}"
-        head = [Cell(row.axis or "other"), Cell(op), build_size_cell(row.message_bytes)]
+        head = [Cell(_format_axes(row)), Cell(op), build_size_cell(row.message_bytes)]
         for name, calls in (("baseline", row.baseline), ("candidate", row.candidate)):
             cells = [Cell("none", number=True), *(Cell(number=True) for _ in range(3))]
             if calls is not None:
@@ -316,8 +319,20 @@ def _build_calls(comparison: RunComparison) -> list[html.Section]:
                     build_rate_cell(calls.busbw_bytes_per_s),
                 ]
             rows.append([*head, Cell(name), *cells])
-    note = "medians per call; largest change first" + format_hidden_rows(changed, MAX_ROWS // 2)
+    note = f"medians per call; largest change first{_note_meshes(comparison, 'op')}"
+    note += format_hidden_rows(changed, MAX_ROWS // 2)
     return [build_section("Collectives and messages", note, build_table(heads, rows))]
+
+
+def _format_axes(row: ExposedChange | CallsChange) -> str:
+    """The axis of a row; if the meshes differ, those of the baseline and of the candidate."""
+    return " → ".join(axis for axis in (row.axis or OTHER, row.candidate_axis) if axis)
+
+
+def _note_meshes(comparison: RunComparison, by: str) -> str:
+    if not comparison.meshes_differ:
+        return ""
+    return f"; the meshes differ: compared by {by}, each run on its own axes"
 
 
 def _build_change_cells(row: Change) -> list[Cell]:
@@ -425,7 +440,7 @@ def _build_step_rows(
         _build_text_row("step-to-step noise", ["", *noise]),
         *of_work,
         *_build_known_row(
-            "bubble_fraction", sides, lambda side: _format_ratio(side.bubble_fraction)
+            "pipeline bubble", sides, lambda side: _format_ratio(side.bubble_fraction)
         ),
         *_build_known_row("MFU", sides, lambda side: _format_ratio(side.mfu)),
         *_build_known_row("peak memory", sides, _format_peak),
@@ -466,8 +481,11 @@ def _build_exposed_rows(comparisons: Sequence[RunComparison]) -> list[list[Cell]
     ordered = sorted(times, key=lambda kind: -max(times[kind]))[:MAX_EXPOSED_ROWS]
     if not ordered:
         return []
+    title = "exposed communication by axis"
+    if any(one.meshes_differ for one in comparisons):
+        title += ", of each run's own mesh: they differ"
     return [
-        _build_group_row("exposed communication by axis", len(comparisons) + 1),
+        _build_group_row(title, len(comparisons) + 1),
         *(
             _build_text_row(
                 f"{bucket} on {axis or 'other'}",
@@ -482,8 +500,10 @@ def _build_settings_of_many(
     heads: Sequence[Content], comparisons: Sequence[RunComparison]
 ) -> list[Component]:
     """A row for each setting that differs between the baseline and any other run."""
-    changed = [{row.name: row for row in one.settings} for one in comparisons]
-    baseline = {row.name: row.baseline for one in comparisons for row in one.settings}
+    # One row for the meshes, which may be inferred in some runs and stated in others.
+    names = {"inferred mesh": "mesh"}
+    changed = [{names.get(row.name, row.name): row for row in one.settings} for one in comparisons]
+    baseline = {name: row.baseline for one in changed for name, row in one.items()}
     if not baseline:
         return []
     rows = []

@@ -20,7 +20,6 @@ from stepsplit.analyzer.units import (
     format_milliseconds,
     format_parts,
     format_percent,
-    format_signed_percent,
 )
 from stepsplit.dashboard.bucket_styles import BUCKET_STYLES, BucketStyle
 from stepsplit.dashboard.figures import theme
@@ -98,7 +97,7 @@ def build_cards(report: Report) -> html.Div:
         note = "of the pipeline window"
         note += "" if ideal is None else f"; ideal {format_percent(ideal)}"
         shown.append(
-            build_card("bubble_fraction", format_percent(report.pipeline.bubble_fraction), note)
+            build_card("pipeline bubble", format_percent(report.pipeline.bubble_fraction), note)
         )
     if report.mfu is not None:
         shown.append(build_card("MFU", format_percent(report.mfu), "of the dense peak"))
@@ -118,14 +117,17 @@ def format_subtitle(report: Report) -> str:
         run.backend,
         None if run.torch is None else f"torch {run.torch}",
         None if run.nccl is None else f"NCCL {run.nccl}",
-        None
-        if run.profiling_slowdown is None
-        else f"profiling {format_signed_percent(run.profiling_slowdown)}",
-        None
-        if run.slowdown_after_profiling is None
-        else f"after profiling {format_signed_percent(run.slowdown_after_profiling)}",
+        _format_slowdown("profiled steps", run.profiling_slowdown),
+        _format_slowdown("steps after profiling", run.slowdown_after_profiling),
     ]
     return "  ·  ".join(part for part in parts if part)
+
+
+def _format_slowdown(which: str, slowdown: float | None) -> str | None:
+    """Steps that were no slower than those before them are said to be so: less is noise."""
+    if slowdown is None:
+        return None
+    return f"{which} {f'{format_percent(slowdown)} slower' if slowdown > 0 else 'not slower'}"
 
 
 def _format_count(count: int, unit_name: str) -> str | None:
@@ -242,7 +244,9 @@ def build_legend() -> html.Div:
 
 
 def build_state_pill(run: RunRow) -> html.Span:
-    """The state of the run as a pill."""
+    """The state of the run as a pill; of one of Flight Recorder dumps that it is one."""
+    if run.is_hang:
+        return html.Span("dumps", className="pill")
     return html.Span(run.state, className=f"pill {run.state}")
 
 

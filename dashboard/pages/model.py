@@ -8,7 +8,6 @@ from dash import html
 from dash.development.base_component import Component
 from msgspec import structs
 
-from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
@@ -17,7 +16,7 @@ from stepsplit.analyzer.model.plan_space import Candidate, Plan
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.prediction_process import predict_in_process
 from stepsplit.analyzer.report.io import extract_job
-from stepsplit.analyzer.report.report import Gap, JobTables
+from stepsplit.analyzer.report.report import ComparedStage, Gap, JobTables
 from stepsplit.analyzer.units import (
     format_memory_size,
     format_milliseconds,
@@ -72,7 +71,7 @@ def build_model_page(view: View, chosen: AddressQuery) -> list[Component]:
     bars = [NamedSplit("measured", gap.measured), NamedSplit("predicted", gap.predicted)]
     return [
         _build_controls(view, job, report.gap, chosen),
-        *_build_outcome(changed, bars, gap.predicted),
+        *_build_outcome(changed, bars, gap),
         *build_plan(view, changed, chosen),
     ]
 
@@ -84,12 +83,16 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
         "micro_batch": job.training.micro_batch, "global_batch": job.training.global_batch,
     }  # fmt: skip
     menus = []
-    for key in SIZES:
+    if "interleaved" in (chosen.find_text("schedule"), job.parallel.schedule):
+        # At least two, as apply_changes takes them.
+        now["chunks"] = max(2, job.parallel.chunks)
+    for key in now:
         # The recorded size, its halves and doubles, and the selected one.
         recorded, picked_size = now[key], chosen.parse_int(key) or now[key]
         near = {recorded * 2**n for n in range(_DOUBLINGS + 1)}
         near |= {recorded // 2**n for n in range(_DOUBLINGS)}
-        sizes = sorted({size for size in near if size >= 1} | {picked_size})
+        least = 2 if key == "chunks" else 1
+        sizes = sorted({size for size in near if size >= least} | {picked_size})
         names = {str(n): f"{n:,} (as recorded)" if n == recorded else f"{n:,}" for n in sizes}
         menus.append(build_menu(key, names, str(picked_size), str(recorded)))
     options = {
@@ -114,12 +117,14 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
     return build_section("Change the job", note, *parts)
 
 
-def _build_outcome(changed: ChangedJob, bars: list[NamedSplit], recorded: Split) -> list[Component]:
+def _build_outcome(
+    changed: ChangedJob, bars: list[NamedSplit], gap: ComparedStage
+) -> list[Component]:
     if changed.prediction is None or changed.job is None:
         return [build_empty_card("Invalid job", changed.error)]
     prediction, job = changed.prediction, changed.job
     return [
-        _build_cards(prediction, job, recorded),
+        _build_cards(prediction, job, gap),
         html.Div(
             [
                 build_section(
@@ -146,21 +151,23 @@ def _build_outcome(changed: ChangedJob, bars: list[NamedSplit], recorded: Split)
     ]
 
 
-def _build_cards(prediction: Prediction, job: JobConfig, recorded: Split) -> html.Div:
+def _build_cards(prediction: Prediction, job: JobConfig, gap: ComparedStage) -> html.Div:
     step, peak = prediction.split.step_ns, max(one.total_bytes for one in prediction.memory)
-    change = format_signed_percent(step / recorded.step_ns - 1) if recorded.step_ns else "?"
+    # How far the model is off is taken to be the same with the changes.
+    ratio = step / gap.predicted.step_ns if gap.predicted.step_ns else 1.0
+    measured_ns = gap.measured.step_ns
+    note = f"of your {format_milliseconds(measured_ns)}: {format_milliseconds(measured_ns * ratio)}"
     plural = "" if job.microbatches == 1 else "es"
     shown = [
-        build_card(
-            "predicted step", format_milliseconds(step), f"{change} compared with the recorded job"
-        ),
+        build_card("step", format_signed_percent(ratio - 1), f"{note}, by the model's ratio"),
+        build_card("predicted step", format_milliseconds(step), "by the model alone"),
         build_card(
             "GPUs",
             f"{job.parallel.world_size:,}",
             f"{job.microbatches:,} microbatch{plural}/rank",
         ),
         build_card(
-            "bubble_fraction", format_percent(prediction.bubble_fraction), "of the schedule"
+            "pipeline bubble", format_percent(prediction.bubble_fraction), "of the schedule"
         ),
         build_card(
             "peak memory", format_memory_size(peak), "fits" if prediction.fits else "does not fit"
@@ -214,7 +221,7 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
         name: dict(own) for name, own in structs.asdict(recorded).items()
     }
     asked: dict[str, object] = {
-        key: number for key in SIZES if (number := chosen.parse_int(key)) is not None
+        key: number for key in (*SIZES, "chunks") if (number := chosen.parse_int(key)) is not None
     }
     for key in ("schedule", "recompute"):
         if (word := chosen.find_text(key)) not in (None, UNCHANGED):
@@ -224,6 +231,13 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
         own[key] = value
         for alias in _ALIASES.get(key, ()):
             own.pop(alias, None)
+    # Only an interleaved pipeline has chunks, of which it needs two.
+    parallel = tables.setdefault("parallel", {})
+    is_interleaved = parallel.get("schedule") == "interleaved" and parallel.get("pp") != 1
+    if is_interleaved and asked.keys() & {"schedule", "pp"}:
+        parallel["chunks"] = max(2, int(str(parallel.get("chunks", 1))))
+    elif not is_interleaved and asked.keys() & {"schedule", "pp", "chunks"}:
+        parallel.pop("chunks", None)
     if (preset := chosen.find_text("hardware")) not in (None, UNCHANGED):
         tables["hardware"] = {"preset": preset}
     try:
@@ -260,10 +274,7 @@ def build_plan(view: View, changed: ChangedJob, chosen: AddressQuery) -> list[Co
     ]
     heads = ("tp", "pp", "cp", "dp", "zero", "schedule", "microbatch", "recompute",
              "step", "slower by", "peak", "MFU")  # fmt: skip
-    note = (
-        f"best layout per split of {job.parallel.world_size:,} GPUs; "
-        "run stepsplit plan for the reasons"
-    )
+    note = f"best layout per split of {job.parallel.world_size:,} GPUs"
     return [build_section("Plan", note, build_table(heads, rows))]
 
 

@@ -124,9 +124,7 @@ def build_model_comparison(view: View) -> list[html.Section]:
         messages = (one.message for one in view.report.warnings if one.code == NO_MODEL)
         text = next(messages, "This report has no prediction to compare with.")
         first = "Describe the job, or add" if view.offers_job else "Add"
-        hint = (
-            f"{first} a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
-        )
+        hint = f"{first} a job.toml next to the traces, and analyze the recording again."
         words: list[Component] = [html.P(text), html.P(hint, className="note")]
         if view.offers_job:
             words.append(html.P(build_job_button(view.run_id, view.name)))
@@ -369,7 +367,7 @@ def build_blame_table(report: Report) -> list[html.Section]:
         return []
     rows = [
         [
-            Cell("none" if row.rank is None else str(row.rank)),
+            Cell("no single rank" if row.rank is None else str(row.rank)),
             Cell(row.cause),
             Cell(row.axis or ""),
             build_time_cell(row.caused_skew_ns / windows),

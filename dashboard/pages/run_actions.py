@@ -35,7 +35,8 @@ def build_run_actions(run: RunRow, rights: RunRights) -> list[Component]:
     if rights.edit:
         buttons.append(_build_button("edit", "data-edit", run))
     if rights.edit and run.can_be_analyzed_again:
-        buttons.append(build_job_button(run.id, run.name))
+        # Dumps are not compared with a model.
+        buttons += [] if run.is_hang else [build_job_button(run.id, run.name)]
         buttons.append(_build_button("analyze again", "data-retry", run))
     if rights.delete:
         buttons.append(_build_button("delete", "data-delete", run))

@@ -315,7 +315,7 @@ def _build_state(run: RunRow) -> html.Div:
     parts: list[Content] = [build_state_pill(run), " "]
     if run.state == "running" and run.progress is not None:
         parts += [build_progress_bar(run.progress), " ", run.progress_note or ""]
-    message = "no steps found" if run.headline is not None else run.error or ""
+    message = run.error or ("no steps found" if run.headline is not None else "")
     return html.Div([*parts, html.Span(message, className="message")])
 
 

@@ -342,7 +342,7 @@ def _build_step_card(view: WatchView) -> html.Div:
     first, note = view.first_hour, "over the last 10 min"
     if first is not None and first.median_step_ns:
         change = newest_ns / first.median_step_ns - 1
-        note = f"{format_signed_percent(change)} since the first hour of this start"
+        note += f"; {format_signed_percent(change)} since the first hour of this start"
     return build_card("median step", format_milliseconds(newest_ns), note, COLOR["compute"])
 
 

@@ -12,7 +12,14 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.other_hardware import CarriedRun
 from stepsplit.analyzer.diagnose.what_if import WhatIfChange, WhatIfs
-from stepsplit.analyzer.regression.compare import CallStats, RunComparison, Side
+from stepsplit.analyzer.regression.compare import (
+    OTHER,
+    CallsChange,
+    CallStats,
+    ExposedChange,
+    RunComparison,
+    Side,
+)
 from stepsplit.analyzer.regression.scaling import Scaling, ScalingRun
 from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
@@ -57,6 +64,9 @@ def build_comparison_screen(comparison: RunComparison) -> RenderableType:
         }
         notes = (Text(note, style="yellow") for name, note in _NOTES if name in known)
         parts += [Text(), table, *notes]
+    if comparison.meshes_differ:
+        note = "the meshes differ: each run has its own axes, calls are compared by op"
+        parts.append(Text(note, style="yellow"))
     parts += [
         *build_findings_section(comparison),
         Text(),
@@ -195,13 +205,11 @@ def build_findings_section(comparison: RunComparison) -> list[RenderableType]:
 
 def build_exposed_section(comparison: RunComparison) -> list[RenderableType]:
     """The communication buckets by axis; empty if there is only one axis."""
-    if len({row.axis for row in comparison.exposed}) < 2:
+    if not comparison.meshes_differ and len({row.axis for row in comparison.exposed}) < 2:
         return []
     table = build_table("by axis", "baseline", "candidate", "difference")
     for row in comparison.exposed[:MAX_ROWS]:
-        name = Text(f"{_format_axis(row.axis or 'other')} ").append(
-            row.bucket, TERMINAL_STYLE[row.bucket]
-        )
+        name = Text(f"{format_axes(row)} ").append(row.bucket, TERMINAL_STYLE[row.bucket])
         table.add_row(name, *_format_times(row.baseline_ns, row.candidate_ns))
     return [
         Text(),
@@ -217,9 +225,7 @@ def build_calls_section(comparison: RunComparison) -> list[RenderableType]:
         return []
     table = build_table("calls per rank", "run", "per step", "transfer", "wait", "busbw")
     for row in rows[:MAX_ROWS]:
-        table.add_row(
-            f"{_format_axis(row.axis)} {row.op}", "baseline", *_format_calls(row.baseline)
-        )
+        table.add_row(f"{format_axes(row)} {row.op}", "baseline", *_format_calls(row.baseline))
         size = "size unknown"
         if row.message_bytes is not None:
             size = units.format_size(row.message_bytes)
@@ -255,8 +261,11 @@ def _format_share(part_ns: int, whole_ns: int) -> str:
     return units.format_signed_percent(part_ns / whole_ns) if part_ns and whole_ns else ""
 
 
-def _format_axis(name: str) -> str:
-    return AXIS_SHORT.get(name, name)
+def format_axes(row: ExposedChange | CallsChange) -> str:
+    """The axis of a row; if the meshes differ, those of the baseline and of the candidate."""
+    axes = (row.axis or OTHER,) + ((row.candidate_axis,) if row.candidate_axis else ())
+    short = (" + ".join(AXIS_SHORT.get(one, one) for one in side.split(" + ")) for side in axes)
+    return " -> ".join(short)
 
 
 def _format_calls(calls: CallStats | None) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, delete, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
+from stepsplit.analyzer.diagnose.hang.result import Hang
 from stepsplit.analyzer.report.report import Report
 from stepsplit.dashboard.store.database import Database
 from stepsplit.dashboard.store.ids import clean_text
-from stepsplit.dashboard.store.runs import record_done, record_failure, set_run_state
+from stepsplit.dashboard.store.runs import record_done, record_failure, record_hang, set_run_state
 from stepsplit.dashboard.store.schema import JOBS, RUNS
 
 LEASE_S = 60.0
@@ -73,6 +74,14 @@ class AnalysisQueue:
             is_owner = _end_job(connection, job, state="done", progress=1.0)
             if is_owner:
                 record_done(connection, job.run_id, report)
+        return is_owner
+
+    def complete_hang(self, job: AnalysisJob, hang: Hang) -> bool:
+        """Ends the job with its saved hang. False if it no longer belongs to this worker."""
+        with self._database.begin_write() as connection:
+            is_owner = _end_job(connection, job, state="done", progress=1.0)
+            if is_owner:
+                record_hang(connection, job.run_id, hang)
         return is_owner
 
     def fail(self, job: AnalysisJob, message: str) -> bool:

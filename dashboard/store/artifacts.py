@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from stepsplit.analyzer.diagnose.hang.result import HANG_NAME
 from stepsplit.analyzer.errors import StepsplitError, UsageError, write
 from stepsplit.analyzer.readers.sources import open_url
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
@@ -56,6 +57,9 @@ class Artifacts(Protocol):
     def save_job(self, run_id: str, text: bytes) -> None:
         """Stores the job.toml of the run, or replaces it. Raises UsageError."""
 
+    def save_hang(self, run_id: str, text: bytes) -> None:
+        """Stores the hang.json of the run, or replaces it. Raises UsageError."""
+
     def read_file(self, run_id: str, path: str) -> bytes | None:
         """The content of one file of the run, such as job.toml; None if there is none."""
 
@@ -102,6 +106,9 @@ class FolderArtifacts:
 
     def save_job(self, run_id: str, text: bytes) -> None:
         write(find_below(self.find_folder(run_id), JOB_FILE), text, PRIVATE)
+
+    def save_hang(self, run_id: str, text: bytes) -> None:
+        write(find_below(self.find_folder(run_id), HANG_NAME), text, PRIVATE)
 
     def read_file(self, run_id: str, path: str) -> bytes | None:
         return _read_if_exists(find_below(self.find_folder(run_id), path))
@@ -249,9 +256,15 @@ class RemoteArtifacts:
         return folder
 
     def save_job(self, run_id: str, text: bytes) -> None:
-        path = find_below(self.find_folder(run_id), JOB_FILE)
+        self._save_file(run_id, JOB_FILE, text)
+
+    def save_hang(self, run_id: str, text: bytes) -> None:
+        self._save_file(run_id, HANG_NAME, text)
+
+    def _save_file(self, run_id: str, name: str, text: bytes) -> None:
+        path = find_below(self.find_folder(run_id), name)
         write(path, text, PRIVATE)
-        self._put(path, f"{run_id}/{JOB_FILE}")
+        self._put(path, f"{run_id}/{name}")
 
     def read_file(self, run_id: str, path: str) -> bytes | None:
         copy = find_below(self.find_folder(run_id), path)

@@ -13,6 +13,7 @@ from msgspec import structs
 from sqlalchemy.exc import SQLAlchemyError
 
 from stepsplit.analyzer.analysis import Analysis, examine_with_inferred_job
+from stepsplit.analyzer.diagnose.hang.result import Hang, to_json as hang_to_json
 from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.collectors.formats.run_spec import MESH_FILE, Mesh
@@ -28,7 +29,7 @@ from stepsplit.dashboard.store.job_files import (
 )
 from stepsplit.dashboard.store.store import Store
 
-AnalyzeFunction = Callable[[Path, Progress], Analysis]
+AnalyzeFunction = Callable[[Path, Progress], Analysis | Hang]
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,14 +39,16 @@ _READING_SHARE = 0.9
 """Share of the progress for reading; the rest cannot be subdivided."""
 
 
-def analyze_upload(folder: Path, progress: Progress) -> Analysis:
+def analyze_upload(folder: Path, progress: Progress) -> Analysis | Hang:
     """Analyzes the uploaded folder, with a model comparison if the config is known from a job.toml
-    in it or from the recording, and with the mesh that a mesh.txt in it states. Raises
-    StepsplitError."""
+    in it or from the recording, and with the mesh that a mesh.txt in it states. Of Flight Recorder
+    dumps without traces it is the state of their calls. Raises StepsplitError."""
     job_file, mesh = find_job_file(folder), read_mesh_file(folder)
     if job_file is not None:
         check_named_files(job_file, folder)
     made = examine_with_inferred_job([folder], 1, progress, mesh, job_file)
+    if isinstance(made, Hang):
+        return made
     warnings = (*made.report.warnings, *list_unused_files(folder, job_file))
     draft = made.job_draft
     if draft is not None and job_file is not None:
@@ -65,6 +68,12 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
                 store.jobs.record_progress(job, share, note)
 
         analysis = analyze(uploads, throttle_progress(notify))
+        if isinstance(analysis, Hang):
+            # Its texts name no file by its path.
+            store.artifacts.save_hang(job.run_id, hang_to_json(analysis))
+            is_owner = store.jobs.complete_hang(job, analysis)
+            clean_up(store, job, is_owner)
+            return "done" if is_owner else "lost"
         # The report with warnings and caveats that name files as they were uploaded.
         warnings = tuple(
             structs.replace(one, message=_strip_folder(store, job, one.message))

@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.config_file import (
     MODEL_KEYS,
     PARALLEL_KEYS,
     TRAINING_KEYS,
+    build_layout,
     check_job_keys,
     decode_job,
 )
@@ -131,6 +132,32 @@ def check_job_text(text: bytes) -> None:
         raise DataError(JOB_FILE, "refers to another file", hint)
     if not any(list_missing_keys(name, table.get_subtable(name).values) for name in NAMES):
         decode_job(table)
+
+
+def check_job_ranks(text: bytes, ranks: int) -> None:
+    """Raises DataError if the job is of other ranks than the recording.
+
+    What it leaves out is inferred from the recording, so that fewer ranks may be enough. A trace
+    of one rank may be of a job of any size.
+    """
+    table = parse_table(JOB_FILE, text).get_subtable("parallel")
+    is_whole = {"dp", "dp_replicate", "dp_shard", "world_size", "gpus"} & table.values.keys()
+    size = build_layout(table, None).world_size
+    if ranks > 1 and (size != ranks if is_whole else ranks % size):
+        problem = f"parallel.tp: the layout has {size} ranks but the recording has {ranks}"
+        raise DataError(JOB_FILE, problem, "fix [parallel]")
+
+
+def check_needed_keys(text: bytes, known: bytes) -> None:
+    """Raises DataError if the job lacks a key that the model needs and the known job, which was
+    completed from the recording, lacks too."""
+    table, before = parse_table(JOB_FILE, text), parse_table(JOB_FILE, known)
+    for name in NAMES:
+        own, earlier = (one.get_subtable(name).values for one in (table, before))
+        missing = [k for k in list_missing_keys(name, own) if k in list_missing_keys(name, earlier)]
+        if missing:
+            problem = f"{name}.{missing[0]}: the model needs it, and the recording does not show it"
+            raise DataError(JOB_FILE, problem, "fill it in")
 
 
 def _check_size(values: Mapping[str, object]) -> None:

@@ -30,7 +30,8 @@ class RunEdit:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run in the list of runs. error is set if it failed; headline if it is done.
+    """A run in the list of runs. error is set if it failed; headline if it is done. A run of Flight
+    Recorder dumps has as its error what the job waits for.
 
     progress (0..1) and progress_note are set during the analysis, if known. queued_unix_ns: when
     its last analysis was queued, which tells one report of the run from the next; 0 if it was
@@ -69,6 +70,11 @@ class RunRow:
     def can_be_analyzed_again(self) -> bool:
         """Whether its last analysis has ended, unless it was added with its report."""
         return self.state in ("done", "failed") and self.queued_unix_ns > 0
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether it has Flight Recorder dumps and no traces: no report, but hang.json."""
+        return self.state == "done" and self.error is not None
 
     @property
     def pending(self) -> bool:

@@ -11,6 +11,7 @@ from sqlalchemy import Row, Select, delete, insert, select, update
 from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.diagnose.hang.result import Hang
 from stepsplit.analyzer.report.report import Report
 from stepsplit.dashboard.store.ids import clean_text
 from stepsplit.dashboard.store.metric_tables import record_metrics
@@ -117,6 +118,15 @@ def record_done(connection: Connection, run_id: str, report: Report) -> None:
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
     record_job(connection, run_id, compute_job_fingerprint(report))
     record_metrics(connection, run_id, report, numbers)
+
+
+def record_hang(connection: Connection, run_id: str, hang: Hang) -> None:
+    """Marks the run as done; what the job waits for is in place of an error, and it has no
+    metrics."""
+    words = clean_text(hang.verdict or hang.condition, ERROR_LENGTH)
+    values = {"state": "done", "error": words, "world_size": len(hang.ranks) + len(hang.no_dump)}
+    connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
+    record_job(connection, run_id, None)
 
 
 def record_job(connection: Connection, run_id: str, job: JobFingerprint | None) -> None:

@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Row, Select, Table, delete, func, insert, 
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
+from stepsplit.analyzer.diagnose.hang.result import HANG_NAME, Hang, from_json as hang_from_json
 from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.model.config_decode import format_toml
 from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, read_report
@@ -191,6 +192,13 @@ class Store:
             return None
         with self._database.begin_read() as connection:
             return runs.find_run(connection, run_id)
+
+    def load_hang(self, run_id: str) -> Hang:
+        """What the Flight Recorder dumps of a run show. Raises DataError."""
+        text = self.artifacts.read_file(run_id, HANG_NAME)
+        if text is None:
+            raise DataError(HANG_NAME, "missing", "analyze the run again")
+        return hang_from_json(text)
 
     def load_report(self, run_id: str) -> Report:
         """The report of a finished run. Raises DataError."""

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, cast
 
 from flask import Blueprint, Response, current_app, jsonify, request, send_file
 
+from stepsplit.analyzer.diagnose.hang.result import HANG_NAME
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
@@ -16,7 +17,13 @@ from stepsplit.analyzer.watch.records import decode_batch
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.alerts import UNTIL_END_NS, WatchAlert
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
-from stepsplit.dashboard.store.job_files import check_job_text, merge_job, parse_job_changes
+from stepsplit.dashboard.store.job_files import (
+    check_job_ranks,
+    check_job_text,
+    check_needed_keys,
+    merge_job,
+    parse_job_changes,
+)
 from stepsplit.dashboard.store.logins import Token
 from stepsplit.dashboard.store.run_row import RunRow, describe_edit, explain_no_retry
 from stepsplit.dashboard.store.store import Store
@@ -201,12 +208,22 @@ class Api:
         text = self._read_job_body(run)
         try:
             check_job_text(text)
+            if run.can_be_analyzed_again and run.state == "done" and not run.is_hang:
+                self._check_for_run(run, text)
         except StepsplitError as error:
             raise _refuse_job(error) from None
         if not self.store.attach_job(run.id, text):
             raise HttpError(409, explain_no_retry(run))
         record_action(self.store.audit, "job attached", run.label)
         return self.read_status(run_id), 202
+
+    def _check_for_run(self, run: RunRow, text: bytes) -> None:
+        """Raises DataError for a job with which an analysis of the finished run is for nothing: of
+        other ranks, or as a form without what the recording doesn't show either."""
+        ranks = run.headline.world_size if run.headline else None
+        check_job_ranks(text, ranks or 1)
+        if request.is_json and (known := self.store.read_job(run.id)) is not None:
+            check_needed_keys(text, known)
 
     def read_job(self, run_id: str) -> Response:
         """GET: the job.toml that the run's analysis used, or what it could infer of one."""
@@ -249,8 +266,19 @@ class Api:
         run = self._find_run(run_id)
         path = (self.store.artifacts.fetch_results(run_id) / REPORT_NAME).absolute()
         if run.state != "done" or not path.exists():
-            raise HttpError(404, f"no report: the run is {run.state}")
+            dumps = f"has Flight Recorder dumps: get {HANG_NAME}"
+            raise HttpError(
+                404, f"no report: the run {dumps if run.is_hang else f'is {run.state}'}"
+            )
         return send_file(path, mimetype="application/json", download_name=f"{run_id}.{REPORT_NAME}")
+
+    def hang(self, run_id: str) -> Response:
+        """GET: hang.json of a run of Flight Recorder dumps."""
+        run = self._find_run(run_id)
+        text = self.store.artifacts.read_file(run_id, HANG_NAME) if run.is_hang else None
+        if text is None:
+            raise HttpError(404, f"no {HANG_NAME}: the run has no Flight Recorder dumps alone")
+        return Response(text, mimetype="application/json")
 
     def list_audit(self) -> Response:
         """GET ?since=DATE&last=N: the newest entries of the audit log."""
@@ -523,6 +551,7 @@ def build_api_routes(api: Api) -> Blueprint:
     form = f"{run}/job/form"
     routes.add_url_rule(form, "read_job_form", api.read_job_form, methods=["GET", "POST"])
     routes.add_url_rule(f"{run}/{REPORT_NAME}", "report", api.report)
+    routes.add_url_rule(f"{run}/{HANG_NAME}", "hang", api.hang)
     routes.add_url_rule(AUDIT, "list_audit", api.list_audit)
     routes.add_url_rule(TOKENS, "list_tokens", api.list_tokens)
     routes.add_url_rule(TOKENS, "create_token", api.create_token, methods=["POST"])

@@ -11,6 +11,7 @@ from plotly.io.json import to_json_plotly
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.prediction_process import NoPrediction
 from stepsplit.dashboard.pages.address import Address
+from stepsplit.dashboard.pages.hang import build_hang_page
 from stepsplit.dashboard.pages.page import (
     ODD_DATA,
     PageContent,
@@ -64,6 +65,11 @@ class PageBuilder:
         if run.state != "done":
             waiting = build_waiting_page(run, rights)
             return PageContent(waiting, run.state != "failed", compute_fingerprint(run))
+        if run.is_hang:
+            try:
+                return PageContent(build_hang_page(self.store.load_hang(run.id), run, rights))
+            except DataError as error:
+                return PageContent(build_problem(run.name, "This run cannot be read", str(error)))
         # The whole row: a new name, tag or analysis makes another page.
         key = (address.page, run, tuple(sorted(address.chosen.values.items())), rights)
         try:

@@ -70,11 +70,13 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(
     assert not [line for line in screen if "…" in line]
 
 
-def test_a_different_layout_has_a_caveat_and_rows_by_axis() -> None:
+def test_a_different_layout_has_a_caveat_and_rows_that_name_the_axes_of_both() -> None:
     screen = lines(compare_runs(SAMPLES / "dp4", SAMPLES / "fsdp4"), 120)
     assert "mesh                       dp_replicate 4         dp_shard 4" in screen
     assert [line for line in screen if line.startswith("different layout: ")]
-    assert [line for line in screen if line.startswith("dp shard skew ")]
+    assert [line for line in screen if line.startswith("the meshes differ: each run has its own")]
+    assert [line for line in screen if line.startswith("dp repl -> dp shard skew ")]
+    assert [line for line in screen if line.startswith("dp shard all_gather ")]
 
 
 def test_the_same_run_twice_has_no_differences(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +143,8 @@ def test_json_on_standard_output_is_json_alone(
     assert cli.run(["compare", str(TWO), str(EIGHT), "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert list(body) == ["schema", "baseline", "candidate", "step", "settings", "buckets",
-                          "exposed", "collectives", "kernels", "findings"]  # fmt: skip
+                          "exposed", "collectives", "kernels", "findings",
+                          "meshes_differ"]  # fmt: skip
     assert body["schema"] == "stepsplit.compare/1"
     assert body["step"] == {
         "difference_ns": found.difference_ns, "ratio": found.ratio, "within_noise": False

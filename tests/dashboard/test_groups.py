@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from dash import dcc, html
 from dash.development.base_component import Component
@@ -20,7 +21,7 @@ from support.job_builders import JOBS, key_of, store_runs
 from support.report_builders import MS, paced
 
 from stepsplit.analyzer.regression.compare import build_side, compare_reports
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import AxisSize, Report
 from stepsplit.analyzer.units import format_milliseconds, format_percent
 from stepsplit.dashboard.figures.communication import MAX_JOBS, compute_typical_range
 from stepsplit.dashboard.pages.address import AddressQuery
@@ -289,6 +290,24 @@ def test_runs_of_other_layouts_show_how_the_job_scales() -> None:
 def test_runs_of_one_layout_have_no_scaling() -> None:
     page = build_comparison_of_many(views(*(paced(JOBS["gpt"], pace) for pace in (1.0, 1.5, 2.0))))
     assert "Scaling" not in text(page)
+
+
+def test_each_run_has_its_own_mesh_though_some_are_inferred() -> None:
+    one = JOBS["gpt"]
+    sizes = (AxisSize("dp_shard", one.run.world_size),)
+    inferred, stated = (
+        msgspec.structs.replace(
+            one, run=msgspec.structs.replace(one.run, mesh=sizes, mesh_source=source)
+        )
+        for source in ("messages", "run.json")
+    )
+
+    page = build_comparison_of_many(views(one, inferred, stated))
+
+    changed = {row[0]: row[1:] for row in rows_of(list(found(page, html.Table))[-1])}
+    own = f"dp_shard {one.run.world_size}"
+    assert changed["mesh"][1:] == [own, own] and changed["mesh"][0] != own
+    assert "inferred mesh" not in changed
 
 
 def test_each_run_is_compared_with_the_first() -> None:

@@ -107,6 +107,33 @@ def test_what_is_no_job_file_changes_nothing(
     assert state(store, run_id) == ("done", None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parallel": {"tp": 8}}, "the layout has 32 ranks but the recording has 4"),
+        ({"parallel": {"dp": 2}}, "the layout has 2 ranks but the recording has 4"),
+        ({"model": {"layers": None}}, "model.layers: the model needs it"),
+    ],
+)
+def test_a_form_is_refused_that_would_be_analyzed_for_nothing(
+    client: FlaskClient, store: Store, changes: dict[str, dict[str, int]], says: str
+) -> None:
+    run_id = queued(store, **{path.name: path.read_bytes() for path in SAMPLE.glob("r*")})
+    assert process_job(store, claimed(store), analyze_upload) == "done"
+    if "model" in changes:
+        # As of a recording without shapes, of which the layers stay unknown.
+        text = store.read_job(run_id)
+        assert text is not None
+        lines = [line for line in text.splitlines() if not line.startswith(b"layers")]
+        store.artifacts.save_job(run_id, b"\n".join(lines))
+
+    answer = client.put(f"{RUNS}/{run_id}/job", json=changes)
+
+    assert answer.status_code == 400 and answer.json is not None
+    assert says in answer.json["error"]
+    assert state(store, run_id) == ("done", None)
+
+
 def test_an_imported_report_gets_no_job_file(client: FlaskClient, store: Store) -> None:
     made = analysis()
     run_id = store.import_report("imported", made.report, made.tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,24 @@ def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
         assert shown in text(build_pipeline_page(view(), AddressQuery({"step": asked})))
 
 
+def test_an_ideal_that_is_longer_than_the_measured_step_is_none() -> None:
+    """The same microbatches, closer together than stages of equal length allow."""
+    report = analysis().report
+    assert report.pipeline is not None
+    pipeline = msgspec.structs.replace(report.pipeline, schedule="1f1b")
+    shown = view(msgspec.structs.replace(report, pipeline=pipeline))
+    assert shown.tables is not None
+    boxes = shown.tables.boxes
+    close = replace(boxes, start_ns=boxes.start_ns // 2)
+    tables = replace(shown.tables, boxes=close)
+
+    page = text(build_pipeline_page(replace(shown, tables=tables), AddressQuery()))
+
+    assert "with equal stages" in text(build_pipeline_page(shown, AddressQuery()))
+    assert "no ideal grid: stages of equal length would not be faster" in page
+    assert "with equal stages" not in page
+
+
 def rows_of_waits(mesh: tuple[AxisSize, ...] = (), **chosen: str) -> list[str]:
     """The rows of the matrix of waits of a sample, as if it were of another mesh."""
     made = examine([SAMPLES / "tp2_pp2"])
@@ -256,7 +275,8 @@ def test_an_unchanged_job_is_predicted_with_the_rates_that_the_run_was_compared_
         "ranks_per_node = 2\nsizes_bytes = [1, 1_000_000_000]\ntimes_ns = [9e7, 9e8]\n"
     )
     shown = view(analyze(SAMPLES / "tp2_pp2", job=tmp_path / "job.toml"))
-    assert "+0.0 % compared with the recorded job" in text(build_model_page(shown, AddressQuery()))
+    page = text(build_model_page(shown, AddressQuery()))
+    assert "+0.0 %" in page and "by the model's ratio" in page
     ranked = text(build_model_page(shown, AddressQuery({"plan": "1"})))
     plain = view(analyze_recording(SAMPLES / "tp2_pp2", "auto"))
     assert ranked != text(build_model_page(plain, AddressQuery({"plan": "1"})))

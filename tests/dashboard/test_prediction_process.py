@@ -23,7 +23,10 @@ from stepsplit.analyzer.model.prediction_process import (
     NoPrediction,
     predict_in_process,
 )
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import JobTables, Report
+from stepsplit.analyzer.units import format_milliseconds
+from stepsplit.dashboard.pages.address import AddressQuery
+from stepsplit.dashboard.pages.model import apply_changes
 from stepsplit.dashboard.pages.page import PageContent
 from stepsplit.dashboard.pages.store_pages import parse_address
 from stepsplit.dashboard.store.store import Store
@@ -75,6 +78,27 @@ def test_numbers_without_limit_are_answered(store: Store, pages: PageBuilder) ->
     )
     assert "3,000,000,000 microbatches/rank" in step
     assert "Invalid job" in refused
+
+
+def test_a_schedule_gets_the_chunks_that_it_needs() -> None:
+    recorded = JobTables(**TABLES)
+    interleaved, plain = (
+        apply_changes(recorded, AddressQuery(chosen)).job
+        for chosen in ({"schedule": "interleaved"}, {"schedule": "gpipe", "chunks": "2"})
+    )
+    assert interleaved is not None and interleaved.parallel.chunks == 2
+    assert plain is not None and plain.parallel.chunks == 1
+    four = apply_changes(recorded, AddressQuery({"schedule": "interleaved", "chunks": "4"})).job
+    assert four is not None and four.parallel.chunks == 4
+
+
+def test_a_change_is_relative_to_the_measured_step(store: Store, pages: PageBuilder) -> None:
+    gap = report().gap
+    assert gap is not None
+    same, other = (str(show(store, pages, search).children) for search in ("", "?global_batch=48"))
+    measured = format_milliseconds(gap.shown.measured.step_ns)
+    assert "+0.0 %" in same and f"of your {measured}: {measured}, by the model's ratio" in same
+    assert f"of your {measured}: " in other and f"{measured}: {measured}" not in other
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec import structs
 from rich.console import Console
 from support.builders import GpuTrace
 from support.gap_builders import (
@@ -26,7 +27,8 @@ from support.gap_builders import (
     rows,
     split,
 )
-from support.prediction_builders import GIB, job
+from support.prediction_builders import GIB, job, prediction
+from support.report_builders import analysis
 from support.splitting import RunSplit
 
 from stepsplit.analyzer import (
@@ -43,6 +45,7 @@ from stepsplit.analyzer import (
     Rates,
     Report,
     SlowKernel,
+    Split,
     StageMemory,
     UsageError,
     predict,
@@ -54,7 +57,10 @@ from stepsplit.analyzer.gap.gap import (
     build_gap_findings,
     check_layout,
     compute_gap,
+    describe_mismatch,
 )
+from stepsplit.analyzer.model.config_decode import TomlTable
+from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.dashboard.reporters.gap import build_gap_section
 
@@ -446,6 +452,27 @@ def test_a_run_file_of_other_stages_is_refused(tmp_path: Path) -> None:
         "my.toml has 2 stages but the recording has no pipeline; fix pp in [parallel], or record"
         " a run.json with the mesh"
     )
+
+
+@pytest.mark.parametrize(
+    ("bucket", "is_other"), [("idle", False), ("compute", True)], ids=["host-bound", "other work"]
+)
+def test_a_step_that_the_host_lengthens_is_not_of_another_job(bucket: str, is_other: bool) -> None:
+    report = analysis().report
+    steps = [
+        structs.replace(
+            row, step_ns=10 * row.step_ns,
+            **{f"{bucket}_ns": getattr(row, f"{bucket}_ns") + 9 * row.step_ns},
+        )
+        for row in report.steps
+    ]  # fmt: skip
+    long = structs.replace(report, steps=tuple(steps), mfu=None)
+    usual = compute_mean_step_ns(report.steps)
+    expected = replace(prediction(), splits=(Split(compute_ns=usual),))
+
+    found = describe_mismatch(long, expected, TomlTable("job.toml", "", {"parallel": {}}))
+
+    assert (found is not None) is is_other
 
 
 def test_a_run_file_of_another_mesh_is_a_caveat(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.work_builders import UNIT, job
 
 from stepsplit.analyzer import JobConfig, predict, read_job
-from stepsplit.analyzer.analysis import examine_with_inferred_job
+from stepsplit.analyzer.analysis import Analysis, examine_with_inferred_job
 from stepsplit.analyzer.model.memory_peak import compute_optimizer_bytes
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import count_stage_parameters
@@ -86,7 +86,9 @@ def test_the_step_is_longer_and_says_why() -> None:
 def test_a_recording_shows_which_it_is() -> None:
     """The H100's step by lists of tensors; the CPU's has neither."""
     for sample, is_known in (("h100_pp2", True), ("dp4", False)):
-        draft = examine_with_inferred_job([ROOT / "sample_traces" / sample]).job_draft
+        made = examine_with_inferred_job([ROOT / "sample_traces" / sample])
+        assert isinstance(made, Analysis)
+        draft = made.job_draft
         assert draft is not None
         assert ("fused_optimizer = false" in draft.text) is is_known
 

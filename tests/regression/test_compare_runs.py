@@ -35,7 +35,7 @@ from stepsplit.analyzer import (
     Strategy,
     UsageError,
 )
-from stepsplit.analyzer.regression.compare import compare_reports
+from stepsplit.analyzer.regression.compare import compare_reports, compare_with_baseline
 
 RUN = Run("base", 2, (0, 1), (Host("a", (0, 1)),), "nccl", "H100", (AxisSize("tp", 2),), "run.json",
           "2.13.0", "2.30", "0", None, (Strategy("tp", "tp", 2),))  # fmt: skip
@@ -237,6 +237,55 @@ def test_meshes_inferred_from_changed_calls_are_compared_by_the_ranks_of_their_g
     assert {(row.axis, row.difference_ns) for row in found.exposed} == {("tp", 0)}
     assert {row.axis for row in found.collectives} == {"tp"}
     assert all(row.baseline == row.candidate for row in found.collectives)
+
+
+def on_mesh(source: str, sizes: dict[str, int], *calls: tuple[str, str, tuple[int, ...]]) -> Report:
+    """A run of four ranks with a call of each axis: its name, op and the ranks of one group."""
+    run = msgspec.structs.replace(
+        RUN, world_size=4, ranks=(0, 1, 2, 3), mesh_source=source,
+        mesh=tuple(AxisSize(axis, size) for axis, size in sizes.items()),
+    )  # fmt: skip
+    return Report(
+        run=run,
+        groups=tuple(GroupRow(i, axis, axis, ranks) for i, (axis, _, ranks) in enumerate(calls)),
+        steps=tuple(step(rank, n, compute=80, collective=20) for rank in range(4) for n in (0, 1)),
+        exposed=tuple(ExposedRow(0, 0, axis, "forward", 16, 0, 0, 0) for axis, _, _ in calls),
+        collectives=tuple(
+            CollectiveRow(i, op, "bfloat16", 64, 2, 10, 0, None, None)
+            for i, (_, op, _) in enumerate(calls)
+        ),
+    )
+
+
+@pytest.mark.parametrize("source", ["rank sets and operations", "run.json"])
+def test_meshes_with_other_groups_keep_their_axes_and_are_compared_by_op(source: str) -> None:
+    """Data parallel before, a pipeline with tensor parallelism after: no group is the same."""
+    before = on_mesh(source, {"dp_replicate": 4}, ("dp_replicate", "all_reduce", (0, 1, 2, 3)))
+    after = on_mesh("rank sets and operations", {"pp": 2, "tp": 2},
+                    ("tp", "all_reduce", (0, 1)), ("pp", "send", (0, 2)))  # fmt: skip
+
+    found = compare_reports(before, after)
+
+    assert found.meshes_differ
+    assert {(row.axis, row.op, row.candidate_axis) for row in found.collectives} == {
+        ("dp_replicate", "all_reduce", "tp"), ("pp", "send", None)
+    }  # fmt: skip
+    assert [(row.bucket, row.axis, row.candidate_axis) for row in found.exposed] == [
+        ("collective", "dp_replicate", "pp + tp")
+    ]
+    (among, _) = compare_with_baseline([before, after, before])
+    assert {row.axis for row in among.exposed} == {"dp_replicate", "tp", "pp"}, "each its own"
+    assert not compare_reports(before, before).meshes_differ
+
+
+def test_a_pipeline_is_no_other_axis_though_it_has_the_same_ranks() -> None:
+    before = on_mesh("run.json", {"dp_replicate": 4}, ("dp_replicate", "all_reduce", (0, 1, 2, 3)))
+    after = on_mesh("messages", {"pp": 4}, ("pp", "send", (0, 1, 2, 3)))
+
+    found = compare_reports(before, after)
+
+    assert found.meshes_differ
+    assert {row.axis for row in found.collectives} == {"dp_replicate", "pp"}
 
 
 def test_a_setting_that_one_side_does_not_know_is_unknown() -> None:

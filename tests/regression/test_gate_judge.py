@@ -398,6 +398,18 @@ def test_the_metrics_of_an_axis_are_compared_with_those_of_the_same_ranks() -> N
         assert check([own], [base], rule).gated[0].candidate in (0.2, 1e9)
 
 
+def test_an_inferred_mesh_with_other_groups_is_another_mesh() -> None:
+    base = without_names(
+        "base", "dp_replicate", "dp_replicate 4", reduction("dp_replicate", 2, 9000)
+    )
+    own = without_names("own", "tp", "dp_replicate 2 tp 2", reduction("tp", 2, 9000))
+    own = replace(own, groups=(GroupRanks("tp", "default_pg", (0, 1)),))
+    with pytest.raises(UsageError, match="mesh is dp_replicate 4 in base, dp_replicate 2 tp 2 in"):
+        check([own], [base], "calls:exact")
+    across = check_candidate([own], [base], parse_budgets(["calls:exact"]), across_setups=True)
+    assert {row.axis for row in across.calls} == {"dp_replicate", "tp"}
+
+
 def test_meshes_that_the_jobs_state_are_refused_if_they_differ() -> None:
     base = without_names(
         "base", "dp_replicate", "dp_replicate 4", reduction("dp_replicate", 2, 9000)

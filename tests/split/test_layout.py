@@ -11,7 +11,7 @@ from support.builders import CpuTrace, GpuTrace
 from support.required import shared_repro
 from support.splitting import recording_of
 
-from stepsplit.analyzer import Group, RankTrace, analyze
+from stepsplit.analyzer import Group, RankTrace, UsageError, analyze
 from stepsplit.analyzer.split.mesh import RankLayout, infer_layout
 from stepsplit.analyzer.split.mesh_groups import GroupName, parse_group_name
 from stepsplit.collectors import Mesh, RunSpec
@@ -256,15 +256,13 @@ def test_a_stated_mesh_without_the_pipeline_of_the_messages_is_contradicted(
     ]
 
 
-def test_a_stated_mesh_of_other_ranks_is_ignored_with_a_warning() -> None:
+def test_a_stated_mesh_of_other_ranks_is_refused() -> None:
     spec = RunSpec("run", 4, "nccl", groups=(GroupInfo("0", "mesh_tp", (0, 1, 2, 3)),))
-    layout = infer_layout(spec, [], MESH)
-    assert (layout.mesh, [note.message for note in layout.notes]) == (
-        Mesh.of({"tp": 4}),
-        [
-            "stated mesh pp=2,dp_replicate=2,tp=2 has 8 ranks, but the job has 4: it is ignored",
-            "run.json has no mesh: inferred from process group names",
-        ],
+    with pytest.raises(UsageError) as error:
+        infer_layout(spec, [], MESH)
+    assert str(error.value) == (
+        "stated mesh pp=2,dp_replicate=2,tp=2 has 8 ranks, but the job has 4; state a mesh of 4, "
+        "or none"
     )
 
 

@@ -23,8 +23,9 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
     now = schedule.ideal_bubble_fraction if schedule else None
     if schedule is None or now is None or not holes:
         return
+    measured = compute_bubble_fraction(list_full_bubbles(context.split) or holes)
     # No more than there is: microbatches of unequal length may fit better than equal ones.
-    now = min(now, compute_bubble_fraction(list_full_bubbles(context.split) or holes))
+    now = min(now, measured)
     stages = len(context.split.layout.pipelines[0])
     then = compute_ideal_bubble_fraction(
         schedule.name, stages, 2 * schedule.microbatches, schedule.chunks, schedule.times_ns
@@ -44,9 +45,9 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
         events=(),
         message=(
             f"{SCHEDULE_NAMES.get(schedule.name, schedule.name)} bubble is "
-            f"{units.format_percent(now)} of the pipeline window with "
-            f"{schedule.microbatches} microbatches; {2 * schedule.microbatches} would reduce "
-            f"it to {units.format_percent(then)}"
+            f"{units.format_percent(measured)} of the pipeline window, ideal "
+            f"{units.format_percent(now)} with {schedule.microbatches} microbatches; "
+            f"{2 * schedule.microbatches} would reduce the ideal to {units.format_percent(then)}"
         ),
     )
     yield Remedy(finding, change=None)

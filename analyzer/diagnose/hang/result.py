@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from stepsplit.analyzer.report.io import Document
+
 SCHEMA = "stepsplit.hang/1"
 
 HANG_NAME = "hang.json"
@@ -271,3 +273,9 @@ class Hang(Struct, frozen=True, kw_only=True):
 def to_json(hang: Hang) -> bytes:
     """The hang as JSON text."""
     return msgspec.json.format(msgspec.json.encode(hang), indent=1) + b"\n"
+
+
+def from_json(text: bytes, source: object = HANG_NAME) -> Hang:
+    """Decode a hang. Raises DataError if the text does not have this schema."""
+    document = Document(Hang, SCHEMA, "a stepsplit hang", "analyze the dumps again")
+    return document.decode(text, source)

@@ -1,0 +1,99 @@
+"""Flight Recorder dumps without traces: a run of their own kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from flask.testing import FlaskClient
+from support.required import shared_trace
+from support.store_builders import ask_page, claimed, found, queued
+
+from stepsplit.analyzer.diagnose.hang.find import read_calls
+from stepsplit.analyzer.diagnose.hang.result import from_json, to_json
+from stepsplit.analyzer.errors import DataError
+from stepsplit.dashboard.store.ingest import analyze_upload, process_job
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.server import create_server
+
+T0 = 1_790_000_000_000_000_000
+
+
+def write_dump(seqs: int, state: str) -> bytes:
+    """A dump of the calls 1 to seqs of the group of both ranks; the last is in this state."""
+    entries = [
+        {
+            "process_group": ["0", "default_pg"], "pg_id": 0, "collective_seq_id": seq,
+            "p2p_seq_id": seq, "is_p2p": False, "profiling_name": "nccl:all_reduce",
+            "state": state if seq == seqs else "completed", "retired": seq < seqs,
+            "time_created_ns": T0 + seq * 1000, "input_sizes": [[1000]], "output_sizes": [[1000]],
+            "input_dtypes": ["Float"], "output_dtypes": ["Float"],
+        }
+        for seq in range(1, seqs + 1)
+    ]  # fmt: skip
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    body = {"version": "2.10", "pg_config": groups, "entries": entries}
+    return json.dumps(body).encode()
+
+
+DUMPS = {"trace_0": write_dump(5, "started"), "trace_1": write_dump(4, "completed")}
+
+
+@pytest.fixture
+def client(store: Store) -> FlaskClient:
+    return create_server(store).test_client()
+
+
+def test_dumps_are_a_run_that_says_who_is_missing(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    for name, content in DUMPS.items():
+        (folder / name).write_bytes(content)
+    run_id = queued(store, "hung", **DUMPS)
+
+    assert process_job(store, claimed(store), analyze_upload) == "done"
+
+    run, known = found(store, run_id), read_calls([folder])
+    assert run.is_hang and run.error == known.verdict
+    assert client.get(f"/api/v1/runs/{run_id}/hang.json").data == to_json(known)
+    page = ask_page(client, f"/run/{run_id}")
+    for words in (
+        known.culprits[0].message, "What to do", "Look at the stack of rank 1",
+        "waits in all_reduce 5 of default_pg (group 0)", "has not called all_reduce 5",
+    ):  # fmt: skip
+        assert words in page
+    assert known.verdict in ask_page(client, "/")
+
+
+def test_a_run_of_dumps_has_no_report_and_is_not_compared(
+    client: FlaskClient, store: Store
+) -> None:
+    run_id = queued(store, "hung", **DUMPS)
+    process_job(store, claimed(store), analyze_upload)
+
+    answer = client.get(f"/api/v1/runs/{run_id}/report.json")
+
+    assert answer.status_code == 404
+    assert answer.json == {"error": "no report: the run has Flight Recorder dumps: get hang.json"}
+    for path, search in ((f"/run/{run_id}/timeline", ""), ("/compare", f"?baseline={run_id}")):
+        assert "cannot be" not in ask_page(client, path, search)
+    assert not store.fill_next_job(), "its job is known to be unknown"
+
+
+def test_dumps_of_a_real_hang(client: FlaskClient, store: Store) -> None:
+    dumps = sorted(shared_trace("flight_recorder_nvrx/lock_gil_1st").glob("_dump_*"))
+    run_id = queued(store, "hung", **{path.name: path.read_bytes() for path in dumps})
+
+    assert process_job(store, claimed(store), analyze_upload) == "done"
+
+    assert store.load_hang(run_id) == read_calls(dumps)
+    assert store.load_hang(run_id).culprits[0].message in ask_page(client, f"/run/{run_id}")
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[", b'{"schema": "stepsplit.hang/9"}'])
+def test_what_is_no_hang_is_refused(text: bytes) -> None:
+    with pytest.raises(DataError, match=r"^hang\.json: "):
+        from_json(text)

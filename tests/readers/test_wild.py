@@ -71,7 +71,7 @@ Expected = dict[int, list[str]]
         ("rank_without_slices", {0: FOUR[1:]}, "no_device_data"),
         ("one_empty_step", {0: ["partial"]}, "steps_open"),
         ("no_steps_no_work", {0: ["full"]}, "no_steps"),
-        ("html_rank_tracks", {0: ["full"]}, "few_ops"),
+        ("html_rank_tracks", {0: ["partial"]}, "few_ops"),
     ],
 )
 def test_odd_marks_are_split_with_a_warning(name: str, kinds: Expected, code: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
@@ -23,10 +23,11 @@ from stepsplit.analyzer.model.memory_states import (
     find_sharding_stage,
     is_clamped,
 )
-from stepsplit.analyzer.model.prediction import Confidence, StageMemory
+from stepsplit.analyzer.model.prediction import Confidence, StageMemory, UnstatedKey
 from stepsplit.analyzer.model.profile import PRESETS, load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
+from stepsplit.analyzer.model.unstated import describe_unstated, join_spread
 
 # The error band: what 9 of 10 published runs of the same kind stay within, none of which was known
 # to the constants that predicted it.
@@ -86,14 +87,21 @@ class StepBand:
     kind: RunKind = RunKind()
     middle: float = 1.0
 
-    def find_limits(self, predicted_ns: float) -> tuple[float, float]:
+    def find_limits(
+        self, predicted_ns: float, low: float = 1.0, high: float = 1.0
+    ) -> tuple[float, float]:
         """The shortest and the longest step in ns; the predicted one is in between.
+
+        low and high are what the job leaves open: its shortest and its longest step over the
+        predicted one.
 
         >>> StepBand(0.25, 20, 4, middle=1.2).find_limits(100)
         (96.0, 150.0)
+        >>> StepBand(0.25, 20, 4, middle=1.2).find_limits(100, low=0.5)
+        (48.0, 150.0)
         """
         middle_ns = predicted_ns * self.middle
-        low_ns, high_ns = middle_ns / (1 + self.error), middle_ns * (1 + self.error)
+        low_ns, high_ns = middle_ns * low / (1 + self.error), middle_ns * high * (1 + self.error)
         return min(low_ns, predicted_ns), max(high_ns, predicted_ns)
 
 
@@ -193,7 +201,24 @@ def list_caveats(
         *(Caveat(text, "medium") for text in _list_distances(job)),
         *(Caveat(text, "medium") for text in _list_full_memory(job, memory)),
     )
-    return tuple(sorted(found, key=lambda caveat: caveat.confidence != "low"))
+    return sort_caveats(found)
+
+
+def sort_caveats(caveats: Sequence[Caveat]) -> tuple[Caveat, ...]:
+    """The caveats, the worst first."""
+    return tuple(sorted(caveats, key=lambda caveat: caveat.confidence != "low"))
+
+
+MOVES = 0.05
+"""Change of the step by another plausible value of a key above which the job must state the key for
+a high confidence."""
+
+
+def list_open_caveats(unstated: Sequence[UnstatedKey]) -> tuple[Caveat, ...]:
+    """The caveat of a job whose step depends on what it does not state."""
+    if not any(one.moves > MOVES for one in unstated):
+        return ()
+    return (Caveat(f"the step depends on what is {describe_unstated(unstated)}", "medium"),)
 
 
 def _list_full_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> Iterator[str]:
@@ -334,9 +359,10 @@ def decide_confidence(job: JobConfig, caveats: tuple[Caveat, ...]) -> Confidence
 
 
 def estimate_step_band(
-    job: JobConfig, split: Split, caveats: tuple[Caveat, ...]
+    job: JobConfig, split: Split, caveats: tuple[Caveat, ...], unstated: Sequence[UnstatedKey] = ()
 ) -> tuple[int, int]:
-    """Error band of the step time in ns, which contains 9 of 10 unseen runs."""
+    """Error band of the step time in ns, which contains 9 of 10 unseen runs: the error of the model
+    and the spread of what the job does not state."""
     efficiency, decided = job.hardware.efficiency, decide_confidence(job, caveats)
     confidence: RunConfidence = "high" if decided == "calibrated" else decided
     band = find_error_band(find_run_kind(job), confidence)
@@ -347,5 +373,5 @@ def estimate_step_band(
         band = replace(band, error=max(band.error, efficiency.error))
     else:
         band = replace(band, error=max(band.error, job.profile.times.least_error))
-    low_ns, high_ns = band.find_limits(split.step_ns)
+    low_ns, high_ns = band.find_limits(split.step_ns, *join_spread(unstated))
     return round(low_ns), round(high_ns)

@@ -36,17 +36,14 @@ from stepsplit.analyzer.model.config_decode import (
     decode_section,
     find_nearest_words,
     join_choices,
+    list_stated_keys,
     parse_table,
     read_table,
     replace_aliases,
     select_fields,
 )
 from stepsplit.analyzer.model.config_limits import Natural
-from stepsplit.analyzer.model.features import (
-    choose_weight_dtype,
-    framework_defaults,
-    list_stated_keys,
-)
+from stepsplit.analyzer.model.framework_defaults import choose_weight_dtype, framework_defaults
 from stepsplit.analyzer.model.hardware_config import (
     decode_hardware,
     list_hardware_kinds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, TypeVar
@@ -32,7 +32,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, PRESETS, load_device
+from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, PRESETS, Origin, load_device
 from stepsplit.collectors.safe_io.regular_file import describe_special
 
 _T = TypeVar("_T")
@@ -483,3 +483,25 @@ def list_referenced_files(job_table: TomlTable) -> tuple[str, ...]:
     table = job_table.get_subtable("hardware")
     file = decode_table(table.select("file"), _KINDS).get("file")
     return (*list_measured_files(table), *(() if file is None else (file,)))
+
+
+# Where the constants of a device come from.
+
+
+@lru_cache(maxsize=256)
+def find_efficiency_origins(family: str, efficiency: Efficiency) -> Mapping[str, Origin]:
+    """The origin of each constant of a device: fitted on published runs, assumed in a family
+    without any, or stated.
+
+    A file of `stepsplit calibrate` repeats the family's constants that it did not fit: a constant
+    counts as stated if it differs from the family's.
+    """
+    own = find_efficiency(family) or efficiency
+    usual = Origin.FITTED if efficiency.rows else Origin.ASSUMED
+    return {
+        each.name: usual
+        if getattr(efficiency, each.name) == getattr(own, each.name)
+        else Origin.STATED
+        for each in fields(Efficiency)
+        if isinstance(getattr(efficiency, each.name), float | None)
+    }

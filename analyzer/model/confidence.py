@@ -16,6 +16,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
+from stepsplit.analyzer.model.config_limits import NonNegative
 from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
 from stepsplit.analyzer.model.memory import is_within_memory
 from stepsplit.analyzer.model.memory_states import (
@@ -35,12 +36,8 @@ from stepsplit.analyzer.model.unstated import describe_unstated, join_spread
 LEVEL = 0.9
 """Share of unseen runs within the band."""
 
-MIN_RUNS, MIN_SOURCES = 9, 2
+MIN_RUNS, MIN_SOURCES = 9, 4
 """A kind of run has its own band from so many runs and publishers on; others borrow one."""
-
-MIN_DOUBTED_RUNS = 6
-"""The same of runs with low confidence: their band is the largest error, and what they would borrow
-is that of the ZeRO-3 of 2021, 150 %."""
 
 RunConfidence = Literal["high", "medium", "low"]
 
@@ -48,40 +45,42 @@ RUN_CONFIDENCES: tuple[RunConfidence, ...] = get_args(RunConfidence)
 """Confidence in runs that no constant was calibrated on; each has bands of its own."""
 
 
+Population = Literal["", "recipe", "report"]
+
+
 @dataclass(frozen=True, slots=True)
 class RunKind:
     """Runs with a common error band; "" stands for all.
 
-    family is that of the GPU, model "dense" or "experts", dtype "16-bit", "8-bit" or "4-bit",
-    states "sharded" (ZeRO-3) or "replicated"; program is "other" for programs other than the
-    framework, whose runs have bands of their own.
+    population: "recipe", what the authors of a program or of a GPU tuned and publish of it, or
+    "report", what anyone else measured; the latter states less and is further off. family is that
+    of the GPU, model "dense" or "experts".
     """
 
+    population: Population = ""
     family: str = ""
+    framework: str = ""
     model: str = ""
-    dtype: str = ""
-    states: str = ""
-    program: Literal["", "other"] = ""
 
     def __str__(self) -> str:
-        stated = " ".join(filter(None, (self.family, self.model, self.dtype, self.states))) or "all"
-        return f"{stated}, other programs" if self.program else stated
+        stated = filter(None, (self.family, self.framework, self.model, self.population))
+        return " ".join(stated) or "all"
 
     def list_wider(self) -> tuple[RunKind, ...]:
         """This kind, then the wider ones that it belongs to, the widest last."""
-        of_model = replace(self, dtype="", states="")
-        widest = RunKind(program=self.program)
-        return self, replace(self, states=""), of_model, replace(of_model, family=""), widest
+        of_family = replace(self, framework="")
+        return self, of_family, replace(of_family, family=""), RunKind(self.population)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBand:
     """The error (a ratio) that LEVEL of the runs of this kind stay below.
 
-    middle is the step of the median run over the predicted one, error the distance from there.
+    middle is the step of the median run over the predicted one, error the distance from there,
+    beyond what the settings that a job does not state explain.
     """
 
-    error: float
+    error: NonNegative
     runs: int
     sources: int
     kind: RunKind = RunKind()
@@ -111,11 +110,10 @@ BandIndex = Mapping[tuple[RunKind, RunConfidence], StepBand]
 
 def find_run_kind(job: JobConfig) -> RunKind:
     return RunKind(
+        "recipe" if job.training.recipe else "report",
         job.hardware.family,
+        job.training.framework,
         "dense" if job.model.experts is None else "experts",
-        {"fp8": "8-bit", "nvfp4": "4-bit"}.get(job.training.dtype, "16-bit"),
-        "sharded" if find_sharding_stage(job) == 3 else "replicated",
-        "other" if job.training.program else "",
     )
 
 
@@ -138,29 +136,15 @@ def load_error_bands() -> BandIndex:
 def find_error_band(
     kind: RunKind, confidence: RunConfidence, bands: BandIndex | None = None
 ) -> StepBand:
-    """The band of the narrowest kind with enough runs, or of any kind: the widest of those of runs
-    with this confidence or a higher one, around the middle of those with this confidence."""
+    """The band of the narrowest kind with enough runs at this confidence, or at the next lower one
+    at which there are enough."""
     known = load_error_bands() if bands is None else bands
-    reached = RUN_CONFIDENCES[: RUN_CONFIDENCES.index(confidence) + 1]
-    found = [band for each in reached if (band := _find_narrowest(kind, each, known)) is not None]
-    widest = max(found, key=lambda band: band.error, default=StepBand(NO_BAND, 0, 0))
-    alike = known.get((kind.list_wider()[-1], confidence))
-    return replace(widest, middle=1.0 if alike is None else alike.middle)
-
-
-def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) -> StepBand | None:
-    """The band of the narrowest of the kinds with enough runs, else that of all. Doubtful runs of
-    other programs borrow from doubtful ones of the frameworks: both are off for reasons of their
-    own."""
-    min_runs = MIN_DOUBTED_RUNS if confidence == "low" else MIN_RUNS
-    wider = kind.list_wider()
-    if confidence == "low" and kind.program:
-        wider = (*wider[:-1], *replace(kind, program="").list_wider())
-    for each in wider:
-        band = known.get((each, confidence))
-        if band is not None and band.runs >= min_runs and band.sources >= MIN_SOURCES:
-            return band
-    return known.get((wider[-1], confidence))
+    for each in RUN_CONFIDENCES[RUN_CONFIDENCES.index(confidence) :]:
+        for wider in kind.list_wider():
+            band = known.get((wider, each))
+            if band is not None and band.runs >= MIN_RUNS and band.sources >= MIN_SOURCES:
+                return band
+    return StepBand(NO_BAND, 0, 0)
 
 
 NO_BAND = 0.5
@@ -323,9 +307,8 @@ def _list_distances(job: JobConfig) -> Iterator[str]:
     if 0 < efficiency.most_gpus < job.parallel.world_size:
         yield f"{job.parallel.world_size:,} GPUs: known up to {efficiency.most_gpus:,}"
     kind = find_run_kind(job)
-    nearest: RunConfidence = "medium" if job.training.program else "high"
-    if not is_calibrated(job) and find_error_band(kind, nearest).kind != kind:
-        yield f"{FEW_RUNS} ({kind}) for a band of its own"
+    if not is_calibrated(job) and not find_error_band(kind, "high").kind.family:
+        yield f"{FEW_RUNS} ({kind}) for a band of its GPUs"
 
 
 def _describe_crossing(axis: str, group: GroupPlacement) -> str:

@@ -45,6 +45,15 @@ class KeyFeature:
     def read_value(self, job: JobConfig) -> object:
         return getattr(_get_section(job, self.section), self.name)
 
+    def describe_value(self, job: JobConfig) -> str:
+        """What is taken for it, in a word; "" for what the framework or the device decides."""
+        value = self.read_value(job)
+        if isinstance(value, frozenset):
+            return ", ".join(sorted(value)) or "none"
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        return str(value) if value else ""
+
     def is_stated(self, job: JobConfig) -> bool:
         if self.section == "hardware.efficiency":
             efficiency = job.hardware.efficiency

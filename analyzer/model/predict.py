@@ -86,7 +86,7 @@ from stepsplit.analyzer.model.step_time import (
     compute_stage_time,
     list_pipeline_messages,
 )
-from stepsplit.analyzer.model.unstated import TimedJob, list_unstated
+from stepsplit.analyzer.model.unstated import list_unstated
 
 # predict: a job in, its Prediction out.
 
@@ -159,12 +159,15 @@ def list_alternatives(step: TimedStep, rates: Rates) -> tuple[UnstatedKey, ...]:
     if is_calibrated(step.job):
         return ()
 
-    def time_job(job: JobConfig) -> TimedJob:
-        other = time_step(job, rates)
-        return TimedJob(other.split.step_ns, is_within_memory(job, other.memory))
+    def time_job(job: JobConfig) -> int:
+        stages, timed = count_stage_parameters(job), time_messages(job, rates)
+        times = compute_stage_times(job, stages, timed)
+        pipeline = compute_pipeline(job, times, timed)
+        splits = compute_splits(job, times, pipeline, compute_skew(job))
+        return min(splits, key=lambda split: split.bubble_ns).step_ns
 
     fits = is_within_memory(step.job, step.memory)
-    return list_unstated(step.job, TimedJob(step.split.step_ns, fits), time_job)
+    return list_unstated(step.job, step.split.step_ns, fits, time_job)
 
 
 @dataclass(frozen=True, slots=True)

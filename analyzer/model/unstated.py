@@ -4,13 +4,13 @@ job.toml does not state."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_checks import list_violations
-from stepsplit.analyzer.model.features import KEY_FEATURES, KeyFeature, change_job
+from stepsplit.analyzer.model.features import KEY_FEATURES, change_job
+from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
 from stepsplit.analyzer.model.prediction import UnstatedKey
 from stepsplit.analyzer.model.profile import load_device
 
@@ -35,21 +35,13 @@ def _format_range(low: float, high: float) -> str:
     return f"{' to '.join(ends)} %"
 
 
-@dataclass(frozen=True, slots=True)
-class TimedJob:
-    """The step of a job and whether it fits in memory."""
-
-    step_ns: int
-    fits: bool
-
-
 def list_unstated(
-    job: JobConfig, predicted: TimedJob, time_job: Callable[[JobConfig], TimedJob]
+    job: JobConfig, step_ns: int, fits: bool, time_job: Callable[[JobConfig], int]
 ) -> tuple[UnstatedKey, ...]:
     """The keys that move the step, the one that moves it most first.
 
-    A value with which the job does not fit in memory is not plausible if it fits as predicted, for
-    it ran or is to run.
+    step_ns and fits are the predicted step and whether it fits in memory. A value with which the
+    job does not fit is not plausible if it fits as predicted, for it ran or is to run.
     """
     if load_device(job.hardware.family).processor:
         return ()
@@ -57,30 +49,23 @@ def list_unstated(
     for feature in KEY_FEATURES:
         if feature.is_stated(job):
             continue
-        ratios = [
-            timed.step_ns / predicted.step_ns
-            for timed in _time_alternatives(job, feature, time_job)
-            if timed.fits or not predicted.fits
-        ]
-        low, high = min([1.0, *ratios]), max([1.0, *ratios])
+        low = high = 1.0
+        for change in feature.list_alternatives(job):
+            other = change_job(job, feature.section, change)
+            if list_violations(other):
+                continue
+            try:
+                ratio = time_job(other) / step_ns
+            except StepsplitError:
+                # The rates of this value are not known on the device.
+                continue
+            if not low <= ratio <= high:
+                if fits and not is_within_memory(other, compute_memory(other)):
+                    continue
+                low, high = min(low, ratio), max(high, ratio)
         if low < high:
-            found.append(UnstatedKey(feature.key, str(feature.read_value(job)), low, high))
+            found.append(UnstatedKey(feature.key, feature.describe_value(job), low, high))
     return tuple(sorted(found, key=lambda one: -one.moves))
-
-
-def _time_alternatives(
-    job: JobConfig, feature: KeyFeature, time_job: Callable[[JobConfig], TimedJob]
-) -> Iterator[TimedJob]:
-    """The job with each alternative that is valid for it."""
-    for change in feature.list_alternatives(job):
-        other = change_job(job, feature.section, change)
-        if list_violations(other):
-            continue
-        try:
-            yield time_job(other)
-        except StepsplitError:
-            # The rates of this alternative are not known on the device.
-            continue
 
 
 def join_spread(unstated: Iterable[UnstatedKey]) -> tuple[float, float]:

@@ -305,8 +305,16 @@ def list_cases(published: Published, tables: Iterable[CaseTable] = TABLES) -> Ca
             except StepsplitError as error:
                 left_out.append(f"{row.id}: {error}")
             else:
+                if table != REPORTS_TABLE:
+                    cases = tuple(map(_name_recipe, cases))
                 built.extend(cases)
     return CaseList(tuple(built), tuple(left_out))
+
+
+def _name_recipe(case: Case) -> Case:
+    """A run of the authors of the program or the GPU, who tuned and published it."""
+    training = replace(case.job.training, recipe=case.table)
+    return replace(case, job=replace(case.job, training=training))
 
 
 # Traces of CCL-Bench -> jobs.

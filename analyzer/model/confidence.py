@@ -28,7 +28,7 @@ from stepsplit.analyzer.model.prediction import Confidence, StageMemory, Unstate
 from stepsplit.analyzer.model.profile import PRESETS, load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
-from stepsplit.analyzer.model.unstated import describe_unstated, join_spread
+from stepsplit.analyzer.model.unstated import join_spread
 
 # The error band: what 9 of 10 published runs of the same kind stay within, none of which was known
 # to the constants that predicted it.
@@ -200,9 +200,11 @@ a high confidence."""
 
 def list_open_caveats(unstated: Sequence[UnstatedKey]) -> tuple[Caveat, ...]:
     """The caveat of a job whose step depends on what it does not state."""
-    if not any(one.moves > MOVES for one in unstated):
+    moving = [one for one in unstated if one.moves > MOVES]
+    if not moving:
         return ()
-    return (Caveat(f"the step depends on what is {describe_unstated(unstated)}", "medium"),)
+    names = ", ".join(one.key for one in moving)
+    return (Caveat(f"the step depends on keys that are not stated: {names}", "medium"),)
 
 
 def _list_full_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> Iterator[str]:

@@ -5,9 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
-from stepsplit.analyzer.model.config import ContextKind, Dispatcher, JobConfig
+from stepsplit.analyzer.model.config import (
+    ContextKind,
+    Dispatcher,
+    JobConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from stepsplit.analyzer.model.config_decode import collect_kinds
 from stepsplit.analyzer.model.device_speed import choose_attention_kernel, is_attention_stated
 from stepsplit.analyzer.model.hardware_config import (
     find_efficiency_origins,
@@ -53,6 +60,16 @@ class KeyFeature:
         if isinstance(value, bool):
             return "true" if value else "false"
         return str(value) if value else ""
+
+    def list_choices(self) -> tuple[str, ...]:
+        """The words that the key may have in job.toml; none of numbers, lists and names."""
+        if self.section == "hardware.efficiency":
+            return ()
+        kinds = collect_kinds(TrainingConfig if self.section == "training" else ParallelConfig)
+        kind = kinds[self.key_name or self.name]
+        if kind is bool:
+            return ("true", "false")
+        return tuple(filter(None, get_args(kind))) if get_origin(kind) is Literal else ()
 
     def is_stated(self, job: JobConfig) -> bool:
         if self.section == "hardware.efficiency":

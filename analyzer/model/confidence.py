@@ -137,14 +137,22 @@ def find_error_band(
     kind: RunKind, confidence: RunConfidence, bands: BandIndex | None = None
 ) -> StepBand:
     """The band of the narrowest kind with enough runs at this confidence, or at the next lower one
-    at which there are enough."""
+    at which there are enough; no narrower than that of runs with a higher confidence."""
     known = load_error_bands() if bands is None else bands
-    for each in RUN_CONFIDENCES[RUN_CONFIDENCES.index(confidence) :]:
-        for wider in kind.list_wider():
-            band = known.get((wider, each))
-            if band is not None and band.runs >= MIN_RUNS and band.sources >= MIN_SOURCES:
-                return band
-    return StepBand(NO_BAND, 0, 0)
+    found = {each: _find_narrowest(kind, each, known) for each in RUN_CONFIDENCES}
+    place = RUN_CONFIDENCES.index(confidence)
+    lower = (band for each in RUN_CONFIDENCES[place:] if (band := found[each]) is not None)
+    own = next(lower, StepBand(NO_BAND, 0, 0))
+    higher = (band.error for each in RUN_CONFIDENCES[:place] if (band := found[each]) is not None)
+    return replace(own, error=max([own.error, *higher]))
+
+
+def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) -> StepBand | None:
+    for wider in kind.list_wider():
+        band = known.get((wider, confidence))
+        if band is not None and band.runs >= MIN_RUNS and band.sources >= MIN_SOURCES:
+            return band
+    return None
 
 
 NO_BAND = 0.5

@@ -66,7 +66,7 @@ class KeyFeature:
         if self.section == "hardware.efficiency":
             return ()
         kinds = collect_kinds(TrainingConfig if self.section == "training" else ParallelConfig)
-        kind = kinds[self.key_name or self.name]
+        kind: object = kinds[self.key_name or self.name]
         if kind is bool:
             return ("true", "false")
         return tuple(filter(None, get_args(kind))) if get_origin(kind) is Literal else ()

@@ -179,7 +179,7 @@ class Prediction:
         >>> from stepsplit.analyzer import predict, read_job
         >>> prediction = predict(read_job("job.toml"))
         >>> prediction.split.step_ns == sum(prediction.split.buckets_ns), prediction.confidence
-        (True, 'high')
+        (True, 'medium')
     """
 
     parameters: int

@@ -278,10 +278,8 @@ def test_a_kind_without_enough_runs_leaves_a_medium_confidence() -> None:
     dense = llama(ParallelConfig(tp=4), cuda_graph="step")
     experts = replace(dense.model, experts=Experts(4, 2, 2048))
     (note,) = distances(replace(dense, model=experts))
-    assert note == (
-        "too few published runs of this kind (ampere experts 16-bit replicated) for a band of its"
-        " own"
-    )
+    kind = "ampere megatron experts report"
+    assert note == f"too few published runs of this kind ({kind}) for a band of its GPUs"
 
 
 def test_a_step_that_waits_for_its_launches_is_a_caveat() -> None:

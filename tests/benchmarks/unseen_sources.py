@@ -4,6 +4,8 @@ python tests/benchmarks/unseen_sources.py FOLDER     (with unseen_*.csv, one pub
 
 The columns are keys of job.toml, and step_s or tokens_per_s_per_gpu what was measured. Printed by
 publisher and by confidence: runs, errors of the step time, and how many are in the printed band.
+Of rows that have since been taken into training_reports.csv the bands know; `validate` leaves their
+publisher out.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ def main() -> None:
     options.add_argument("--rows", action="store_true", help="print every run too")
     given = options.parse_args()
     rows = list(predict_rows(given.folder))
-    lines = [("publisher", "confidence", "runs", "mean", "p90", "inside the band")]
+    lines: list[tuple[str, ...]] = [
+        ("publisher", "confidence", "runs", "mean", "p90", "inside the band")
+    ]
     for publisher in dict.fromkeys(each.publisher for each in rows):
         lines += build_lines(publisher, [each for each in rows if each.publisher == publisher])
     lines += build_lines("all", rows)

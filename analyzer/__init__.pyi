@@ -140,6 +140,7 @@ from .report.headline import AxisTime as AxisTime
 from .report.headline import BucketMean as BucketMean
 from .report.headline import OtherSteps as OtherSteps
 from .report.headline import Summary as Summary
+from .report.kind_rows import StepKindRow as StepKindRow
 from .report.report import AxisSize as AxisSize
 from .report.report import BlameRow as BlameRow
 from .report.report import ClockRow as ClockRow
@@ -174,6 +175,7 @@ from .split.bandwidth import StepCallsRow as StepCallsRow
 from .split.coverage import Coverage as Coverage
 from .split.kernels import KernelFamily as KernelFamily
 from .split.overlap import Overlap as Overlap
+from .split.step_kinds import KindCalls as KindCalls
 from .split.step_times import SlowStep as SlowStep
 from .split.step_times import StepDurations as StepDurations
 from .split.strategy import Strategy as Strategy
@@ -187,6 +189,7 @@ from .trace import Group as Group
 from .trace import Lane as Lane
 from .trace import Note as Note
 from .trace import OPS as OPS
+from .trace import ProbedClock as ProbedClock
 from .trace import RankCalls as RankCalls
 from .trace import RankTrace as RankTrace
 from .trace import Shapes as Shapes

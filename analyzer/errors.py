@@ -53,13 +53,24 @@ class DataError(StepsplitError):
     """
 
     def __init__(self, where: object, problem: str, hint: str, rank: int | None = None) -> None:
-        self.where, self.problem, self.hint, self.rank = str(where), problem, hint, rank
+        self.where, self.problem, self.hint, self.rank = str(where), _cut(problem), _cut(hint), rank
         of_rank = "" if rank is None else f" (rank {rank})"
-        super().__init__(f"{self.where}{of_rank}: {problem}; {hint}")
+        super().__init__(f"{self.where}{of_rank}: {self.problem}; {self.hint}")
 
     def __reduce__(self) -> tuple[type[DataError], tuple[str, str, str, int | None]]:
         """Lets worker processes return the error with all its fields."""
         return DataError, (self.where, self.problem, self.hint, self.rank)
+
+
+_MAX_PART = 4_000
+"""Letters of a problem or a hint: 20 mistakes of a job.toml take some 3,000."""
+
+
+def _cut(text: str) -> str:
+    """Both ends of a long text: the file may hold a key or a value of a megabyte."""
+    if len(text) <= _MAX_PART:
+        return text
+    return f"{text[: _MAX_PART // 2]} ... {text[-_MAX_PART // 2 :]}"
 
 
 # TOML files: read within limits.

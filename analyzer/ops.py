@@ -11,13 +11,25 @@ SYMMETRIC_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives whose members all pass the same size, and whose kernels end simultaneously."""
 
 
+def count_ring_bytes(op: str, ranks: int, message_bytes: int) -> int:
+    """Bytes that each rank of a ring sends for a collective of this message size (that of the
+    gathered buffer of an all_gather or reduce_scatter), by nccl-tests' factor of the op."""
+    numerator, denominator = _find_ring_fraction(op, ranks)
+    return message_bytes * numerator // denominator
+
+
 def compute_busbw_factor(op: str, ranks: int) -> float:
     """busbw / algbw, as nccl-tests define it (doc/PERFORMANCE.md of NVIDIA/nccl-tests)."""
+    numerator, denominator = _find_ring_fraction(op, ranks)
+    return numerator / denominator
+
+
+def _find_ring_fraction(op: str, ranks: int) -> tuple[int, int]:
     if op == "all_reduce":
-        return 2 * (ranks - 1) / ranks
+        return 2 * (ranks - 1), ranks
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (ranks - 1) / ranks
-    return 1.0
+        return ranks - 1, ranks
+    return 1, 1
 
 
 # Names of ops and dtypes, and sizes in bytes.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -328,6 +329,14 @@ class EventKinds:
         return self.families[int(self.family[name_id])]
 
 
+KnownWork = Literal["shapes", "grids", ""]
+"""What is known of the work of kernels: the shapes of their inputs, or their launch grids alone,
+which a persistent kernel has for inputs of any size; "" if neither."""
+
+GRID = "grid "
+"""How the text of a launch grid begins, in Shapes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """The shapes that a trace recorded, which tell more work from slower work; sorted by event.
@@ -348,6 +357,14 @@ class Shapes:
 
     def __len__(self) -> int:
         return len(self.event)
+
+    @property
+    def known_work(self) -> KnownWork:
+        """What is known of the work of most events with a row."""
+        of_grid = np.array([text.startswith(GRID) for text in self.texts], dtype=np.bool_)
+        if not len(self):
+            return ""
+        return "grids" if of_grid[self.text_id].mean() > 1 / 2 else "shapes"
 
     def find_ids(self, rows: Int64) -> Int32:
         """The index of the shapes of each of these events in texts; -1 if unknown."""
@@ -447,6 +464,20 @@ def build_event_waits(rows: Sequence[tuple[int, int, int, int]]) -> EventWaits:
 NO_WAITS = build_event_waits(())
 
 
+class Lack(StrEnum):
+    """What a recording lacks, in the words in which it is said before all else."""
+
+    FILE = "file truncated"
+    ENTRIES = "entries damaged"
+    RANKS = "ranks missing"
+    STEPS = "steps missing"
+    NO_DEVICE = "no device events"
+    DEVICE_END = "device events end early"
+    KERNELS = "kernels lost"
+    CLOCK = "clock not aligned"
+    MEMORY = "memory history overflowed"
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A limitation of the data, shown among the warnings of the report.
@@ -455,15 +486,25 @@ class Note:
         code: Stable identifier such as "rank_guessed".
         message: The text.
         rank: The rank concerned, None for the whole recording.
+        lack: What the recording lacks, None if it lacks nothing.
     """
 
     code: str
     message: str
     rank: int | None = None
+    lack: Lack | None = None
 
 
 UNKNOWN_CATEGORIES = "unknown_categories"
 """Code of the note on a trace without events of torch.profiler's categories."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedClock:
+    """The offset of a host's clock from rank 0's, from datagrams; exact to within_ns either way."""
+
+    offset_ns: int
+    within_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,6 +531,7 @@ class RankTrace:
         shapes: The input shapes or launch grids of the events, where they were recorded.
         waits: The waits for events that the trace identifies.
         visible_devices: Number of accelerators that the process saw on its node, 0 if unknown.
+        probed_clock: How far its host's clock is from that of rank 0's host, if that was probed.
         on_device: Whether there are events of an accelerator; otherwise it is a CPU run.
     """
 
@@ -510,6 +552,7 @@ class RankTrace:
     shapes: Shapes = field(default_factory=Shapes)
     waits: EventWaits = NO_WAITS
     visible_devices: int = 0
+    probed_clock: ProbedClock | None = None
     on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:

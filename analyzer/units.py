@@ -56,9 +56,9 @@ def format_microseconds(ns: int | float) -> str:
     return f"{us:,.{_count_decimals(us)}f} µs"
 
 
-def format_percent(ratio: float) -> str:
+def format_percent(ratio: float, decimals: int = 1) -> str:
     """0.1234 -> "12.3 %"."""
-    return f"{100 * ratio:.1f} %"
+    return f"{100 * ratio:.{decimals}f} %"
 
 
 def format_signed_percent(ratio: float) -> str:

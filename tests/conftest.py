@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import is_hypothesis_test, seed, settings
-from support.databases import database_url, postgres  # noqa: F401
+from support.databases import bare_database_url, database_url, postgres  # noqa: F401
 from support.ground_truth import SEED
 from support.turns import describe_turn, select_in_turn
+
+# Each process of the tests and each Python that they start would compile all modules anew: a minute
+# for the tests alone.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 MOST_WORKERS = 4
 # No limit of time for an example: the quick tier measures none. Without STEPSPLIT_SEED the examples

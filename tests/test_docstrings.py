@@ -101,6 +101,7 @@ def test_docstrings_have_the_arguments_of_the_signature() -> None:
 
 def list_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
     for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text if "Args:" in text else "")):
             if isinstance(node, ast.FunctionDef) and "Args:" in (ast.get_docstring(node) or ""):
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node

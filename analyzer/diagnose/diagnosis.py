@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+
+from msgspec import structs
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.findings import find_bottlenecks
 from stepsplit.analyzer.diagnose.graph.blame import Blame, blame
+from stepsplit.analyzer.diagnose.graph.charges import KnownDelay
 from stepsplit.analyzer.diagnose.graph.critical_path import find_critical_paths
 from stepsplit.analyzer.diagnose.graph.dependency_graph import build_dependency_graph
 from stepsplit.analyzer.diagnose.late_arrivals import compute_lateness
@@ -18,7 +21,7 @@ from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
 from stepsplit.analyzer.report.build import Diagnosis, find_full_numbers, find_origin_ns
 from stepsplit.analyzer.report.report import BlameRow
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Note
+from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 
@@ -31,10 +34,24 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels)
     _return_freed_memory()
     slow_ranks = frozenset(one.rank for one in slow_kernels)
-    blamed = _build_blame(blame(split, graph, slow_ranks), numbers)
+    # What a finding says of a rank is no variation in the blame.
+    known = [
+        KnownDelay(rank, step, one.bucket)
+        for one in bottlenecks.findings
+        for rank in one.ranks
+        for step in one.steps
+    ]
+    found = _leave_out_torn(split, blame(split, graph, slow_ranks, known))
+    blamed = _build_blame(found, numbers)
+    unexplained = _compute_share(blamed, ("unexplained", "unknown"))
     paths = find_critical_paths(split, graph, numbers)
     return Diagnosis(
-        findings=bottlenecks.findings,
+        findings=tuple(
+            structs.replace(
+                one, basis=one.basis and structs.replace(one.basis, unexplained_share=unexplained)
+            )
+            for one in bottlenecks.findings
+        ),
         blame=blamed,
         critical_path=paths.parts,
         path_steps=tuple(
@@ -55,6 +72,18 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def _leave_out_torn(split: RunSplit, blamed: Sequence[Blame]) -> list[Blame]:
+    """No rank is blamed in a step of which it lacks events: what the others wait for is unknown."""
+    torn = {note.rank for note in split.notes if note.lack in (Lack.FILE, Lack.DEVICE_END)}
+    whole = {(s.rank, s.step) for rank in split.ranks for s in rank.steps if s.kind != "partial"}
+    return [
+        structs.replace(one, rank=None, cause="unknown")
+        if one.rank in torn and one.cause != "missing" and (one.rank, one.step) not in whole
+        else one
+        for one in blamed
+    ]
+
+
 def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameRow, ...]:
     """Sums what was blamed in these steps by rank, cause and axis."""
     together: dict[tuple[int | None, str, str | None], list[Blame]] = defaultdict(list)
@@ -71,17 +100,23 @@ def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameR
     return tuple(sorted(rows, key=lambda row: -row.caused_ns))
 
 
+def _compute_share(blamed: Sequence[BlameRow], causes: Collection[str]) -> float | None:
+    """The share of these causes in all waiting; None without waiting."""
+    total = sum(row.caused_ns for row in blamed)
+    part = sum(row.caused_ns for row in blamed if row.cause in causes)
+    return part / total if total else None
+
+
 _MAX_UNEXPLAINED_SHARE = 0.05
 """More unexplained waiting than this fraction is a warning."""
 
 
 def _note_unexplained(blamed: Sequence[BlameRow]) -> list[Note]:
     """A note if much of the waiting has no recorded cause."""
-    total = sum(row.caused_ns for row in blamed)
-    unexplained = sum(row.caused_ns for row in blamed if row.cause == "unexplained")
-    if unexplained <= _MAX_UNEXPLAINED_SHARE * total:
+    unexplained = _compute_share(blamed, ("unexplained",)) or 0.0
+    if unexplained <= _MAX_UNEXPLAINED_SHARE:
         return []
-    share = units.format_percent(unexplained / total)
+    share = units.format_percent(unexplained)
     text = (
         f"{share} of the waiting is not explained by launches, streams and the other ranks: "
         "collectives start later than everything that they were seen to depend on; estimated "

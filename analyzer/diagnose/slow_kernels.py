@@ -16,7 +16,7 @@ from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.steps import Steps
-from stepsplit.analyzer.trace import Float, Int64, RankTrace
+from stepsplit.analyzer.trace import GRID, Float, Int64, KnownWork, RankTrace
 
 MIN_RATIO = 1.05
 """Healthy devices of one type differ by less."""
@@ -42,8 +42,8 @@ _SIGMA_OF_MEDIAN = 1.2533
 class SlowRank(Struct, frozen=True):
     """The slow kernels of one family on one rank; ratio is their total time over that of the peers.
 
-    lost_ns is the cost per step; kernel is the most expensive kernel. same_work: for most of the
-    cost it is known that the peers did the same work.
+    lost_ns is the cost per step; kernel is the most expensive kernel. equal: what is known to be
+    equal on the peers for most of the cost.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class SlowRank(Struct, frozen=True):
     lost_ns: int
     kernels: int
     kernel: str
-    same_work: bool
+    equal: KnownWork
 
 
 class _KernelRuns(Struct, frozen=True):
@@ -126,9 +126,9 @@ def _sum_rank(rank: int, family: str, kernels: Sequence[SlowKernel]) -> SlowRank
     usual = sum(one.lost_ns / (one.ratio - 1) for one in kernels)
     worst = max(kernels, key=lambda one: one.lost_ns)
     known = sum(one.lost_ns for one in kernels if one.shapes is not None)
-    return SlowRank(
-        rank, family, 1 + lost / usual, lost, len(kernels), worst.kernel, 2 * known > lost
-    )
+    of_grids = sum(one.lost_ns for one in kernels if (one.shapes or "").startswith(GRID))
+    equal: KnownWork = "" if 2 * known <= lost else "grids" if 2 * of_grids > known else "shapes"
+    return SlowRank(rank, family, 1 + lost / usual, lost, len(kernels), worst.kernel, equal)
 
 
 _MIN_PEERS = 3

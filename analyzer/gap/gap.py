@@ -40,6 +40,7 @@ from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
     MIN_GAIN_SHARE,
     SCHEDULE_NAMES,
+    Basis,
     ComparedMemory,
     ComparedStage,
     Finding,
@@ -49,6 +50,7 @@ from stepsplit.analyzer.report.report import (
     Report,
     WarningRow,
 )
+from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL, RunSpec
@@ -93,7 +95,8 @@ def compare_to_model(
     step_ns = compute_mean_step_ns(report.steps)
     # Utilization of the measured step: that of the predicted one, by their ratio.
     times = prediction.split.step_ns / step_ns if step_ns else 0.0
-    findings = (*report.findings, *build_gap_findings(gap, report.findings))
+    count = len(list_full_steps(report.steps))
+    findings = (*report.findings, *build_gap_findings(gap, report.findings, count))
     compared = structs.replace(
         report,
         prediction=build_prediction_row(prediction),
@@ -136,7 +139,7 @@ def describe_mismatch(report: Report, prediction: Prediction, job_table: TomlTab
     if not step_ns or not predicted_ns:
         return None
     if report.mfu is not None and report.mfu > 1:
-        reason = f"the MFU would be {report.mfu:.0%}"
+        reason = f"the MFU would be {units.format_percent(report.mfu)}"
     elif step_ns > _MOST_STEP_RATIO * predicted_ns:
         reason = f"the measured step is {step_ns / predicted_ns:.1f} times the predicted one"
     elif predicted_ns > _MOST_STEP_RATIO * step_ns:
@@ -255,9 +258,11 @@ _COUNTED_CAUSE = "calls"
 """The number of calls is exact, so that the uncertainty of the model does not matter."""
 
 
-def build_gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ...]:
+def build_gap_findings(
+    gap: Gap, causes: Sequence[Finding], of_steps: int = 1
+) -> tuple[Finding, ...]:
     """The significant parts of the gap beyond the uncertainty of the model, largest first, without
-    those that a finding of the replay already covers."""
+    those that a finding of the replay already covers. They compare one of so many steps."""
     found_codes = {one.code for one in causes}
     least_ns = max(1, MIN_GAIN_SHARE * gap.shown.measured.step_ns)
     findings = []
@@ -282,6 +287,7 @@ def build_gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ..
                     steps=(gap.shown.step,),
                     events=(),
                     message=row.message,
+                    basis=Basis("inferred", 1, of_steps, repeats=1),
                 )
             )
     return tuple(findings)

@@ -17,6 +17,7 @@ from stepsplit.analyzer.model.parameters import (
     select_trained,
 )
 from stepsplit.analyzer.model.rank_layout import StageConfig, list_rank_chunks, place_group
+from stepsplit.analyzer.ops import count_ring_bytes
 
 # Tensor parallelism, with and without sequence parallelism.
 
@@ -636,26 +637,22 @@ class CommSite:
 
 def make_all_reduce(site: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """Makes count all_reduces of a buffer of input_bytes."""
-    sent = 2 * input_bytes * (ranks - 1) // ranks
-    return _make_op(site, "all_reduce", count, input_bytes, input_bytes, sent)
+    return _make_ring_op(site, "all_reduce", count, input_bytes, input_bytes, ranks)
 
 
 def make_all_gather(site: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """Makes count all_gathers: each rank gives input_bytes and gets those of all."""
-    gathered, sent = input_bytes * ranks, input_bytes * (ranks - 1)
-    return _make_op(site, "all_gather", count, gathered, input_bytes, sent)
+    return _make_ring_op(site, "all_gather", count, input_bytes * ranks, input_bytes, ranks)
 
 
 def make_reduce_scatter(site: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """Makes count reduce_scatters: each rank gives input_bytes and gets its share of the sum."""
-    sent = input_bytes * (ranks - 1) // ranks
-    return _make_op(site, "reduce_scatter", count, input_bytes, input_bytes, sent)
+    return _make_ring_op(site, "reduce_scatter", count, input_bytes, input_bytes, ranks)
 
 
 def make_all_to_all(site: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """Makes count all_to_alls: each rank distributes input_bytes evenly over all."""
-    sent = input_bytes * (ranks - 1) // ranks
-    return _make_op(site, "all_to_all", count, input_bytes, input_bytes, sent)
+    return _make_ring_op(site, "all_to_all", count, input_bytes, input_bytes, ranks)
 
 
 def make_permutation(site: CommSite, count: int, input_bytes: int) -> CommOp:
@@ -676,6 +673,13 @@ def make_send(site: CommSite, count: int, input_bytes: int) -> CommOp:
 def make_recv(site: CommSite, count: int, input_bytes: int) -> CommOp:
     """Makes count receives from a neighbor; their wire_bytes are 0."""
     return _make_op(site, "recv", count, input_bytes, input_bytes, 0)
+
+
+def _make_ring_op(
+    site: CommSite, op: str, count: int, message_bytes: int, input_bytes: int, ranks: int
+) -> CommOp:
+    sent = count_ring_bytes(op, ranks, message_bytes)
+    return _make_op(site, op, count, message_bytes, input_bytes, sent)
 
 
 def _make_op(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_decode import (
@@ -219,7 +220,7 @@ def _list_full_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> Iterat
     share = max(stage.total_bytes for stage in memory) / job.hardware.memory_bytes
     limit = job.profile.memory.nearly_full
     if limit and share > limit:
-        yield f"memory is {share:.0%} full: the allocator may free and retry"
+        yield f"memory is {units.format_percent(share)} full: the allocator may free and retry"
 
 
 def _list_unmodelled(
@@ -274,7 +275,7 @@ def _list_offloading(
     if job.training.optimizer == "muon":
         yield Caveat("Muon's matrix products on the host are not timed", "low")
     share = max(stage.host_update_ns for stage in stages) / split.step_ns
-    text = f"updating optimizer states on the host takes {share:.0%} of the step"
+    text = f"updating optimizer states on the host takes {units.format_percent(share)} of the step"
     if job.hardware.host_update_bytes_per_s:
         yield Caveat(f"{text} at the stated hardware.host_update_bytes_per_s", "medium")
         return

@@ -21,6 +21,9 @@ _T = TypeVar("_T")
 
 _MAX_CHOICES = 4
 
+_MAX_MISTAKES = 20
+"""After so many mistakes no more unknown keys are listed."""
+
 _TABLE = dict[str, object]
 
 Kinds = Mapping[str, Any]
@@ -45,7 +48,8 @@ class TomlTable:
 
     def select(self, *keys: str) -> TomlTable:
         """Returns the table with only these keys."""
-        own = {key: value for key, value in self.values.items() if key in keys}
+        chosen = frozenset(keys)
+        own = {key: value for key, value in self.values.items() if key in chosen}
         return replace(self, values=own)
 
     def get_subtable(self, key: str) -> TomlTable:
@@ -153,7 +157,8 @@ def decode_keys(
     """Decodes the table's values; unknown, missing and invalid ones are added to mistakes."""
     decoded, known = {}, tuple(kinds)
     for key in table.values:
-        if key not in kinds:
+        # A file of a stranger may have 100,000 of them, and each suggestion takes milliseconds.
+        if key not in kinds and len(mistakes) < _MAX_MISTAKES:
             hint = f"write {join_choices(find_nearest_words(key, known))}"
             mistakes.append(table.build_error(key, "unknown key", hint))
     for key in required:
@@ -338,12 +343,15 @@ def _describe_list(value: object, entry: Any) -> tuple[str, str, str]:
 
 # Suggestions for an unknown word.
 
+_MAX_WORD = 100
+"""Letters of it that are compared; no known word is so long."""
+
 
 def find_nearest_words(word: str, known: Sequence[str]) -> Sequence[str]:
     """Finds the known words closest to this one; returns all if there are few."""
     if len(known) <= _MAX_CHOICES:
         return known
-    return difflib.get_close_matches(word.lower(), known, n=_MAX_CHOICES, cutoff=0.0)
+    return difflib.get_close_matches(word[:_MAX_WORD].lower(), known, n=_MAX_CHOICES, cutoff=0.0)
 
 
 def join_choices(words: Sequence[str]) -> str:

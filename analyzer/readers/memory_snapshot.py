@@ -17,7 +17,7 @@ from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import HEAD_BYTES, UnpackedStream, open_unpacked
 from stepsplit.analyzer.readers.pickle import is_pickle, load_plain_value, read_whole
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Int64, Note
+from stepsplit.analyzer.trace import Int64, Lack, Note
 
 # A snapshot is the allocator's state, optionally with the trace of events that led to it. The trace
 # is a ring buffer (max_entries) that may have lost its beginning, so it is evaluated backwards from
@@ -117,7 +117,7 @@ def read_memory(source: Source) -> MemoryRecord:
             f"the history of allocations overflowed: its last {kept:,} events are known, and peaks"
             " before them are missing; record with larger max_entries"
         )
-        notes = (*notes, Note("memory_overflowed", message))
+        notes = (*notes, Note("memory_overflowed", message, lack=Lack.MEMORY))
     return MemoryRecord(source.where, "snapshot", devices, (), notes)
 
 

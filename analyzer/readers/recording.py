@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers import event_store
 from stepsplit.analyzer.readers.compression import is_url
@@ -21,9 +22,9 @@ from stepsplit.analyzer.readers.open_calls import complete_open_calls
 from stepsplit.analyzer.readers.rank_traces import TraceCandidate, TraceReading, assign_ranks
 from stepsplit.analyzer.readers.recording_files import RecordingFiles, open_recording
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
-from stepsplit.analyzer.trace import Group, Note, RankTrace
+from stepsplit.analyzer.trace import Group, Lack, Note, ProbedClock, RankTrace
 from stepsplit.collectors.formats.json_decode import replace_surrogates
-from stepsplit.collectors.formats.rank_record import RankRecord, build_spec
+from stepsplit.collectors.formats.rank_record import ClockProbe, RankRecord, build_spec
 from stepsplit.collectors.formats.run_spec import RunSpec
 
 
@@ -76,7 +77,7 @@ def read_recording_files(
                 " then on kernels are missing and steps are partial; record fewer steps, or set a"
                 " larger ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB"
             )
-            notes.append(Note("device_stopped", text, record.rank.rank))
+            notes.append(Note("device_stopped", text, record.rank.rank, Lack.DEVICE_END))
     if not candidates:
         raise files.explain_no_trace(notes)
     ranked, guessed = assign_ranks(candidates)
@@ -145,18 +146,48 @@ def _infer_name(place: str) -> str:
 
 
 def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
-    """Notes on signs that the traces are from several runs."""
+    """Notes on signs that the traces are from several runs, or of several programs of one job, such
+    as a trainer and its rollouts.
+
+    Raises DataError if groups of the same ranks are of two programs: their calls would be matched.
+    """
+    notes = []
     devices = {trace.device for trace in traces if trace.device}
-    # A trace without a stated world size has the smallest one that its rank allows.
-    sizes = {str(trace.world_size) for trace in traces if trace.world_size > trace.rank + 1}
-    return [
-        Note(
-            f"mixed_{what.replace(' ', '_')}",
-            f"traces of different {what} ({', '.join(sorted(values))}): are they from one run?",
-        )
-        for what, values in (("devices", devices), ("world sizes", sizes))
-        if len(values) > 1
+    if len(devices) > 1:
+        text = f"traces of different devices ({', '.join(sorted(devices))}): are they from one run?"
+        notes.append(Note("mixed_devices", text))
+    by_size: dict[int, list[RankTrace]] = defaultdict(list)
+    for trace in traces:
+        # A trace without a stated world size has the smallest one that its rank allows.
+        if trace.world_size > trace.rank + 1:
+            by_size[trace.world_size].append(trace)
+    # A rank that is in none of its own groups has another number in its program.
+    strangers = [
+        trace
+        for trace in traces
+        if any(group.ranks for group in trace.groups)
+        and not any(trace.rank in group.ranks for group in trace.groups)
     ]
+    if strangers and len(strangers) < len(traces):
+        numbers = units.format_number_list([trace.rank for trace in strangers])
+        inner = sorted({rank for trace in strangers for g in trace.groups for rank in g.ranks})
+        problem = (
+            f"rank {numbers} by the name of its file, of a program whose groups have ranks"
+            f" {units.format_number_list(inner)}, and other traces are of another program"
+        )
+        hint = "analyze the traces of each program (trainer, rollouts) in a folder of its own"
+        raise DataError(strangers[0].source, problem, hint)
+    if len(by_size) > 1:
+        sides = "; ".join(
+            f"{size} by rank {units.format_number_list([trace.rank for trace in own])}"
+            for size, own in sorted(by_size.items())
+        )
+        text = (
+            f"traces of different world sizes ({sides}): of two programs, such as a trainer and its"
+            " rollouts, or of two runs; analyze each one's traces by themselves"
+        )
+        notes.append(Note("mixed_world_sizes", text))
+    return notes
 
 
 def _drop_stale_ranks(
@@ -198,13 +229,21 @@ def _fill_group_members(traces: Sequence[RankTrace]) -> Sequence[RankTrace]:
     return filled
 
 
+_DRIFT = 20e-6
+"""The drift of two hosts' clocks that is allowed for: quartz is specified to 10 ppm or so each."""
+
+
 def _complete_traces(
     traces: Sequence[RankTrace], records: Sequence[RankRecord], spec: RunSpec | None
 ) -> list[RankTrace]:
-    """The traces with what their records know of the end of the recording, and with the hosts of
-    run.json if they name none, as those of torch before 2.12."""
+    """The traces with what their records know of the end of the recording and of the hosts' clocks,
+    and with the hosts of run.json if they name none, as those of torch before 2.12."""
     record_of = {record.rank.rank: record for record in records}
     host_of = {rank.rank: rank.host for rank in spec.ranks} if spec else {}
+    # One rank of each host probed the clock of rank 0's, which is 0 from itself.
+    probe_of = {record.rank.host: record.clocks[-1] for record in records if record.clocks}
+    if probe_of and 0 in record_of:
+        probe_of.setdefault(record_of[0].rank.host, ClockProbe(0, 0, 0))
     completed = []
     for trace in traces:
         changes: dict[str, Any] = {}
@@ -213,6 +252,11 @@ def _complete_traces(
             changes["end_step"] = record.end_step
         if not trace.host:
             changes["host"] = host_of.get(trace.rank, "")
+        if probe := probe_of.get(changes.get("host", trace.host)):
+            # The answer left rank 0 somewhere within the round trip, and clocks drift since then.
+            since_ns = abs(trace.t0_unix_ns - probe.at_unix_ns) if probe.round_trip_ns else 0
+            within_ns = probe.round_trip_ns // 2 + round(since_ns * _DRIFT)
+            changes["probed_clock"] = ProbedClock(probe.offset_ns, within_ns)
         completed.append(replace(trace, **changes))
     return completed
 
@@ -235,4 +279,4 @@ def _place_clocks(traces: Sequence[RankTrace]) -> tuple[Sequence[RankTrace], lis
         replace(trace, t0_unix_ns=trace.t0_unix_ns + shift_ns) if trace.rank in lacking else trace
         for trace in traces
     ]
-    return placed, [Note("no_clock", text, rank) for rank in sorted(lacking)]
+    return placed, [Note("no_clock", text, rank, Lack.CLOCK) for rank in sorted(lacking)]

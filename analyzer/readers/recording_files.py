@@ -178,7 +178,10 @@ _WATCHDOG = re.compile(rb"ProcessGroupNCCL\.cpp:\d+\].{0,200}[Ww]atchdog")
 
 _UNREAD_LOG = "a log that is not read: {}"
 
-_DUMP = "set TORCH_NCCL_DUMP_ON_TIMEOUT=1 and pass the Flight Recorder's dumps to stepsplit hang"
+_DUMP = (
+    "stepsplit hang says what it shows; with TORCH_NCCL_DUMP_ON_TIMEOUT=1 pass the dumps of the"
+    " Flight Recorder to it"
+)
 
 
 def _explain_unknown_kind(source: Source) -> tuple[str, str]:

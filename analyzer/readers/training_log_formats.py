@@ -345,6 +345,10 @@ _DASHED = re.compile(rf"(?:^|\s)([A-Za-z][\w/]{{0,60}}):(?:np\.float\d\d\()?({NU
 
 _COLONS = re.compile(rf"(\w{{1,60}}):({NUMBER})()")
 
+_LITGPT = re.compile(rf"\| (loss|iter time)(?: train)?: ({NUMBER})( ms)?")
+
+_LITGPT_LOSS = re.compile(rf"\| (loss) train: ({NUMBER})()")
+
 _STEP = r"(?P<step>\d{1,18})"
 
 FAMILIES = (
@@ -382,6 +386,11 @@ FAMILIES = (
             re.compile(r"(?:^|[\])>|]:?)\s*\{'loss': .{1,8000}'global_step/max_steps': '"
                        rf"{_STEP}/"), _QUOTED),
     _Family("nanogpt", "iter ", re.compile(rf"(?:^|\s)iter {_STEP}: loss "), _WORDS),
+    # litgpt's time is that of a microbatch: of a step where it has one, else not known.
+    _Family("litgpt", " | loss train: ",
+            re.compile(rf"\biter {_STEP} step (?P=step) (?=\| loss train:)"), _LITGPT),
+    _Family("litgpt", " | loss train: ",
+            re.compile(rf"\biter \d+ step {_STEP} (?=\| loss train:)"), _LITGPT_LOSS),
     _Family("composer", "[batch=",
             re.compile(rf"(?:\[epoch=(?P<epoch>\d{{1,9}})\])?\[batch={_STEP}/(?P<of>\d{{1,9}})\]:"),
             _PAIRS),
@@ -405,6 +414,7 @@ _COLUMN = {
     "iter time(s)": ("step_ns", _S),
     "seconds": ("step_ns", _S),
     "time": ("step_ns", _MS),
+    "iter time": ("step_ns", _MS),
     "dt": ("step_ns", _MS),
     "timing s/step": ("step_ns", _S),
     "compute per gpu(tflop/s/gpu)": ("flops_per_s_per_gpu", _TERA),

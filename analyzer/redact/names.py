@@ -32,6 +32,12 @@ _MAX_NUMBERS = 4
 
 _MAX_DIGITS = 6
 
+_ADDRESS = re.compile(
+    r"\d\.\d+\.\d|\d-\d+-\d|\d:\d|\w@|@\w|(?<![A-Za-z\d])\d+(?:_\d+){3}(?![A-Za-z\d])", re.ASCII
+)
+"""Numbers that make an address, a port, a date or a time, and what an account is joined with. It
+may follow a name that is public."""
+
 
 @lru_cache(1 << 16)
 def is_public(text: str) -> bool:
@@ -40,7 +46,7 @@ def is_public(text: str) -> bool:
     That alone makes no name public, because any numbers are: each form also knows how its texts
     begin.
     """
-    if not (text.isascii() and text.isprintable()):
+    if not (text.isascii() and text.isprintable()) or _ADDRESS.search(text):
         return False
     for run in _RUN.findall(text):
         parts = _PART.findall(run)

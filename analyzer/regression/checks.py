@@ -200,6 +200,8 @@ class CheckedMetric(Struct, frozen=True):
             inconclusive, the noise is not known, or more than 200 would be needed.
         decidable: the smallest budget that as many runs per side as now would decide; None as
             above.
+        kind: for "step.other", which steps these are and what they do more than the others, in
+            words; "" for what is measured over the headline's steps.
     """
 
     metric: str
@@ -216,6 +218,7 @@ class CheckedMetric(Struct, frozen=True):
     note: str = ""
     runs_needed: int | None = None
     decidable: float | None = None
+    kind: str = ""
 
 
 class ShiftedMetric(Struct, frozen=True):
@@ -228,6 +231,7 @@ class ShiftedMetric(Struct, frozen=True):
         harm: how much worse the candidate is; negative if it is better.
         low: lower bound of the 96 % confidence interval of harm.
         high: upper bound of the interval.
+        kind: as in CheckedMetric.
     """
 
     metric: str
@@ -236,6 +240,7 @@ class ShiftedMetric(Struct, frozen=True):
     harm: float
     low: float
     high: float
+    kind: str = ""
 
 
 class CallsDelta(Struct, frozen=True):

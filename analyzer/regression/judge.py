@@ -19,11 +19,20 @@ from stepsplit.analyzer.regression.checks import (
     ShiftedMetric,
 )
 from stepsplit.analyzer.regression.explain_regression import compute_call_deltas, explain_regression
+from stepsplit.analyzer.regression.kinds import (
+    KindPair,
+    describe_unequal_mix,
+    find_swapped_headline,
+    list_unpaired,
+    make_kind_budget,
+    pair_kinds,
+)
 from stepsplit.analyzer.regression.mesh_alignment import align_meshes
 from stepsplit.analyzer.regression.metrics import (
     FEW_STEPS,
     INCOMPLETE,
     METRICS,
+    MIXED_STEPS,
     Doubt,
     RunMetrics,
     list_mesh_axes,
@@ -58,11 +67,16 @@ def check_candidate(
         list_incomplete(baseline, candidate),
         _list_mismatches(candidate, budgets),
         _list_short(baseline, candidate),
+        _list_other_steps(baseline, candidate),
     )
-    gated = _check_budgets(candidate, baseline, budgets, doubts)
+    pairs = pair_kinds(baseline, candidate)
+    gated = _check_budgets(candidate, baseline, budgets, doubts, pairs)
     answers = {one.answer for one in gated}
     regressed = [one for one in gated if one.answer == "regressed"]
     calls = compute_call_deltas(baseline, candidate)
+    of_headline = [one for one in regressed if not one.kind]
+    causes = explain_regression(of_headline, calls, baseline, candidate) if baseline else ()
+    slower = {one.metric for one in regressed if one.kind}
     if mesh_difference is not None and mesh_difference not in warnings:
         inferred = "inferred from the calls; groups are compared by their ranks"
         warnings = (f"{mesh_difference}, {inferred}", *warnings)
@@ -72,12 +86,17 @@ def check_candidate(
         baseline=_build_side(baseline) if baseline else None,
         candidate=_build_side(candidate),
         gated=tuple(gated),
-        causes=explain_regression(regressed, calls, baseline, candidate)
-        if regressed and baseline
-        else (),
+        causes=(*causes, *(pair.cause for pair in pairs if pair.metric in slower)),
         calls=tuple(row for row in calls if row.baseline != row.candidate) if baseline else (),
-        others=tuple(_find_other_shifts(candidate, baseline, {one.metric for one in gated})),
-        warnings=(*warnings, *doubts.incomplete, *doubts.mismatches, *doubts.short),
+        others=tuple(_find_other_shifts(candidate, baseline, {one.metric for one in gated}, pairs)),
+        warnings=(
+            *warnings,
+            *doubts.incomplete,
+            *doubts.mismatches,
+            *doubts.short,
+            *doubts.mixed,
+            *list_unpaired(baseline, candidate),
+        ),
         low_confidence=has_noise and 1 in (len(candidate), len(baseline)),
     )
 
@@ -90,13 +109,23 @@ def _check_budgets(
     baseline: Sequence[RunMetrics],
     budgets: Sequence[Budget],
     doubts: _Doubts,
+    pairs: Sequence[KindPair],
 ) -> list[CheckedMetric]:
-    """The answer for each budget, in order; busbw has one for each axis and op."""
+    """The answer for each budget, in order; busbw has one for each axis and op, and the step one
+    for each kind of steps that both sides have."""
     expanded = list(expand_budgets(budgets, (*baseline, *candidate)))
     measured = [budget for budget in expanded if not budget.meaning.exact]
     samples = [build_sample(budget, baseline, candidate) for budget in measured]
+    of_kind = {
+        make_kind_budget(budget, pair): pair
+        for budget in measured
+        if budget.metric == "step" and budget.against == "baseline"
+        for pair in pairs
+    }
+    samples += [build_sample(budget, p.baseline, p.candidate) for budget, p in of_kind.items()]
     answers = check_measured(samples, min(len(baseline) or len(candidate), len(candidate)))
-    by_budget = dict(zip(measured, answers, strict=True))
+    by_budget = dict(zip((*measured, *of_kind), answers, strict=True))
+    unequal_mix = describe_unequal_mix(baseline, candidate)
     gated = []
     for budget in expanded:
         checked = by_budget.get(budget) or check_counted(budget, baseline, candidate)
@@ -107,9 +136,18 @@ def _check_budgets(
             reasons = doubts.mismatches
         elif budget.against == "baseline" and checked.answer == "regressed":
             reasons = doubts.short
+        if budget.against == "baseline":
+            # Whatever they show, it may be of other steps.
+            reasons = doubts.mixed or reasons
+            if budget.metric == "mean_step" and unequal_mix is not None:
+                reasons = [unequal_mix]
         if reasons:
             checked = replace(checked, answer="inconclusive", note=reasons[0])
         gated.append(checked)
+    for budget, pair in of_kind.items():
+        checked = by_budget[budget]
+        note = f"{pair.words}{f': {checked.note}' if checked.note else ''}"
+        gated.append(replace(checked, kind=pair.words, note=note))
     return gated
 
 
@@ -120,17 +158,35 @@ def _build_side(runs: Sequence[RunMetrics]) -> CheckedSide:
 
 
 def _find_other_shifts(
-    candidate: Sequence[RunMetrics], baseline: Sequence[RunMetrics], gated: set[str]
+    candidate: Sequence[RunMetrics],
+    baseline: Sequence[RunMetrics],
+    gated: set[str],
+    pairs: Sequence[KindPair],
 ) -> Iterator[ShiftedMetric]:
     """Significant changes of metrics without a budget; one false among all of them is as rare as
     that an interval misses."""
+    # Of steps of other kinds, or of unequal mixes of kinds, no metric is compared.
+    has_kinds = any(run.kinds for run in (*baseline, *candidate))
+    is_unequal = describe_unequal_mix(baseline, candidate) is not None
+    unlike = {"mean_step"} if is_unequal or not has_kinds else set[str]()
+    if _list_other_steps(baseline, candidate):
+        return
     names = [one.name for one in METRICS if not one.exact and one.name != BANDWIDTH]
     samples = {
         name: build_sample(Budget(name, "0%", "baseline"), baseline, candidate)
         for name in (names if baseline else ())
         if name not in gated
+        and name not in unlike
         and all(run.find_value(name) is not None for run in (*baseline, *candidate))
     }
+    samples |= {
+        pair.metric: build_sample(
+            Budget(pair.metric, "0%", "baseline"), pair.baseline, pair.candidate
+        )
+        for pair in pairs
+        if pair.metric not in gated
+    }
+    words = {pair.metric: pair.words for pair in pairs}
     tested = [
         (name, sample, sample.baseline, sample.difference)
         for name, sample in samples.items()
@@ -142,7 +198,15 @@ def _find_other_shifts(
     for (name, sample, before, found), p in zip(tested, adjusted, strict=True):
         is_large = abs(sample.harm) > MIN_SHIFT * abs(before)
         if p <= 2 * significance.ALPHA and is_large and (found.low > 0 or found.high < 0):
-            yield ShiftedMetric(name, before, sample.candidate, sample.harm, found.low, found.high)
+            yield ShiftedMetric(
+                name,
+                before,
+                sample.candidate,
+                sample.harm,
+                found.low,
+                found.high,
+                kind=words.get(name, ""),
+            )
 
 
 # Runs whose recording or job.toml is not what it should be: no verdict by them.
@@ -152,11 +216,13 @@ def _find_other_shifts(
 class _Doubts:
     """Runs that lack calls, whose job.toml is of another job, and that are shorter than the
     baseline's: counts of the first, a prediction of the second and a regression that may be the
-    warm-up of the third are inconclusive."""
+    warm-up of the third are inconclusive. So is all that is compared with a baseline if the steps
+    of some run are a mix of kinds, or of another kind than those of the other side."""
 
     incomplete: Sequence[str]
     mismatches: Sequence[str]
     short: Sequence[str]
+    mixed: Sequence[str]
 
 
 def list_incomplete(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[str]:
@@ -188,6 +254,18 @@ def _list_short(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics])
     if not all(_find_doubts(run, codes) for run in candidate):
         return []
     return [_describe_doubt(run, codes) for run in candidate]
+
+
+def _list_other_steps(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[str]:
+    """Why the headline's steps of both sides are not known to be of one kind."""
+    if not baseline:
+        return []
+    codes = {MIXED_STEPS}
+    mixed = [
+        _describe_doubt(run, codes) for run in (*baseline, *candidate) if _find_doubts(run, codes)
+    ]
+    swapped = find_swapped_headline(baseline, candidate)
+    return mixed if swapped is None else [*mixed, swapped]
 
 
 def _find_doubts(run: RunMetrics, codes: Collection[str]) -> list[Doubt]:

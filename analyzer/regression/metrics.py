@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Literal
 
 import msgspec
@@ -31,6 +31,7 @@ from stepsplit.analyzer.report.io import extract_prediction, has_head
 from stepsplit.analyzer.report.report import JOB_MISMATCH, Report
 from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.analyzer.split.step_kinds import KindCalls, describe_steps
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
 
@@ -133,12 +134,31 @@ class Doubt(Struct, frozen=True):
     rank: int | None
 
 
+class KindMetrics(Struct, frozen=True):
+    """The complete steps of one kind in a run that has several.
+
+    kind, period, extra, calls and kernels are those of the report; which steps they are is in
+    words. step_ns is the median over steps of the median over ranks, buckets_ns the mean split.
+    """
+
+    kind: str
+    which: str
+    steps: int
+    period: int | None
+    extra: str
+    step_ns: float
+    buckets_ns: tuple[int, ...]
+    calls: tuple[KindCalls, ...]
+    kernels: float
+
+
 class RunMetrics(Struct, frozen=True):
     """The metrics of one run.
 
     steps is the number of steps over which values are medians; calls is None for reports of older
     versions; predicted are the values of the model, if any; doubts is None in baselines of older
-    versions.
+    versions. kinds are the kinds of the complete steps, the headline first, if there are several;
+    kernels of the headline per step and rank, 0 if unknown; complete the number of complete steps.
     """
 
     name: str
@@ -151,6 +171,9 @@ class RunMetrics(Struct, frozen=True):
     predicted: tuple[Value, ...] = ()
     groups: tuple[GroupRanks, ...] = ()
     doubts: tuple[Doubt, ...] | None = None
+    kinds: tuple[KindMetrics, ...] = ()
+    kernels: float = 0.0
+    complete: int = 0
 
     def find_value(self, metric: str) -> float | None:
         """The value of a metric; None if the run does not have it."""
@@ -179,6 +202,9 @@ INCOMPLETE = frozenset({
 })  # fmt: skip
 """Codes of warnings that calls, their groups or their sizes are missing."""
 
+MIXED_STEPS = "steps_mixed"
+"""Code of the warning that steps do unequal work and none of the kinds is usual."""
+
 FEW_STEPS = "few_steps"
 """Code of the doubt that a run is too short to leave out its warm-up."""
 
@@ -200,7 +226,7 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
     doubts = [
         Doubt(row.code, row.message, row.rank)
         for row in report.warnings
-        if row.code in INCOMPLETE or row.code == JOB_MISMATCH
+        if row.code in INCOMPLETE or row.code in (JOB_MISMATCH, MIXED_STEPS)
     ]
     if len(full_steps) < WARMUP + FEWEST:
         count = f"{len(full_steps)} full step{'s' if len(full_steps) > 1 else ''}"
@@ -233,7 +259,30 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
         predicted=tuple(_list_predicted_values(report)),
         groups=tuple(GroupRanks(g.axis, g.description, g.ranks) for g in report.groups),
         doubts=tuple(doubts),
+        kinds=tuple(_build_kind_metrics(report)),
+        # Every rank and step alike; an older report has no kernels.
+        kernels=sum(row.count for row in report.kernels) / len(select_full_steps(report.steps)),
+        complete=len({row.step for row in report.steps if row.kind != "partial"}),
     )
+
+
+def _build_kind_metrics(report: Report) -> Iterator[KindMetrics]:
+    for kind in report.step_kinds:
+        rows = [row for row in report.steps if row.step in kind.steps and row.kind != "partial"]
+        by_step: dict[int, list[int]] = defaultdict(list)
+        for row in rows:
+            by_step[row.step].append(row.step_ns)
+        yield KindMetrics(
+            kind=kind.kind,
+            which=describe_steps(kind.steps, kind.period),
+            steps=kind.count,
+            period=kind.period,
+            extra=kind.extra,
+            step_ns=float(median(median(own) for own in by_step.values())),
+            buckets_ns=compute_mean_split(rows).buckets_ns,
+            calls=kind.calls,
+            kernels=kind.kernels,
+        )
 
 
 def _build_call_metrics(report: Report) -> tuple[CallMetrics, ...] | None:
@@ -321,7 +370,9 @@ def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
         *_compute_busbw_values(report),
         *_count_call_values(report),
     ]
+    complete = [row.step_ns for row in report.steps if row.kind != "partial"]
     others = {
+        "mean_step": fmean(complete) if complete else None,
         "bubble_fraction": report.pipeline.bubble_fraction if report.pipeline else None,
         "mfu": report.mfu,
         "hfu": report.hfu,
@@ -429,6 +480,7 @@ class Metric:
 
 METRICS = (
     Metric("step", "median step", "ns"),
+    Metric("mean_step", "mean of all complete steps, of every kind", "ns"),
     Metric("exposed_comm", "exposed communication", "share", by_axis=True),
     Metric("compute", "compute", "share"),
     Metric("collective", "exposed collective transfers", "share", by_axis=True),
@@ -450,9 +502,13 @@ METRICS = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
+KIND_METRIC = "step.other"
+"""The step of another kind than the headline's, in a result; of several "step.other_2" and on."""
+
+
 def require_metric(name: str) -> Metric:
     """The metric of a checked name, which must exist."""
-    found = find_metric(name)
+    found = find_metric("step" if name.startswith(KIND_METRIC) else name)
     assert found is not None, name
     return found
 

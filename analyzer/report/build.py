@@ -20,7 +20,8 @@ from stepsplit.analyzer.report.diagnosis_rows import (
     PathStep,
     SlowKernel,
 )
-from stepsplit.analyzer.report.headline import summarize
+from stepsplit.analyzer.report.headline import LackingRow, summarize
+from stepsplit.analyzer.report.kind_rows import build_kind_rows
 from stepsplit.analyzer.report.report import (
     UNKNOWN_HOST,
     AxisSize,
@@ -41,7 +42,7 @@ from stepsplit.analyzer.report.report import (
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.trace import Note
+from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord, StepTimes
 
 # RunSplit -> Report: the results of the split as rows.
@@ -87,8 +88,11 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         run=run,
         warnings=tuple(WarningRow(n.code, n.message, n.rank) for n in all_notes),
         groups=_build_groups(split),
-        summary=summarize(steps, exposed),
+        summary=summarize(steps, exposed, _build_lacks(run, all_notes)),
         steps=steps,
+        step_kinds=build_kind_rows(
+            split.kinds, steps, on_device=any(rank.trace.on_device for rank in split.ranks)
+        ),
         exposed=exposed,
         clocks=tuple(
             ClockRow(
@@ -125,6 +129,18 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         memory=build_memory_rows(recording.records),
         findings=diagnosis.findings,
     )
+
+
+def _build_lacks(run: Run, notes: Sequence[Note]) -> tuple[LackingRow, ...]:
+    """What the recording lacks, each with its ranks, in the order of Lack."""
+    ranks: dict[Lack, set[int]] = {}
+    for note in notes:
+        if note.lack is not None:
+            ranks.setdefault(note.lack, set()).update([] if note.rank is None else [note.rank])
+    if Lack.RANKS in ranks:
+        left_out = {note.rank for note in notes}
+        ranks[Lack.RANKS] = set(range(run.world_size)) - set(run.ranks) - left_out
+    return tuple(LackingRow(lack, tuple(sorted(ranks[lack]))) for lack in Lack if lack in ranks)
 
 
 def find_origin_ns(split: RunSplit) -> int:
@@ -186,8 +202,7 @@ def _build_exposed(rank: RankSplit) -> Iterable[ExposedRow]:
 
 def _build_pipeline(split: RunSplit) -> Pipeline | None:
     """Medians over the full steps, of the mean over the pipelines and stages of each step."""
-    kinds = {(step.rank, step.step): step.kind for rank in split.ranks for step in rank.steps}
-    holes = [hole for hole in split.stage_bubbles if kinds.get((hole.rank, hole.step)) == "full"]
+    holes = list_full_bubbles(split)
     if not holes or split.schedule is None:
         return None
     stages = sorted({hole.stage for hole in holes})
@@ -195,19 +210,27 @@ def _build_pipeline(split: RunSplit) -> Pipeline | None:
     for stage in stages:
         own = [hole for hole in holes if hole.stage == stage]
         bubble_ns = int(median(hole.bubble_ns for hole in own))
-        rows.append(StageRow(stage, bubble_ns, _compute_median_fraction(own)))
-    fraction = _compute_median_fraction(holes)
+        rows.append(StageRow(stage, bubble_ns, compute_bubble_fraction(own)))
+    fraction, ideal = compute_bubble_fraction(holes), split.schedule.ideal_bubble_fraction
     return Pipeline(
         stages=tuple(rows),
         microbatches=split.schedule.microbatches,
         schedule=split.schedule.name,
         bubble_fraction=fraction,
-        ideal_bubble_fraction=split.schedule.ideal_bubble_fraction,
+        # That of equal microbatches; those of unequal length may fit better.
+        ideal_bubble_fraction=None if ideal is None else min(ideal, fraction),
         bubble_overhead=fraction / (1 - fraction) if fraction < 1 else 0.0,
     )
 
 
-def _compute_median_fraction(holes: Sequence[StageBubble]) -> float:
+def list_full_bubbles(split: RunSplit) -> list[StageBubble]:
+    """The bubbles of the full steps of all stages."""
+    kinds = {(step.rank, step.step): step.kind for rank in split.ranks for step in rank.steps}
+    return [one for one in split.stage_bubbles if kinds.get((one.rank, one.step)) == "full"]
+
+
+def compute_bubble_fraction(holes: Sequence[StageBubble]) -> float:
+    """The median over the steps of the share of the bubble in the pipeline's time."""
     steps = sorted({hole.step for hole in holes})
     sums = [
         (
@@ -248,9 +271,10 @@ def build_idle_rows(split: RunSplit) -> tuple[IdleRow, ...]:
 
 
 def find_full_numbers(split: RunSplit) -> frozenset[int]:
-    """The numbers of the steps that are full on some rank."""
-    steps = [rank.steps for rank in split.ranks]
-    return frozenset(of_rank[i].step for of_rank in steps for i in _find_full_steps(of_rank))
+    """The numbers of the steps that are full on some rank; of all steps if none is."""
+    steps = [step for rank in split.ranks for step in rank.steps]
+    full = frozenset(step.step for step in steps if step.kind == "full")
+    return full or frozenset(step.step for step in steps)
 
 
 def _find_full_steps(steps: Sequence[StepSplit]) -> frozenset[int]:

@@ -62,7 +62,8 @@ class BucketMean(Struct, frozen=True):
 
 
 class OtherSteps(Struct, frozen=True):
-    """The complete steps that make other calls than most: an evaluation, a rollout, an outer step.
+    """The complete steps that make other calls than most, or do more work on every rank: an
+    evaluation, a rollout, an outer step.
 
     Attributes:
         steps: their numbers.
@@ -90,7 +91,7 @@ class OtherSteps(Struct, frozen=True):
         place = max(range(len(apart)), key=lambda at: abs(apart[at]))
         sign = "+" if apart[place] >= 0 else "-"
         return (
-            f"{count} of {every} complete steps make other calls ({numbers}): "
+            f"{count} of {every} complete steps do other work ({numbers}): "
             f"{units.format_milliseconds(self.step_ns)} each, most apart in {BUCKETS[place]} "
             f"({sign}{units.format_milliseconds(abs(apart[place]))}); they take "
             f"{units.format_percent(self.share)} of the time, and all {every} steps take "
@@ -100,6 +101,27 @@ class OtherSteps(Struct, frozen=True):
 
 _MAX_NUMBERS = 8
 """More numbers of steps are counted, not listed."""
+
+
+class LackingRow(Struct, frozen=True):
+    """What a recording lacks.
+
+    Attributes:
+        lack: what it is, in words: a value of Lack.
+        ranks: the ranks that lack it, or that are missing; empty for the whole recording.
+    """
+
+    lack: str
+    ranks: tuple[int, ...]
+
+
+def describe_lacks(lacks: Sequence[LackingRow]) -> str:
+    """What a recording lacks, as the first line says it; "" if it lacks nothing."""
+    parts = []
+    for row in lacks:
+        some = f"rank{'s' if row.ranks[1:] else ''} {units.format_number_list(row.ranks)}"
+        parts.append(f"{row.lack} ({some})" if row.ranks else row.lack)
+    return f"incomplete recording: {'; '.join(parts)}" if parts else ""
 
 
 class Summary(Struct, frozen=True):
@@ -119,6 +141,7 @@ class Summary(Struct, frozen=True):
         fused_ns: mean of the kernels that compute and communicate.
         ambiguous_ns: mean of the gaps whose cause is not certain.
         other: the complete steps of other kinds, which enter none of the above; None without any.
+        lacks: what the recording lacks, which is said before all else; empty in older reports.
     """
 
     steps: int
@@ -132,9 +155,14 @@ class Summary(Struct, frozen=True):
     fused_ns: int
     ambiguous_ns: int
     other: OtherSteps | None = None
+    lacks: tuple[LackingRow, ...] = ()
 
 
-def summarize(steps: Iterable[StepRow], exposed: Iterable[ExposedRow]) -> Summary | None:
+def summarize(
+    steps: Iterable[StepRow],
+    exposed: Iterable[ExposedRow],
+    lacks: tuple[LackingRow, ...] = (),
+) -> Summary | None:
     """The mean step of these rows; None without steps. Without exposed it has no axes."""
     steps = tuple(steps)
     rows = select_full_steps(steps)
@@ -183,6 +211,7 @@ def summarize(steps: Iterable[StepRow], exposed: Iterable[ExposedRow]) -> Summar
         bubble_covered_ns=mean.bubble_covered_ns,
         fused_ns=mean.fused_ns,
         ambiguous_ns=mean.ambiguous_ns,
+        lacks=lacks,
         other=_summarize_others(steps, rows),
     )
 

@@ -6,7 +6,7 @@ Times are ns on the common clock of all ranks, relative to run.t0_unix_ns; sizes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -26,6 +26,7 @@ from stepsplit.analyzer.report.headline import (
     round_shares,
     summarize,
 )
+from stepsplit.analyzer.report.kind_rows import StepKindRow
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.coverage import Coverage
@@ -360,7 +361,7 @@ class Pipeline(Struct, frozen=True):
         microbatches: microbatches per step.
         schedule: name of the detected schedule; None if unknown.
         bubble_fraction: bubble / pipeline time.
-        ideal_bubble_fraction: the same for equal stages; None if unknown.
+        ideal_bubble_fraction: the same for equal stages, at most the measured one; None if unknown.
         bubble_overhead: bubble / useful time.
     """
 
@@ -452,6 +453,63 @@ class EventRef(Struct, frozen=True):
     name: str
 
 
+BasisKind = Literal["measured", "replayed", "inferred"]
+"""How a cause is known: the recording shows what costs the time; or the order of the calls does, in
+a replay; or a comparison, a formula or the layout suggest it, which have other explanations."""
+
+Settle = Literal["shapes", "more_steps", "missing_ranks", "whole_files", "clocks"]
+"""What would settle a doubt of a finding."""
+
+SETTLES: dict[Settle, str] = {
+    "shapes": "record --shapes",
+    "more_steps": "more steps",
+    "missing_ranks": "the missing ranks",
+    "whole_files": "whole files",
+    "clocks": "aligned clocks",
+}
+"""What to do for it."""
+
+
+class Basis(Struct, frozen=True):
+    """What a finding rests on.
+
+    Attributes:
+        kind: how the cause is known; the saving is that of a replay, except for a formula.
+        steps: number of full steps that have it.
+        of_steps: number of full steps of the recording.
+        repeats: number of steps of ranks that have it.
+        spread_ns: standard deviation of the saving between steps; None for less than two steps,
+            or if the saving is not replayed.
+        unexplained_share: share of the waiting without a recorded cause, by which a saving may be
+            off, 0..1; None without waiting.
+        would_settle: what would settle the doubts; empty if there are none.
+    """
+
+    kind: BasisKind
+    steps: int
+    of_steps: int
+    repeats: int = 0
+    spread_ns: int | None = None
+    unexplained_share: float | None = None
+    would_settle: tuple[Settle, ...] = ()
+
+    def describe(self) -> str:
+        """The basis in words, with what would settle its doubts."""
+        parts = [self.kind, f"{self.steps} of {self.of_steps} steps"]
+        spread = units.format_milliseconds(self.spread_ns or 0)
+        if spread != units.format_milliseconds(0):
+            parts.append(f"saving varies by {spread}")
+        if self.unexplained_share is not None and self.unexplained_share >= _LEAST_UNEXPLAINED:
+            share = units.format_percent(self.unexplained_share)
+            parts.append(f"{share} of the waiting unexplained")
+        needed = ", ".join(SETTLES[one] for one in self.would_settle)
+        return ", ".join(parts) + (f"; to be sure: {needed}" if needed else "")
+
+
+_LEAST_UNEXPLAINED = 0.05
+"""Less waiting without a cause is not mentioned."""
+
+
 class Finding(Struct, frozen=True):
     """A bottleneck with the estimated saving per step.
 
@@ -465,6 +523,7 @@ class Finding(Struct, frozen=True):
         steps: affected full steps.
         events: examples to look at.
         message: the finding in one sentence.
+        basis: what it rests on; None in older reports.
     """
 
     code: str
@@ -476,6 +535,7 @@ class Finding(Struct, frozen=True):
     steps: tuple[int, ...]
     events: tuple[EventRef, ...]
     message: str
+    basis: Basis | None = None
 
 
 # The prediction of the run, with the keys of the schema stepsplit.prediction/1, and its job config.
@@ -591,6 +651,7 @@ class Report(Struct, frozen=True, kw_only=True):
         groups: process groups.
         summary: the mean step, part by part; None without steps and in older reports.
         steps: split of each step of each rank.
+        step_kinds: kinds of the complete steps, the headline first; empty if all are of one.
         exposed: exposed communication by axis and phase.
         clocks: clock alignment of the ranks.
         collectives: collectives by group, op and size.
@@ -621,7 +682,7 @@ class Report(Struct, frozen=True, kw_only=True):
         >>> from stepsplit.analyzer import analyze
         >>> report = analyze("runs/exp1")  # doctest: +SKIP
         >>> [finding.message for finding in report.findings]  # doctest: +SKIP
-        ['rank 3 is a straggler: its GEMM kernels are 1.40x slower than on its peers']
+        ['rank 3 is a straggler: its GEMMs are 1.40x slower than on its peers at equal grids']
     """
 
     schema: str = SCHEMA
@@ -630,6 +691,7 @@ class Report(Struct, frozen=True, kw_only=True):
     groups: tuple[GroupRow, ...] = ()
     summary: Summary | None = None
     steps: tuple[StepRow, ...] = ()
+    step_kinds: tuple[StepKindRow, ...] = ()
     exposed: tuple[ExposedRow, ...] = ()
     clocks: tuple[ClockRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()

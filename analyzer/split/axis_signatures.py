@@ -47,6 +47,10 @@ class Usage(Struct, frozen=True):
     group's gathers. activations: layers of tensor parallelism reduce on the group. replicated:
     DistributedDataParallel can reduce its gradients on no other group. late_share: fraction of the
     all_reduced bytes that are reduced outside of the backward, in sizes that no forward reduces.
+    exchanges: whether there are all_to_alls, in whatever part of a step. gathers_attend,
+    exchanges_attend: fraction of the all_gathers, of the all_to_alls, next to attention; None if
+    there are none, or if the kernels or ops do not show where attention is. grouped: fraction of
+    the all_to_alls next to the grouped products of experts.
     """
 
     early: Counts
@@ -58,6 +62,10 @@ class Usage(Struct, frozen=True):
     activations: bool = False
     replicated: bool = False
     late_share: float = 0.0
+    exchanges: bool = False
+    gathers_attend: float | None = None
+    exchanges_attend: float | None = None
+    grouped: float = 0.0
 
     def infer_axis(self) -> str | None:
         """The axis of a group with this usage; None if several axes are possible."""
@@ -89,6 +97,10 @@ _ODD_SHARE = 0.5
 """Calls that move less than this fraction of the bytes do not decide what a group is for.
 test_layout.py passes at 0.25 too; at 1 no loop would average gradients."""
 
+_MOST = 0.5
+"""More than this fraction of the calls of a group are next to attention: keys and values once a
+pass, heads on both sides of it. Gathers of weights come before the products of a layer."""
+
 _GATHER, _SUM, _SCATTER = (OP_CODE[op] for op in ("all_gather", "all_reduce", "reduce_scatter"))
 
 
@@ -106,12 +118,24 @@ class HasMeanCalls(Struct, frozen=True):
 
 
 def _exchanges(usage: Usage) -> bool:
-    code = OP_CODE["all_to_all"]
-    return bool(usage.early[code] or usage.late[code])
+    return usage.exchanges
 
 
 def _varies_exchanges(usage: Usage) -> bool:
     return usage.sizes > MIN_REPEATS
+
+
+def _gathers_for_attention(usage: Usage) -> bool:
+    return (usage.gathers_attend or 0) > _MOST
+
+
+def _exchanges_for_attention(usage: Usage) -> bool:
+    return (usage.exchanges_attend or 0) > _MOST
+
+
+def _exchanges_for_experts(usage: Usage) -> bool:
+    """Whether exchanges are next to grouped products, or never next to the attention that runs."""
+    return usage.grouped > _ODD_SHARE / 2 or usage.exchanges_attend == 0
 
 
 def _sums_in_both_passes(usage: Usage) -> bool:
@@ -152,8 +176,19 @@ AXIS_SIGNATURES = (
             # Weights are gathered in both passes and reduce-scattered only in the backward.
             UsagePattern(
                 needs=(_EARLY_GATHER, _LATE_GATHER, _LATE_SCATTER),
-                absent=(_exchanges, _EARLY_SCATTER, _sums_early, _sums_in_both_passes),
+                absent=(
+                    _exchanges, _EARLY_SCATTER, _sums_early, _sums_in_both_passes,
+                    _gathers_for_attention,
+                ),
             ),
+        ),
+    ),
+    # Keys and values are gathered before attention, or heads exchanged around it.
+    AxisSignature(
+        "cp",
+        patterns=(
+            UsagePattern(needs=(_gathers_for_attention,), absent=(_exchanges,)),
+            UsagePattern(needs=(_exchanges_for_attention,), absent=(_varies_exchanges,)),
         ),
     ),
     AxisSignature(
@@ -170,7 +205,7 @@ AXIS_SIGNATURES = (
                     HasMeanCalls("reduce_scatter", "early", MIN_REPEATS),
                     HasMeanCalls("reduce_scatter", "late", MIN_REPEATS),
                 ),
-                absent=(_exchanges,),
+                absent=(_exchanges, _gathers_for_attention),
             ),
         ),
     ),
@@ -184,10 +219,20 @@ AXIS_SIGNATURES = (
                 needs=(_sums_or_updates_late,),
                 absent=(
                     _exchanges, _EARLY_GATHER, _EARLY_SCATTER, _sums_early, _sums_in_both_passes,
+                    _gathers_for_attention,
                 ),
             ),
         ),
     ),
     # Expert all_to_alls vary in size, all_to_alls of attention heads do not.
-    AxisSignature("ep", patterns=(UsagePattern(needs=(_exchanges, _varies_exchanges), absent=()),)),
+    AxisSignature(
+        "ep",
+        patterns=(
+            UsagePattern(needs=(_exchanges, _varies_exchanges), absent=()),
+            UsagePattern(
+                needs=(_exchanges, _exchanges_for_experts),
+                absent=(_varies_exchanges, _exchanges_for_attention),
+            ),
+        ),
+    ),
 )  # fmt: skip

@@ -8,7 +8,13 @@ from collections.abc import Callable
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, is_inside, union
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    is_inside,
+    list_distinct,
+    make_empty_intervals,
+    union,
+)
 from stepsplit.analyzer.trace import COMPILES, Bool, Category, Events, Int64, RankTrace
 
 # What the calls of a rank are for, from the ranges of autograd and of frameworks around them.
@@ -71,10 +77,10 @@ def find_call_purposes(trace: RankTrace) -> CallPurposes:
     redistributes = _find_ranges(events, lambda name: name == _REDISTRIBUTES)
     # A redistribution counts before the first backward of a step only: DTensor also reduces norms
     # of gradients and gradients themselves.
-    forward = when < find_first_backward_ns(events, when)
+    forward = when < find_first_backward_ns(trace, when)
     activations = is_inside(layers, when) | (is_inside(redistributes, when) & forward)
     return CallPurposes(
-        backward=is_inside(find_spans(events, ENGINE), when),
+        backward=is_inside(find_backward_spans(trace), when),
         weights=is_inside(find_spans(events, *SHARDS), when),
         gradients=hooked,
         activations=activations & ~hooked,
@@ -117,7 +123,53 @@ def find_issue_ns(trace: RankTrace) -> Int64:
     return np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
 
 
-# Before and after the first backward of a step.
+# Backward passes on the host, and what comes before the first one of a step.
+
+_MIN_THREAD_SHARE = 0.05
+"""A thread that launches less than this fraction of the compute runs no pass of the step. Pools of
+workers launch copies; the gradients of a pass take at least half of it."""
+
+
+def find_backward_spans(trace: RankTrace) -> Intervals:
+    """When the host ran backwards: the ranges of autograd, else the launches of autograd's thread.
+
+    torch runs the backward of a device on a thread of its own, which a recording of the device
+    alone shows by its launches. Nothing is found unless exactly two threads launch the compute.
+    """
+    events = trace.events
+    spans = find_spans(events, ENGINE)
+    if len(spans) or not trace.on_device:
+        return spans
+    kernels = np.flatnonzero(events.is_category(Category.KERNEL))
+    launches = events.find_launches(kernels)
+    kernels, launches = kernels[launches >= 0], launches[launches >= 0]
+    lane, computes = events.lane[launches], trace.kinds.computes[kernels]
+    work = np.bincount(lane[computes], events.dur_ns[kernels[computes]], len(events.lanes))
+    threads = np.flatnonzero(work > _MIN_THREAD_SHARE * work.sum())
+    if len(threads) != 2:
+        return make_empty_intervals()
+    # The thread of the training script marks the steps and runs the optimizer.
+    marks = events.match_prefix("ProfilerStep#") & events.is_category(Category.ANNOTATION)
+    names = list_distinct(events.name_id[kernels[computes]]).tolist()
+    optimizers = [name for name in names if trace.kinds.find_family(name) == "optimizer"]
+    updates = computes & np.isin(events.name_id[kernels], optimizers)
+    script = next(
+        (
+            thread
+            for lanes in (events.lane[marks], lane[updates])
+            for thread in threads.tolist()
+            if (lanes == thread).any() and not np.isin(threads[threads != thread], lanes).any()
+        ),
+        None,
+    )
+    if script is None:
+        return make_empty_intervals()
+    chosen = np.isin(lane, threads)
+    launches = launches[chosen][np.argsort(events.start_ns[launches[chosen]], kind="stable")]
+    backward = events.lane[launches] != script
+    edges = np.flatnonzero(np.diff(backward.astype(np.int8), prepend=0, append=0))
+    first, last = launches[edges[::2]], launches[edges[1::2] - 1]
+    return Intervals(events.start_ns[first], events.ends_of(last))
 
 
 def classify_parts(trace: RankTrace, is_tensor: Bool) -> Int64:
@@ -128,15 +180,15 @@ def classify_parts(trace: RankTrace, is_tensor: Bool) -> Int64:
     """
     calls, when = trace.calls, find_issue_ns(trace)
     counts = is_tensor & ~calls.is_message & ((calls.issued_ns >= 0) | (not trace.on_device))
-    backward = find_first_backward_ns(trace.events, when)
+    backward = find_first_backward_ns(trace, when)
     return np.where(counts & (backward >= 0), (when >= backward).astype(np.int64), -1)
 
 
-def find_first_backward_ns(events: Events, when: Int64) -> Int64:
+def find_first_backward_ns(trace: RankTrace, when: Int64) -> Int64:
     """The first backward in the step of each instant; -1 if there is none."""
+    events = trace.events
     on_host = events.is_category(Category.OP, Category.ANNOTATION)
-    backward = events.start_ns[on_host & events.match_prefix(ENGINE)]
-    backward = backward[~is_traced(events, backward)]
+    backward = find_backward_spans(trace).start_ns
     steps = events.start_ns[on_host & events.match_prefix("ProfilerStep#")]
     # A trace without marks is one step.
     steps = steps if len(steps) else events.start_ns[:1]

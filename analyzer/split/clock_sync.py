@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -13,7 +13,7 @@ from stepsplit.analyzer.split.causality import Bounds, Causality
 from stepsplit.analyzer.split.clock import Alignment, Clock
 from stepsplit.analyzer.split.clock_fit import EXACT, ClockFit
 from stepsplit.analyzer.split.matching import MatchedCalls
-from stepsplit.analyzer.trace import Int64, Note, RankTrace, compute_start_offsets_ns
+from stepsplit.analyzer.trace import Int64, Lack, Note, RankTrace, compute_start_offsets_ns
 
 
 def align(traces: Sequence[RankTrace], matched: MatchedCalls) -> Alignment:
@@ -22,8 +22,9 @@ def align(traces: Sequence[RankTrace], matched: MatchedCalls) -> Alignment:
     Kernels of one all_reduce, all_gather or reduce_scatter end simultaneously. They align first the
     ranks of each host, then the hosts: always the one with the most such calls shared with aligned
     ranks. gloo's worker threads do not end simultaneously; there, and without such calls, ranks of
-    a host share its wall clock. Other ranks are placed within the causality bounds. A rank without
-    any link keeps its wall clock, with a note.
+    a host share its wall clock. Other ranks are placed within the bounds by causality and by the
+    recorder's probes of the hosts' clocks. A rank without any link keeps its wall clock, with a
+    note.
     """
     joining = _ClockJoin(traces, matched)
     while joining.left:
@@ -84,6 +85,7 @@ class _ClockJoin:
                 f"rank {self._traces[i].rank} shares neither a collective nor a host with rank "
                 f"{self._traces[0].rank}: its wall clock is used uncorrected",
                 self._traces[i].rank,
+                Lack.CLOCK,
             )
             for i in sorted(self._unlinked)
         )
@@ -138,10 +140,13 @@ class _ClockJoin:
         )
 
     def _place_within_bounds(self, trace: int) -> Clock:
-        """The middle of the causality bounds, as for a round trip; else the wall clock, clamped to
-        them."""
+        """The middle of what causality and the probes of hosts' clocks allow, as for a round trip;
+        else the wall clock, clamped to the bounds."""
         own_trace, wall = self._traces[trace], int(self._wall[trace])
         bounds = self._compute_bounds(trace, Clock(own_trace.rank, own_trace.host, 0, wall))
+        # A probe that contradicts the calls is from before a clock was set.
+        if (probed := Bounds.intersect([bounds, *self._bound_by_probes(trace)])).both:
+            bounds = probed
         if bounds.low_ns is not None and bounds.high_ns is not None and bounds.both:
             half = (bounds.high_ns - bounds.low_ns) // 2
             return Clock(
@@ -149,6 +154,16 @@ class _ClockJoin:
             )
         self._unlinked.append(trace)
         return Clock(own_trace.rank, own_trace.host, bounds.clamp(0), wall)
+
+    def _bound_by_probes(self, trace: int) -> Iterator[Bounds]:
+        """The bounds of the offset by the probes of this rank's host and of each aligned one."""
+        if (own := self._traces[trace].probed_clock) is None:
+            return
+        for known, clock in self.clocks.items():
+            if (other := self._traces[known].probed_clock) is not None:
+                offset_ns = clock.offset_ns + own.offset_ns - other.offset_ns
+                within_ns = own.within_ns + other.within_ns + (clock.sigma_ns or 0)
+                yield Bounds(offset_ns - within_ns, offset_ns + within_ns)
 
     def _find_rows(self, trace: int) -> slice:
         return self._matched.slice_trace(trace)

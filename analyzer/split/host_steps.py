@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, list_distinct
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64, Note, RankTrace
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64, Lack, Note, RankTrace
 
 # ProfilerStep marks, else numbered ranges.
 
@@ -125,7 +125,7 @@ def _number_in_order(marked: MarkedSteps, rank: int) -> MarkedSteps:
         count = sum(max(two - one - 1, 0) for one, two in jumps)
         missing = "1 step number has" if count == 1 else f"{count:,} step numbers have"
         text = f"{missing} no ProfilerStep: {units.format_number_list(skipped)}"
-        notes.append(Note("step_numbers_skip", text, rank))
+        notes.append(Note("step_numbers_skip", text, rank, Lack.STEPS))
     anew = sum(two <= one for one, two in jumps)
     if anew:
         first, last = numbers[0], numbers[0] + len(steps) - 1

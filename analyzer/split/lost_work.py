@@ -18,6 +18,7 @@ from stepsplit.analyzer.trace import (
     Category,
     Events,
     Int64,
+    Lack,
     Note,
     RankTrace,
     find_timeless,
@@ -133,7 +134,7 @@ def select_recorded(
         hint = _RECORD_DEVICE if problems[0].startswith(_NO_DEVICE_DATA) else _RECORD_WORK
         raise DataError(first.source, problems[0] + also, hint, first.rank)
     notes = [
-        Note("no_device_data", f"{problem}: left out", trace.rank)
+        Note("no_device_data", f"{problem}: left out", trace.rank, Lack.NO_DEVICE)
         for trace, problem in zip(traces, problems, strict=True)
         if problem
     ]
@@ -180,7 +181,7 @@ def _has_device_backend(trace: RankTrace) -> bool:
 
 # Device work that was lost within a recording: the profiler's buffers were full, or it was ended.
 
-_MIN_LOST, _MIN_LOST_SHARE = 10, 0.02
+_MIN_LOST, MIN_LOST_SHARE = 10, 0.02
 """Fewer lost launches are not reported."""
 
 _CUT_SHARE, _MOSTLY_LOST_SHARE = 0.05, 0.5
@@ -229,17 +230,42 @@ def find_lost_steps(launches: Launches, events: Events, starts_ns: Sequence[int]
     return is_cut
 
 
-def note_lost_work(launches: Launches, events: Events, rank: int) -> tuple[Note, ...]:
+def find_torn_end_ns(events: Events) -> int:
+    """The time from which a truncated file may lack events: the first at which one of its threads
+    or streams has no more of them.
+
+    A profiler writes one thread after the other, and a stream after its launches, so that the end
+    of a file is no end in time.
+    """
+    kind = np.full(len(Category), -1, dtype=np.int64)
+    kind[[Category.OP, Category.RUNTIME]] = 0, 1
+    kind[list(DEVICE_CATEGORIES)] = 2
+    of_row = kind[events.category]
+    rows = np.flatnonzero(of_row >= 0)
+    if not len(rows):
+        return 0
+    label = events.lane[rows].astype(np.int64) * 3 + of_row[rows]
+    ends = np.full(3 * len(events.lanes), -1, dtype=np.int64)
+    np.maximum.at(ends, label, events.ends_of(rows))
+    by_lane = ends.reshape(-1, 3)
+    # A thread with ops whose launches are all missing, unlike those of another thread.
+    begins = np.full(len(events.lanes), np.iinfo(np.int64).max)
+    np.minimum.at(begins, events.lane[rows], events.start_ns[rows])
+    is_silent = (by_lane[:, 0] >= 0) & (by_lane[:, 1] < 0) & bool((by_lane[:, 1] >= 0).any())
+    return int(min(ends[ends >= 0].min(), begins[is_silent].min(initial=np.iinfo(np.int64).max)))
+
+
+def note_lost_work(launches: Launches, events: Events, rank: int, lack: Lack) -> tuple[Note, ...]:
     """A note with the number of launches whose device work is missing, if it is high."""
     total, lost = len(launches.start_ns), launches.lost
-    least = 1 if launches.exported_lost else max(_MIN_LOST, _MIN_LOST_SHARE * total)
+    least = 1 if launches.exported_lost else max(_MIN_LOST, MIN_LOST_SHARE * total)
     if lost < least:
         return ()
     if not _has_reliable_correlations(launches, events):
         return ()
     share = units.format_percent(lost / total)
     text = f"{lost:,} of {total:,} launches ({share}) have no device event: the profiler lost them,"
-    return (Note("device_work_lost", f"{text} and their time counts as idle", rank),)
+    return (Note("device_work_lost", f"{text} and their time counts as idle", rank, lack),)
 
 
 def _has_reliable_correlations(launches: Launches, events: Events) -> bool:

@@ -273,15 +273,21 @@ def _infer_from_traffic(
     inferred = infer_axes(traces, traffic.rings, stage)
     used = inferred.axes
     known_axes = find_named_axes(groups, lines) | {g: frozenset({axis}) for g, axis in used.items()}
-    axis_lines = {**infer_lines(used, traffic, {trace.rank for trace in traces}), **lines}
+    known_axes |= inferred.spans
+    present = {trace.rank for trace in traces}
+    axis_lines = {**infer_lines(used, traffic, present), **inferred.lines, **lines}
     mesh = build_mesh(axis_lines, groups, world_size)
     if (
         mesh is not None
         and set(_list_pipelines(mesh)) >= set(pipelines)
         and _is_unambiguous(traces, traffic, axis_lines)
     ):
-        source = USE if set(used.values()) - {"ep", "cp"} else MESSAGES
-        by_use = {group for group, axis in used.items() if axis not in ("ep", "cp")}
+        by_use = {
+            group
+            for group, axis in [*used.items(), *((group, "") for group in inferred.spans)]
+            if axis != "ep" and not (axis == "cp" and group.ranks in traffic.rings)
+        }
+        source = USE if by_use else MESSAGES
         sure = bool(by_use) and by_use <= inferred.marked
         # sure: the ranges around the calls show the axis of every group that is inferred from
         # use.

@@ -116,13 +116,13 @@ def _deduce_line(
             continue
         if any(axis not in _MAY_BE_ONE for axis in unknown[1:]):
             continue
-        line = fit_line(_remove_lines(offsets, [lines[axis] for axis in axes if axis in lines]))
+        line = fit_line(remove_lines(offsets, [lines[axis] for axis in axes if axis in lines]))
         if line is not None:
             return {unknown[0]: line} | {axis: RankLine(1, 1) for axis in unknown[1:]}
     return {}
 
 
-def _remove_lines(offsets: Sequence[int], known: Sequence[RankLine]) -> tuple[int, ...]:
+def remove_lines(offsets: Sequence[int], known: Sequence[RankLine]) -> tuple[int, ...]:
     """The offsets left after collapsing the known lines; (0, 0) if the offsets do not contain
     them."""
     block = [sum(steps) for steps in product(*(line.offsets for line in known))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -9,12 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec import Struct
 
+from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.split.axis_signatures import Counts, Usage
 from stepsplit.analyzer.split.call_purposes import (
     DDP_FORWARD,
     CallPurposes,
     classify_parts,
     find_call_purposes,
+    find_issue_ns,
 )
 from stepsplit.analyzer.split.host_steps import count_profiled_steps
 from stepsplit.analyzer.split.mesh_groups import (
@@ -22,9 +25,11 @@ from stepsplit.analyzer.split.mesh_groups import (
     fit_line,
     parse_group_name,
     parse_single_axis,
+    remove_lines,
 )
 from stepsplit.analyzer.split.message_patterns import Exchanges
-from stepsplit.analyzer.trace import OP_CODE, OPS, Calls, Group, Int64, RankTrace
+from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Calls, Group, Int64, RankTrace
+from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
 
 class _AxisEvidence(Struct, frozen=True):
@@ -37,10 +42,16 @@ class _AxisEvidence(Struct, frozen=True):
 
 class InferredAxes(Struct, frozen=True):
     """The axis of each group that has one; marked holds the groups whose axis the ranges around
-    their calls show."""
+    their calls show.
+
+    spans: the axes of groups that reduce gradients along cp too, lines: the line of their other
+    axis.
+    """
 
     axes: Mapping[Group, str]
     marked: Set[Group]
+    spans: Mapping[Group, frozenset[str]]
+    lines: Mapping[str, RankLine]
 
 
 def infer_axes(
@@ -63,6 +74,11 @@ def infer_axes(
     }
     unnamed = {g: u for g, u in used.items() if not parse_group_name(g.description).axes}
     axes = _infer_by_shape(unnamed, stage)
+    contexts = [*rings, *(g.ranks for g, axis in (axes | named_axes).items() if axis == "cp")]
+    spans, rest = _split_context(axes, contexts)
+    axes = {g: axis for g, axis in axes.items() if g not in spans} | {
+        g: "cp" for g, along in spans.items() if along == {"cp"}
+    }
     evidence = _AxisEvidence(
         summed={_compute_shape(group) for group, usage in used.items() if usage.sums_gradients},
         axes={(_compute_shape(group), axis) for group, axis in (axes | named_axes).items()},
@@ -70,12 +86,44 @@ def infer_axes(
     )
     clear = {group: axis for group, axis in axes.items() if not _is_doubtful(group, axis, evidence)}
     lines: dict[str, set[RankLine | None]] = defaultdict(set)
-    for group, axis in (named_axes | clear).items():
-        lines[axis].add(fit_line(group.ranks))
+    for axis, line in [
+        *((axis, fit_line(group.ranks)) for group, axis in (named_axes | clear).items()),
+        *rest,
+    ]:
+        lines[axis].add(line)
     one_line = {g: axis for g, axis in clear.items() if axis == "ep" or len(lines[axis]) == 1}
     rings_only = {g: a for g, a in named_axes.items() if not parse_group_name(g.description).axes}
     marked = {g for g, axis in one_line.items() if used[g].find_marked_axis() == axis}
-    return InferredAxes(one_line | rings_only, marked)
+    others = {axis: line for axis, line in rest if line is not None and lines[axis] == {line}}
+    several = {
+        g: along for g, along in spans.items() if "cp" not in along or along - {"cp"} <= set(others)
+    }
+    return InferredAxes(one_line | rings_only, marked, several, others)
+
+
+def _split_context(
+    axes: Mapping[Group, str], contexts: Collection[tuple[int, ...]]
+) -> tuple[dict[Group, frozenset[str]], list[tuple[str, RankLine | None]]]:
+    """The axes of the groups that reduce gradients over whole lines of cp, whose ranks have the
+    same weights, and the line that is left of each along its own axis.
+
+    Groups that reduce the gradients of experts have an axis and no line of the mesh.
+    """
+    spans: dict[Group, frozenset[str]] = {}
+    rest: list[tuple[str, RankLine | None]] = []
+    for group, axis in axes.items():
+        inside = next((ranks for ranks in contexts if set(ranks) <= set(group.ranks)), None)
+        if axis in DATA_PARALLEL and _replicates_experts(group, axis, axes):
+            spans[group] = frozenset({axis})
+        if axis not in DATA_PARALLEL or inside is None:
+            continue
+        if len(inside) == len(group.ranks):
+            spans[group] = frozenset({"cp"})
+        elif (context := fit_line(sorted(inside))) is not None:
+            spans[group] = frozenset({axis, "cp"})
+            offsets = [rank - min(group.ranks) for rank in group.ranks]
+            rest.append((axis, fit_line(remove_lines(offsets, [context]))))
+    return spans, rest
 
 
 def find_marked_axes(traces: Sequence[RankTrace]) -> dict[Group, str]:
@@ -133,12 +181,13 @@ def _infer_by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> di
         elif axis is not None and line and len({stage.get(rank) for rank in group.ranks}) == 1:
             axes[group] = axis
             (marked_by_line if usage.find_marked_axis() else by_line)[line].add(axis)
-    agreed = {line: found for line, found in (by_line | marked_by_line).items() if len(found) == 1}
-    return {
-        g: a
-        for g, a in axes.items()
-        if a == "ep" or agreed.get(fit_line(g.ranks) or RankLine(1, 1)) == {a}
-    }
+    agreed: dict[RankLine | None, set[str]] = {}
+    for line, axes_of_line in (by_line | marked_by_line).items():
+        # Ranks along cp reduce gradients too, often on a group of their own.
+        own = axes_of_line - {*DATA_PARALLEL} if "cp" in axes_of_line else axes_of_line
+        if len(own) == 1:
+            agreed[line] = axes_of_line
+    return {g: a for g, a in axes.items() if a == "ep" or a in agreed.get(fit_line(g.ranks), ())}
 
 
 def _is_doubtful(group: Group, axis: str, evidence: _AxisEvidence) -> bool:
@@ -158,6 +207,16 @@ def _is_doubtful(group: Group, axis: str, evidence: _AxisEvidence) -> bool:
     return any(other < shape for other, of in evidence.axes if of not in (axis, "ep"))
 
 
+def _replicates_experts(group: Group, axis: str, axes: Mapping[Group, str]) -> bool:
+    """Whether the group has one rank of each of several ep groups, and is part of a group of its
+    own axis that contains these whole."""
+    ranks = set(group.ranks)
+    larger = [g.ranks for g, other in axes.items() if other == axis and ranks < set(g.ranks)]
+    experts = [g.ranks for g, other in axes.items() if other == "ep" and ranks & {*g.ranks}]
+    alone = len(experts) > 1 and all(len(ranks & {*one}) == 1 for one in experts)
+    return alone and any(all({*one} < {*whole} for one in experts) for whole in larger)
+
+
 def _compute_shape(group: Group) -> frozenset[int]:
     """The offsets from the first rank; the groups of an axis share few shapes."""
     return frozenset(rank - group.ranks[0] for rank in group.ranks)
@@ -174,15 +233,20 @@ SCALAR_BYTES = 1024
 """Collectives of at most this many bytes reduce a loss, a norm or a flag, not a tensor, unless a
 range shows their purpose. test_layout.py and test_strategies.py pass at half and at twice of it."""
 
-_GATHER, _SUM, _SCATTER = (OP_CODE[op] for op in ("all_gather", "all_reduce", "reduce_scatter"))
+_GATHER, _SUM, _SCATTER, _EXCHANGE = (
+    OP_CODE[op] for op in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+)
 
 
 @dataclass(slots=True)
 class _GroupCalls:
-    """The calls of a group, over the ranks: per step (early, late, early bytes, hooked), sizes of
+    """The calls of a group, over the ranks: per step (early, late, early bytes, hooked), by op
+    which are next to attention, which all_to_alls are next to grouped products, sizes of
     all_to_alls, whether FSDP issued each rank's gathers, and bytes reduced late and in all."""
 
     per_step: list[Counts] = field(default_factory=list)
+    attend: dict[int, list[Bool]] = field(default_factory=lambda: defaultdict(list))
+    grouped: list[Bool] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
     sharded: list[bool] = field(default_factory=list)
     activations: bool = False
@@ -201,7 +265,15 @@ class _GroupCalls:
             activations=self.activations,
             replicated=replicated,
             late_share=self.late_bytes / max(1, self.summed_bytes),
+            exchanges=bool(self.grouped),
+            gathers_attend=_compute_share(self.attend[_GATHER]),
+            exchanges_attend=_compute_share(self.attend[_EXCHANGE]),
+            grouped=_compute_share(self.grouped) or 0.0,
         )
+
+
+def _compute_share(which: Sequence[Bool]) -> float | None:
+    return float(np.concatenate(which).mean()) if which else None
 
 
 def measure_usage(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
@@ -216,6 +288,7 @@ def measure_usage(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
                 rows = np.flatnonzero((parts >= 0) & (trace.calls.group_id == group_id))
                 group = found[trace.groups[group_id]]
                 _add_calls(group, trace.calls, rows, parts[rows], purposes, steps)
+        _add_neighbors(found, trace)
     replicated = _find_replicated_groups(traces)
     every = dict.fromkeys([*replicated, *found])
     return {g: found[g].summarize(replicated=g in replicated) for g in every}
@@ -246,6 +319,64 @@ def _add_calls(
     after &= ~np.isin(size, size[sums & early])
     group.late_bytes += int(size[after].sum())
     group.summed_bytes += int(size[sums].sum())
+
+
+_GROUPED = re.compile(r"grouped|group_?gemm|GroupProblemShape|moe|expert", re.IGNORECASE)
+"""Products of experts by the names of their kernels or ops."""
+
+_PRODUCTS = frozenset({"gemm", "attention", "moe", "convolution"})
+"""Families of kernels that a layer is made of; norms and copies lie anywhere in between."""
+
+
+def _add_neighbors(found: Mapping[Group, _GroupCalls], trace: RankTrace) -> None:
+    """Adds which all_gathers and all_to_alls of a rank are next to attention, or to experts, in the
+    order in which its host issued them: keys and values are gathered before it, heads exchanged
+    before and after it."""
+    calls, events = trace.calls, trace.events
+    moves = np.isin(calls.op, (_GATHER, _EXCHANGE)) & (calls.group_id >= 0)
+    size = calls.message_bytes
+    rows = np.flatnonzero(moves & ((size < 0) | (size > SCALAR_BYTES)))
+
+    def find_issued_ns(event: Int64) -> Int64:
+        return events.find_launch_ns(event) if trace.on_device else events.start_ns[event]
+
+    called = find_issued_ns(calls.event[rows]) if trace.on_device else find_issue_ns(trace)[rows]
+    rows, called = rows[called >= 0], called[called >= 0]
+    if not len(rows):
+        return
+    work = np.flatnonzero(trace.kinds.computes)
+    issued = find_issued_ns(work)
+    names = list_distinct(events.name_id[work]).tolist()
+    family = {name: trace.kinds.find_family(name) for name in names}
+    layers = [name for name in names if family[name] in _PRODUCTS]
+    chosen = np.isin(events.name_id[work], layers) & (issued >= 0)
+    work, issued = work[chosen], issued[chosen]
+    if not len(work):
+        return
+    # The kernels of a graph have one launch; among them the order on the device counts.
+    event = np.concatenate((work, calls.event[rows]))
+    order = np.lexsort((events.start_ns[event], np.concatenate((issued, called))))
+    before_call = np.cumsum(order < len(work))
+    after = np.empty(len(event), dtype=np.int64)
+    after[order] = before_call
+    after = after[len(work) :]
+    name = events.name_id[work[order[order < len(work)]]]
+    attends = np.isin(name, [one for one in layers if family[one] == "attention"])
+    experts = [n for n in layers if family[n] == "moe" or _GROUPED.search(events.names[n])]
+    groups = np.isin(name, experts)
+    before, after = np.maximum(after - 1, 0), np.minimum(after, len(work) - 1)
+    exchanges = calls.op[rows] == _EXCHANGE
+    near_attention = attends[after] | (exchanges & attends[before])
+    near_experts = groups[after] | groups[before]
+    for group_id in np.unique(calls.group_id[rows]).tolist():
+        here = calls.group_id[rows] == group_id
+        group = found[trace.groups[group_id]]
+        for op in (_GATHER, _EXCHANGE):
+            mine = here & (calls.op[rows] == op)
+            if mine.any() and attends.any():
+                group.attend[op].append(near_attention[mine])
+        if (here & exchanges).any():
+            group.grouped.append(near_experts[here & exchanges])
 
 
 def _find_replicated_groups(traces: Sequence[RankTrace]) -> dict[Group, None]:

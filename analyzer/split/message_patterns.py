@@ -12,10 +12,9 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, is_inside
 from stepsplit.analyzer.split.call_purposes import (
-    ENGINE,
+    find_backward_spans,
     find_first_backward_ns,
     find_issue_ns,
-    find_spans,
 )
 from stepsplit.analyzer.split.microbatch_marks import parse_marks
 from stepsplit.analyzer.split.work import collect_work
@@ -72,7 +71,7 @@ def find_exchanges(traces: Sequence[RankTrace]) -> Exchanges:
             line = tuple(sorted(ranks)) if both_ways else line
             if line:
                 pipelines[line] = None
-            elif (swap and len(ranks) == 2) or _is_ring(ranks, traffic):
+            elif (swap and _can_be_ring(ranks, by_rank)) or _is_ring(ranks, traffic):
                 rings[tuple(sorted(ranks))] = None
             elif not aside:
                 doubtful |= set(ranks)
@@ -167,8 +166,7 @@ def _lacks_backward(
     """
     if any(one in ranks and other in ranks and (other, one) in sent for one, other in sent):
         return False
-    recorded = [by_rank[rank].events for rank in ranks if rank in by_rank]
-    return all(events.match_prefix("autograd::engine").any() for events in recorded)
+    return all(len(find_backward_spans(by_rank[rank])) for rank in ranks if rank in by_rank)
 
 
 def _order_by_marks(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> Ranks | None:
@@ -203,6 +201,21 @@ def _is_ring(ranks: Ranks, traffic: _Traffic) -> bool:
     return one_way and len(counts) == 1 and len(starters) > 1
 
 
+def _can_be_ring(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
+    """Whether two ranks may pass blocks around within a layer: then its backward does so too.
+
+    Messages in no backward are of a pipeline, without marks of steps one of unknown directions.
+    """
+    if len(ranks) != 2:
+        return False
+    for trace in (by_rank[rank] for rank in ranks if rank in by_rank):
+        passes = find_backward_spans(trace)
+        when = find_issue_ns(trace)[trace.calls.is_message]
+        if len(passes) and not is_inside(passes, when).any():
+            return False
+    return True
+
+
 def _only_swap(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
     """Whether two recorded ranks only swap, instead of handing work on as stages do."""
     return len(ranks) == 2 and all(
@@ -225,14 +238,14 @@ def _lie_between_passes(trace: RankTrace) -> bool:
     if not trace.events.match_prefix("ProfilerStep#").any():
         return False
     when = find_issue_ns(trace)[trace.calls.is_message]
-    passes = find_spans(trace.events, ENGINE)
+    passes = find_backward_spans(trace)
     if not len(passes) or is_inside(passes, when).any():
         return False
-    first = find_first_backward_ns(trace.events, when)
+    first = find_first_backward_ns(trace, when)
     # Before the first backward of a step; and after it, with another one to come in the step.
     after = np.searchsorted(passes.start_ns, when)
     following = passes.start_ns[np.minimum(after, len(passes) - 1)]
-    same_step = (after < len(passes)) & (find_first_backward_ns(trace.events, following) == first)
+    same_step = (after < len(passes)) & (find_first_backward_ns(trace, following) == first)
     return bool(((first >= 0) & (when < first)).any() and ((when > first) & same_step).any())
 
 

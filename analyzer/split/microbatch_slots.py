@@ -10,11 +10,20 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import list_distinct, union
+from stepsplit.analyzer.arrays import is_inside, list_distinct, union
+from stepsplit.analyzer.split.call_purposes import find_backward_spans, find_issue_ns
 from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.message_patterns import runs_both_ways
+from stepsplit.analyzer.split.message_slots import (
+    NEXT,
+    PREVIOUS,
+    RECEIVE,
+    LaunchedWork,
+    StagePosition,
+    order_passes,
+)
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Int64, RankTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +47,85 @@ class DetectedSlots(Struct, frozen=True):
     source: str | None
 
 
-def find_slots(trace: RankTrace, layout: RankLayout) -> DetectedSlots:
-    """The slots marked by annotations, else those inferred from messages."""
+def find_slots(trace: RankTrace, layout: RankLayout, chunks: int = 1) -> DetectedSlots:
+    """The slots marked by annotations, else those inferred from messages; chunks is the number of
+    stages that each rank of the pipeline has."""
     marked = read_slots(trace, layout)
     if marked:
         return DetectedSlots(marked, "annotations")
-    inferred = infer_slots(trace, layout)
+    inferred = infer_slots(trace, layout, chunks)
     return DetectedSlots(inferred, "messages" if inferred else None)
 
 
-def infer_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, ...]:
-    """Infers the slots of a rank with one stage from what its host launched between its messages.
+def count_chunks(traces: Sequence[RankTrace], layout: RankLayout) -> dict[int, int]:
+    """The number of stages on each rank of a pipeline, where messages show several: its first rank
+    sends outputs of all of them, and gradients of all but the first stage, back to the last rank.
+    """
+    by_rank, chunks = {trace.rank: trace for trace in traces}, dict[int, int]()
+    for line in layout.pipelines:
+        if line[0] not in by_rank:
+            continue
+        messages = _collect_messages(by_rank[line[0]], line)
+        kinds = [] if messages is None else messages.kind.tolist()
+        outputs, gradients = kinds.count(NEXT), kinds.count(PREVIOUS)
+        if outputs > gradients > 0 and outputs % (outputs - gradients) == 0:
+            chunks |= dict.fromkeys(line, outputs // (outputs - gradients))
+    return chunks
+
+
+class _Messages(Struct, frozen=True):
+    """The messages of a rank with its pipeline, by issue time: NEXT, PREVIOUS or RECEIVE."""
+
+    issued_ns: Int64
+    kind: Int64
+
+
+def _collect_messages(
+    trace: RankTrace, line: Sequence[int], *, one_stage: bool = False
+) -> _Messages | None:
+    """None if the messages do not say whom they go to, or go to others than neighbors.
+
+    Both neighbors of one rank of two are the other rank. With one stage on each the place in the
+    pipeline decides, else whether the send follows a backward.
+    """
+    calls, at = trace.calls, line.index(trace.rank)
+    rows = np.flatnonzero(calls.is_message & (np.isin(calls.peer, line) | (calls.peer < 0)))
+    sends, receives = (calls.op[rows] == OP_CODE[op] for op in ("send", "recv"))
+    following, previous = line[(at + 1) % len(line)], line[at - 1]
+    peer = calls.peer[rows]
+    known = peer >= 0 if len(line) > 2 else np.ones(len(rows), dtype=np.bool_)
+    near = np.isin(peer, (following, previous)) | (peer < 0)
+    if not len(rows) or not ((sends | receives) & known & near).all():
+        return None
+    issued = find_issue_ns(trace)[rows]
+    if len(line) > 2:
+        onward = peer == following
+    elif one_stage:
+        onward = np.full(len(rows), at == 0)
+    else:
+        # The last kernel before the send is of a forward.
+        work = np.flatnonzero(trace.kinds.computes)
+        launched = trace.events.find_launch_ns(work) if trace.on_device else None
+        when = np.sort(trace.events.start_ns[work] if launched is None else launched)
+        latest = when[np.maximum(np.searchsorted(when, issued) - 1, 0)] if len(when) else issued
+        onward = ~is_inside(find_backward_spans(trace), latest)
+    order = np.argsort(issued, kind="stable")
+    kind = np.where(sends, np.where(onward, NEXT, PREVIOUS), RECEIVE)
+    return _Messages(issued[order], kind[order])
+
+
+def infer_slots(
+    trace: RankTrace, layout: RankLayout, chunks: int = 1
+) -> tuple[MicrobatchSlot, ...]:
+    """Infers the slots of a rank from what its host launched between its messages.
 
     The input of a message is launched before it and its consumer after it, so there is one slot
     between two messages; kernels launched by autograd are a backward. Without a message in between,
     autograd separates two slots: a forward on the last stage ends, and one on the first stage
-    starts, where autograd does. A slot extends from its first kernel to its last, including tp, cp
+    starts, where autograd does. Where that leaves no slot, the order of sends decides
+    (order_passes). A slot extends from its first kernel to its last, including tp, cp
     and ep communication; microbatches are counted per step. A step with different numbers of
-    forwards and backwards has no slots, nor has a rank with messages of several chunks, or of a
-    pipeline that runs both ways.
+    forwards and backwards has no slots, nor has a rank of a pipeline that runs both ways.
     """
     line = next((line for line in layout.pipelines if trace.rank in line), ())
     # The issue time of each message to another rank of the pipeline, or to an unknown peer.
@@ -66,15 +135,46 @@ def infer_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, .
     rows = np.flatnonzero(calls.is_message & (np.isin(calls.peer, line) | unknown))
     issued = calls.issued_ns[rows]
     messages = np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
-    if not len(messages) or _has_several_chunks(trace, line):
+    if not len(messages):
         return ()
     if len(line) == 2 and runs_both_ways(trace, line[1 - line.index(trace.rank)]):
         return ()
     steps = np.sort(trace.events.start_ns[_mask_host_events(trace.events, "ProfilerStep#")])
     work = _collect_work(trace, layout, steps)
+    if chunks > 1 or _has_several_chunks(trace, line):
+        return _order_slots(trace, work, line, steps, chunks)
     gaps = _assign_gaps(work, messages, _find_host_step(messages, steps))
     kind = _classify_work(work, gaps, first=trace.rank == line[0], last=trace.rank == line[-1])
-    return _build_slots(work, gaps.number, kind, layout.find_stage(trace.rank))
+    slots = _build_slots(work, gaps.number, kind, layout.find_stage(trace.rank))
+    return slots or _order_slots(trace, work, line, steps, chunks)
+
+
+def _order_slots(
+    trace: RankTrace, work: _Work, line: Sequence[int], steps: Int64, chunks: int
+) -> tuple[MicrobatchSlot, ...]:
+    """The slots by the order of sends and launches in each step."""
+    place = StagePosition(line.index(trace.rank), len(line), chunks)
+    messages = _collect_messages(trace, line, one_stage=chunks == 1)
+    if messages is None:
+        return ()
+    step = _find_host_step(messages.issued_ns, steps)
+    has_backwards = len(find_backward_spans(trace)) > 0
+    slots = []
+    for number in np.unique(work.step).tolist():
+        rows, own = np.flatnonzero(work.step == number), step == number
+        launched = LaunchedWork(
+            name=trace.events.name_id[work.row[rows]].astype(np.int64),
+            gap=np.searchsorted(messages.issued_ns[own], work.launch_ns[rows], side="right"),
+            took_ns=work.end_ns[rows] - work.start_ns[rows],
+            backward=work.autograd[rows],
+            has_backwards=has_backwards,
+        )
+        for one in order_passes(launched, messages.kind[own].tolist(), place):
+            part = rows[one.first : one.after]
+            stage = one.chunk * place.stages + place.at
+            start_ns, end_ns = int(work.start_ns[part].min()), int(work.end_ns[part].max())
+            slots.append(MicrobatchSlot(stage, one.microbatch, one.phase, start_ns, end_ns))
+    return tuple(sorted(slots, key=lambda one: one.start_ns))
 
 
 class _Work(Struct, frozen=True):
@@ -83,6 +183,7 @@ class _Work(Struct, frozen=True):
     step is the host's step; autograd marks launches by autograd.
     """
 
+    row: Int64
     launch_ns: Int64
     start_ns: Int64
     end_ns: Int64
@@ -115,11 +216,12 @@ def _collect_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
     order = order[counts[order]]
     rows, launched = rows[order], launched[order]
     return _Work(
+        row=rows,
         launch_ns=launched,
         start_ns=events.start_ns[rows],
         end_ns=events.ends_of(rows),
         step=step[order],
-        autograd=_is_launched_in(events, "autograd::engine::evaluate_function", launched),
+        autograd=is_inside(find_backward_spans(trace), launched),
     )
 
 

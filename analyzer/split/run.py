@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts,
 from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
 from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
-from stepsplit.analyzer.split.microbatch_slots import find_slots
+from stepsplit.analyzer.split.microbatch_slots import count_chunks, find_slots
 from stepsplit.analyzer.split.overlap import Overlap, compute_overlaps
 from stepsplit.analyzer.split.phases import infer_phases
 from stepsplit.analyzer.split.pipeline import (
@@ -36,6 +36,7 @@ from stepsplit.analyzer.split.pipeline import (
     sum_bubble_covered_ns,
 )
 from stepsplit.analyzer.split.schedule import detect_schedule, normalize_schedule
+from stepsplit.analyzer.split.step_kinds import StepKind, find_step_kinds, mark_more_work
 from stepsplit.analyzer.split.step_numbers import unify_step_numbers
 from stepsplit.analyzer.split.step_times import Variation, compute_variation
 from stepsplit.analyzer.split.steps import Steps, UsableRanks, select_usable_ranks
@@ -50,8 +51,8 @@ from stepsplit.analyzer.split.transfers import (
     split_calls,
 )
 from stepsplit.analyzer.split.work import Work, collect_work
-from stepsplit.analyzer.split.world_group import assign_world_group
-from stepsplit.analyzer.trace import COMPILES, Category, Note, RankTrace, find_earlier_calls
+from stepsplit.analyzer.split.world_group import assign_world_group, drop_lone_calls
+from stepsplit.analyzer.trace import COMPILES, Category, Lack, Note, RankTrace, find_earlier_calls
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
@@ -104,6 +105,7 @@ class RunSplit:
     detail: Detail
     notes: tuple[Note, ...]
     strategies: tuple[Strategy, ...]
+    kinds: tuple[StepKind, ...] = ()
 
 
 def split_run(
@@ -120,24 +122,28 @@ def split_run(
 
     A rank without device data or steps is left out, with a note. Raises DataError if none is left.
     """
-    usable = select_usable_ranks(traces)
+    usable = select_usable_ranks([drop_lone_calls(trace) for trace in traces])
     traces = assign_world_group(usable.traces)
     layout = infer_layout(spec, traces, mesh)
     traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]
     matched, alignment = _match_and_align(traces)
-    steps = unify_step_numbers(usable.steps, matched)
+    steps = mark_more_work(traces, unify_step_numbers(usable.steps, matched))
     arrivals = compute_arrivals(traces, matched, alignment, model)
-    context = RunContext(matched, arrivals, alignment, layout)
+    context = RunContext(matched, arrivals, alignment, layout, count_chunks(traces, layout))
     ranks = [
         split_rank(i, *one, context) for i, one in enumerate(zip(traces, work, steps, strict=True))
     ]
     grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
     stage_bubbles = compute_stage_bubbles(layout.pipelines, grids)
-    schedule = _infer_schedule(layout, ranks, spec, ideal_bubble) if stage_bubbles else None
+    schedule = (
+        _infer_schedule(layout, ranks, spec, ideal_bubble, stage_bubbles) if stage_bubbles else None
+    )
     notes = _collect_notes(usable, steps, layout, alignment, matched)
     notes += tuple(note for rank in ranks if (note := _note_few_ops(rank)) is not None)
-    if layout.pipelines and not any(grid.slots for grid in grids.values()):
+    complete = any({rank.trace.rank for rank in ranks} >= {*line} for line in layout.pipelines)
+    inferred = stage_bubbles if complete else [grid for grid in grids.values() if grid.slots]
+    if layout.pipelines and not inferred:
         notes += (_NO_GRID,)
     return RunSplit(
         ranks=tuple(ranks),
@@ -158,6 +164,7 @@ def split_run(
             layout,
             None if schedule is None or schedule.name == _UNKNOWN else schedule.name,
         ),
+        kinds=find_step_kinds(traces, steps, matched, layout),
     )
 
 
@@ -175,8 +182,17 @@ def _match_and_align(traces: Sequence[RankTrace]) -> tuple[MatchedCalls, Alignme
     return matched, alignment
 
 
+_FITS_BETTER = 0.02
+"""By how much microbatches of unequal length may leave less of a bubble than equal ones. If it is
+less by more, the work was ordered as by another schedule, whose ideal is unknown."""
+
+
 def _infer_schedule(
-    layout: RankLayout, ranks: Sequence[RankSplit], spec: RunSpec | None, ideal_bubble: IdealBubble
+    layout: RankLayout,
+    ranks: Sequence[RankSplit],
+    spec: RunSpec | None,
+    ideal_bubble: IdealBubble,
+    bubbles: Sequence[StageBubble],
 ) -> Schedule:
     """The schedule named in run.json, else inferred from the order of work on all stages."""
     by_rank = {rank.trace.rank: rank for rank in ranks}
@@ -187,12 +203,10 @@ def _infer_schedule(
     configured = spec.training.schedule if spec and spec.training else None
     name = normalize_schedule(configured) if configured else detected.name or _UNKNOWN
     ideal = ideal_bubble(name, len(line), detected.microbatches, detected.chunks, detected.times_ns)
+    measured = sum(one.bubble_ns for one in bubbles) / max(1, sum(one.window_ns for one in bubbles))
+    if ideal is not None and ideal > measured + _FITS_BETTER:
+        ideal = None
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
-
-
-_LACKING = frozenset({"collectives_not_recorded", "device_times_missing", "device_work_lost"})
-"""Codes of the notes on device events that a recording lacks, which come before what follows from
-that: clocks and groups without a shared call."""
 
 
 def _collect_notes(
@@ -224,9 +238,13 @@ def _collect_notes(
     absent = []
     if missing:
         text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
-        absent.append(Note("ranks_missing", text + units.format_number_list(missing)))
-    lacking = [note for note in rank_notes if note.code in _LACKING]
-    others = [note for note in rank_notes if note.code not in _LACKING]
+        absent.append(
+            Note("ranks_missing", text + units.format_number_list(missing), lack=Lack.RANKS)
+        )
+    # What a recording lacks comes before what follows from that: clocks and groups without a shared
+    # call.
+    lacking = [note for note in rank_notes if note.lack is not None]
+    others = [note for note in rank_notes if note.lack is None]
     return (
         *absent, *usable.left_out, *lacking, *layout.notes, *alignment.notes, *others,
         *matched.notes, *unmatched,
@@ -303,12 +321,14 @@ def _compute_overlaps(rank: RankSplit, context: RunContext) -> tuple[Overlap, ..
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What needs all ranks: matched calls, arrivals, clocks (in trace order) and rank layout."""
+    """What needs all ranks: matched calls, arrivals, clocks (in trace order), rank layout, and the
+    stages on each rank of a pipeline where there are several."""
 
     matched: MatchedCalls
     arrivals: Arrivals
     alignment: Alignment
     layout: RankLayout
+    chunks: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +366,7 @@ def split_rank(
     held = find_held_gaps(trace, times, work.compute)
     pieces = held.end_calls(split_calls(trace, times, context.arrivals.last[rows], layout))
     attribution = attribute(windows.windows, work, pieces, held)
-    slots = find_slots(trace, layout).slots
+    slots = find_slots(trace, layout, context.chunks.get(trace.rank, 1)).slots
     bands = [_select_window(attribution.band, i, clock) for i in range(len(windows.windows))]
     # The grid of each window, from the slots that start in it; the result is on the common clock.
     own = np.array([(box.start_ns, box.end_ns) for box in slots], dtype=np.int64).reshape(-1, 2)

@@ -21,12 +21,14 @@ from stepsplit.analyzer.split.host_steps import (
     read_marked_steps,
 )
 from stepsplit.analyzer.split.lost_work import (
+    MIN_LOST_SHARE,
     collect_launches,
     find_lost_steps,
+    find_torn_end_ns,
     note_lost_work,
     select_recorded,
 )
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Bool, Category, Int64, Note, RankTrace
+from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Bool, Category, Int64, Lack, Note, RankTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def select_usable_ranks(traces: Sequence[RankTrace]) -> UsableRanks:
         return UsableRanks(recorded, tuple(steps), left_out)
     text = "no work of this rank lies in its marked steps: left out"
     empty = [
-        Note("no_steps_on_rank", text, trace.rank)
+        Note("no_steps_on_rank", text, trace.rank, Lack.STEPS)
         for trace, usable in zip(recorded, has_steps, strict=True)
         if not usable
     ]
@@ -121,6 +123,9 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
     ends = [step for step in (trace.device_stopped_step, trace.end_step) if step is not None]
     if ends:
         windows = [replace(w, kind="partial") if w.step >= min(ends) else w for w in windows]
+    if any(note.lack is Lack.FILE for note in trace.notes):
+        torn_ns = find_torn_end_ns(trace.events)
+        windows = [replace(w, kind="partial") if w.end_ns >= torn_ns else w for w in windows]
     windows = [replace(w, kind="partial") if w.step in host.partial else w for w in windows]
     notes = [*host.notes]
     if not host.whole and marked[-1].step not in host.partial and _is_torn(trace, marked):
@@ -187,7 +192,11 @@ def _mark_lost_work(
     """Marks steps whose device work was lost by the profiler as partial."""
     launches = collect_launches(trace.events)
     cut = find_lost_steps(launches, trace.events, [step.start_ns for step in marked])
-    notes = list(note_lost_work(launches, trace.events, trace.rank))
+    # Whether whole steps lack work, or only those that are partial for it.
+    step = np.searchsorted([one.start_ns for one in marked], launches.start_ns, side="right") - 1
+    in_whole = ~launches.has_work & ~np.append(cut, True)[step]
+    lack = Lack.KERNELS if in_whole.sum() > MIN_LOST_SHARE * len(step) else Lack.DEVICE_END
+    notes = list(note_lost_work(launches, trace.events, trace.rank, lack))
     partial: list[StepWindow] = [
         replace(w, kind="partial") if is_cut else w
         for w, is_cut in zip(windows, cut.tolist(), strict=True)
@@ -196,7 +205,7 @@ def _mark_lost_work(
     if numbers:
         listed = units.format_number_list(numbers)
         text = f"the profiler lost device work of step {listed}: partial"
-        notes.append(Note("device_work_cut", text, trace.rank))
+        notes.append(Note("device_work_cut", text, trace.rank, Lack.DEVICE_END))
     return partial, notes
 
 
@@ -287,19 +296,31 @@ def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
     step_of = np.searchsorted(begins, when, side="right") - 1
     counts = _count_calls(trace, step_of, len(marked))
     signatures = _build_signatures(trace, step_of, when, counts)
-    usual = _find_usual(signatures, counts)
+    usual = _find_usual(signatures, counts, count_optimizer_steps(trace, marked))
     return ["full" if usual in (None, signature) else "other" for signature in signatures]
 
 
-def _find_usual(signatures: Sequence[bytes], counts: Int64) -> bytes | None:
-    """The signature of most steps; or of a third of them, if no other one is of as many and the
-    rest have the same calls and more, as those of an evaluation; None if there is none."""
-    (usual, most), *others = Counter(signatures).most_common(2)
-    if 2 * most > len(signatures):
-        return usual
-    are_more = bool((counts >= counts[signatures.index(usual)]).all())
-    is_first = all(count < most for _, count in others)
-    return usual if are_more and is_first and 3 * most >= len(signatures) else None
+def _find_usual(signatures: Sequence[bytes], counts: Int64, stepped: Int64) -> bytes | None:
+    """The signature of most steps; or of about as many as any other, at least two and a third of
+    them, if the rest have the same calls and more, as those of an evaluation; None if there is
+    none.
+
+    Of a loop that evaluates in every second step either kind may be recorded once more often.
+    """
+    ranked = Counter(signatures).most_common()
+    most = ranked[0][1]
+    for signature, count in ranked:
+        at = signatures.index(signature)
+        are_more = bool((counts >= counts[at]).all()) and counts[at].any()
+        # A step without an optimizer, where others have one, is cut off or skipped.
+        is_whole = bool(stepped[at]) or not stepped.any()
+        is_frequent = count >= max(most - 1, _MIN_USUAL) and 3 * count >= len(signatures)
+        if is_frequent and are_more and is_whole:
+            return signature
+    return ranked[0][0] if 2 * most > len(signatures) else None
+
+
+_MIN_USUAL = 2
 
 
 def _count_calls(trace: RankTrace, step_of: Int64, steps: int) -> Int64:

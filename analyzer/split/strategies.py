@@ -55,6 +55,7 @@ from stepsplit.analyzer.split.strategy_rules import (
     has_several_backwards,
     is_megatron,
     name_data_axis,
+    name_expert_protocol,
     sums_after_each_backward,
     updates_on_host,
 )
@@ -282,7 +283,11 @@ SIGNATURES = (
                 detail="all-gather",
             ),
         ),
-        device_patterns=(Pattern(needs=(IsAlong(("cp",)), HasCalls(MESSAGES)), detail="ring"),),
+        device_patterns=(
+            Pattern(needs=(IsAlong(("cp",)), HasCalls(MESSAGES)), detail="ring"),
+            Pattern(needs=(IsAlong(("cp",)), HasCalls(EXCHANGE)), detail="ulysses"),
+            Pattern(needs=(IsAlong(("cp",)), HasCalls(GATHER)), detail="all-gather"),
+        ),
     ),
     Signature(
         name="ep",
@@ -293,6 +298,14 @@ SIGNATURES = (
             Pattern(needs=(IsAlong((UNKNOWN_AXIS,)), HasOrder(_ROUTED, EXCHANGE))),
         ),
         device_patterns=(Pattern(needs=(IsAlong(("ep",)), HasCalls(EXCHANGE))),),
+    ),
+    # Kernels that do nothing but move tokens to experts and back, on a group that is not recorded.
+    Signature(
+        name="ep",
+        axis="ep",
+        of="rank",
+        patterns=(Pattern(detail=name_expert_protocol),),
+        device_patterns=(Pattern(detail=name_expert_protocol),),
     ),
     Signature(
         name="pp",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import is_inside
 from stepsplit.analyzer.split.call_purposes import find_spans
@@ -195,9 +197,9 @@ GATHERED_TWICE = Pattern(
 )
 
 ONLY_SUMMED = Pattern(
-    needs=(IsAlong(("dp_replicate",)), HasCalls(SUM)),
+    needs=(IsAlong(("dp_replicate", "cp")), HasCalls(SUM)),
     # Other collectives may be the weight updates of zero-1.
-    absent=(HasCalls((*_WEIGHT_RETURNS, *GRADIENT_SCATTERS)),),
+    absent=(IsAlong(("cp",)), HasCalls((*_WEIGHT_RETURNS, *GRADIENT_SCATTERS))),
 )
 
 
@@ -205,6 +207,50 @@ def describe_summing_replicas(calls: CallSet) -> str | None:
     """The number of replicas by the first group on which replicas only reduce; None without one."""
     sizes = [len(one.ranks) for one in calls.rank.groups if one.satisfies(ONLY_SUMMED)]
     return f"{sizes[0]} replicas" if sizes else None
+
+
+# Expert parallelism by kernels of its own.
+
+
+class ExpertProtocol(Struct, frozen=True):
+    """A library that moves the tokens of experts: its name, and what its kernels are called."""
+
+    name: str
+    dispatches: re.Pattern[str]
+    combines: re.Pattern[str]
+
+
+EXPERT_PROTOCOLS = (
+    # deepseek-ai/DeepEP, branch hybrid-ep: compiled when a job starts, in the namespace hybrid_ep.
+    ExpertProtocol(
+        "HybridEP",
+        re.compile(r"hybrid_ep(::|\d+)dispatch_kernel"),
+        re.compile(r"hybrid_ep(::|\d+)combine_kernel"),
+    ),
+    # deepseek-ai/DeepEP: intranode, internode and, for low latency, internode_ll.
+    ExpertProtocol(
+        "DeepEP",
+        re.compile(r"deep_ep(::|\d+)(intranode|internode(_ll)?)(::|\d+)dispatch"),
+        re.compile(r"deep_ep(::|\d+)(intranode|internode(_ll)?)(::|\d+)combine"),
+    ),
+    # ROCm/mori.
+    ExpertProtocol(
+        "MORI",
+        re.compile(r"\bEpDispatch\w*Kernel"),
+        re.compile(r"\bEpCombine\w*Kernel"),
+    ),
+)
+
+
+def name_expert_protocol(calls: CallSet) -> str | None:
+    """The library whose kernels dispatch tokens to experts and combine their results."""
+    trace = calls.rank.evidence.trace
+    kernels = trace.events.is_category(Category.KERNEL)
+    for one in EXPERT_PROTOCOLS:
+        found = (trace.events.match_names(name) for name in (one.dispatches, one.combines))
+        if all((kernels & names).any() for names in found):
+            return one.name
+    return None
 
 
 # Memory saving: gradient accumulation, recomputation, and optimizers on the host.

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from stepsplit.analyzer.trace import Group, Int64, RankTrace, find_earlier_calls
+from stepsplit.analyzer.trace import (
+    Category,
+    EventKind,
+    Group,
+    Int64,
+    RankTrace,
+    find_earlier_calls,
+)
 
 # Collectives without a process group in the trace.
 #
@@ -36,6 +43,28 @@ def assign_world_group(traces: Sequence[RankTrace]) -> list[RankTrace]:
         calls = replace(calls, group_id=group_id)
         assigned.append(replace(trace, calls=calls, groups=(*trace.groups, world)))
     return assigned
+
+
+def drop_lone_calls(trace: RankTrace) -> RankTrace:
+    """The trace without the calls on groups of one rank, which communicate nothing: what their
+    kernels move stays on the device."""
+    calls = trace.calls
+    lone = np.array([*(len(group.ranks) == 1 for group in trace.groups), False])[calls.group_id]
+    if not lone.any():
+        return trace
+    columns = {
+        name: getattr(calls, name)[~lone]
+        for name in ("event", "issued_ns", "group_id", "seq", "op", "dtype", "peer")
+    }
+    sizes = {name: getattr(calls, name)[~lone] for name in ("input_bytes", "message_bytes")}
+    kind = trace.kinds.kind.copy()
+    events = calls.event[lone]
+    kind[events[trace.events.is_category(Category.KERNEL)[events]]] = int(EventKind.COPY)
+    return replace(
+        trace,
+        calls=replace(calls, **columns, **sizes),
+        kinds=replace(trace.kinds, kind=kind),
+    )
 
 
 def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:

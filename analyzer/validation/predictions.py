@@ -50,7 +50,6 @@ from stepsplit.analyzer.validation.published_runs import (
     REPORTS_TABLE,
     SCHEDULES,
     SIMUMAX_TABLE,
-    TABLES,
     TORCHTITAN_TABLE,
     build_nanotron,
     build_simumax,
@@ -60,6 +59,7 @@ from stepsplit.analyzer.validation.published_runs import (
     list_cases,
     list_fitted_collectives,
     list_fitted_memory,
+    list_published_cases,
 )
 from stepsplit.analyzer.validation.tables import (
     Build,
@@ -94,12 +94,12 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
     runs; the baseline, as the constants, without the reports. The bands of a user's runs are those
     of the published runs, as in a prediction.
     """
-    cases = list_cases(published)
     is_own = published == Published()
+    cases = list_published_cases() if is_own else list_cases(published)
     unseen = predict_published() if is_own else predict_unseen(cases.cases)
     bands = find_unseen_bands(unseen, predict_published() if unseen else ())
-    fitted = [(table, build) for table, build in TABLES if table != REPORTS_TABLE]
-    baseline = build_baseline_rows(cases.cases, list_cases(Published(), fitted).cases)
+    fitted = [case for case in list_published_cases().cases if case.table != REPORTS_TABLE]
+    baseline = build_baseline_rows(cases.cases, fitted)
     checks = []
     for family in get_args(Family):
         rows = [
@@ -691,7 +691,7 @@ def predict_unseen(cases: Iterable[Case]) -> tuple[UnseenRun, ...]:
 @lru_cache(maxsize=1)
 def predict_published() -> tuple[UnseenRun, ...]:
     """Predict the runs of the package's tables."""
-    return predict_unseen(list_cases(Published()).cases)
+    return predict_unseen(list_published_cases().cases)
 
 
 @lru_cache(maxsize=1)

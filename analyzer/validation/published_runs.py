@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
@@ -61,8 +62,12 @@ def build_stated_job(row: PublishedRow) -> JobConfig:
     return decode_job(TomlTable(f"{row.table}.csv, {row.id}", "", tables))
 
 
+@lru_cache(maxsize=4096)
 def _parse_value(text: str) -> object:
-    """A number, a boolean, a list or an inline table, or else the text itself."""
+    """A number, a boolean, a list or an inline table, or else the text itself.
+
+    Cached: the tables have 25,000 values, most of them alike.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -291,11 +296,11 @@ class CaseList:
     left_out: tuple[str, ...]
 
 
-def list_cases(published: Published, tables: Iterable[CaseTable] = TABLES) -> CaseList:
+def list_cases(published: Published) -> CaseList:
     """All cases, and the rows skipped for an unknown model, an invalid job or one without rates."""
     built: list[Case] = []
     left_out: list[str] = []
-    for table, build in tables:
+    for table, build in TABLES:
         for row in published.read_records(table):
             try:
                 cases = build(row)
@@ -309,6 +314,12 @@ def list_cases(published: Published, tables: Iterable[CaseTable] = TABLES) -> Ca
                     cases = tuple(map(_name_recipe, cases))
                 built.extend(cases)
     return CaseList(tuple(built), tuple(left_out))
+
+
+@lru_cache(maxsize=1)
+def list_published_cases() -> CaseList:
+    """All cases of the package's tables. Cached: there are hundreds, each a job to decode."""
+    return list_cases(Published())
 
 
 def _name_recipe(case: Case) -> Case:

@@ -17,6 +17,7 @@ from stepsplit.analyzer.report.tables import Waits
 from stepsplit.analyzer.significance import SIGMA_OF_MAD, compute_median_and_mad
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
+from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.figures import theme
 
 # Bus bandwidth over message size: measured, modelled, and the peak of the link.
@@ -141,7 +142,7 @@ def _format_point(one: BandwidthPoint) -> str:
 
 # Waiting: waits between ranks, and wait against transfer time of calls.
 
-_SKEW = theme.BUCKET_STYLES[Bucket.SKEW].color
+_SKEW = BUCKET_STYLES[Bucket.SKEW].color.light
 
 _SKEW_RGB = ",".join(str(part) for part in bytes.fromhex(_SKEW[1:]))
 
@@ -243,7 +244,7 @@ def draw_wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
     """One bar per kind of call, in ms: transfer, and wait (hatched)."""
     figure = theme.build_blank_figure(110 + 26 * len(calls), "ms of the median call", "")
     words = [theme.escape_text(call.label) for call in calls]
-    moving, waiting = (theme.BUCKET_STYLES[bucket] for bucket in (Bucket.COLLECTIVE, Bucket.SKEW))
+    moving, waiting = (BUCKET_STYLES[bucket] for bucket in (Bucket.COLLECTIVE, Bucket.SKEW))
     for name, look, times in (
         ("transfer", moving, [call.transfer_ns for call in calls]),
         ("wait", waiting, [call.wait_ns for call in calls]),

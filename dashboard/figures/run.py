@@ -23,6 +23,7 @@ from stepsplit.analyzer.units import (
     format_percent,
     format_signed_milliseconds,
 )
+from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.figures.communication import RankGroup
 
@@ -142,7 +143,7 @@ def group_steps(rows: Iterable[StepRow], by: str) -> list[tuple[int, list[StepRo
 def _draw_stacked_bars(bars: Sequence[Bar], x_title: str, y_title: str) -> go.Figure:
     figure = theme.build_blank_figure(SPLIT_HEIGHT, x_title, y_title)
     texts = [_format_split(bar.split) for bar in bars]
-    for index, look in enumerate(theme.BUCKET_STYLES):
+    for index, look in enumerate(BUCKET_STYLES):
         figure.add_trace(
             go.Bar(
                 name=look.bucket,
@@ -198,13 +199,16 @@ def draw_waterfall(gap: Gap) -> go.Figure:
     rows = sorted(gap.rows, key=lambda row: -abs(row.ns))
     large = [row for row in rows[:MAX_WATERFALL_PARTS] if abs(row.ns) >= least]
     rest = [row for row in rows if row not in large]
-    parts = []
+    # Bars of one name would be drawn over each other: such parts (calls of two sizes) are one bar.
+    of_name: dict[str, tuple[int, str]] = {}
     for row in large:
         cause = row.cause.replace("_", " ")
-        # With bucket and axis the names are distinct: bars of one name would be one bar.
         name = cause if row.cause == row.bucket else f"{row.bucket}: {cause}"
         name += "" if row.axis is None else f" ({theme.escape_text(row.axis)})"
-        parts.append((name, row.ns, theme.escape_text(row.message)))
+        ns, text = of_name.get(name, (0, ""))
+        words = theme.escape_text(row.message)
+        of_name[name] = ns + row.ns, f"{text}<br>{words}" if text else words
+    parts = [(name, ns, words) for name, (ns, words) in of_name.items()]
     if any(row.ns for row in rest):
         parts.append(("smaller parts", sum(row.ns for row in rest), f"{len(rest)} together"))
     ends = gap.shown.predicted.step_ns, gap.shown.measured.step_ns
@@ -233,6 +237,7 @@ def _draw_steps(
     figure = theme.build_blank_figure(84 + 26 * (len(parts) + 2), "ms of the step", "")
     figure.add_trace(
         go.Waterfall(
+            name=f"from {names[0]} to {names[1]}",
             orientation="h",
             y=[names[0], *(name for name, _, _ in parts), names[1]],
             x=theme.convert_to_ms([ends[0], *(ns for _, ns, _ in parts), ends[1]]),
@@ -320,7 +325,7 @@ def draw_critical_path(report: Report) -> go.Figure:
         "",
     )
     shares = compute_path_shares(report)
-    for look in theme.BUCKET_STYLES:
+    for look in BUCKET_STYLES:
         own = [one for one in shares if one.bucket == look.bucket]
         if not own:
             continue
@@ -563,7 +568,7 @@ def draw_splits(bars: Sequence[NamedSplit]) -> go.Figure:
     """One horizontal bar per split, in ms."""
     figure = theme.build_blank_figure(104 + 40 * len(bars), "ms per step", "")
     texts = [_format_split(bar.split) for bar in bars]
-    for index, look in enumerate(theme.BUCKET_STYLES):
+    for index, look in enumerate(BUCKET_STYLES):
         parts = [bar.split.buckets_ns[index] for bar in bars]
         if any(parts):
             figure.add_trace(

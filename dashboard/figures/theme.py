@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
@@ -10,7 +9,18 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from stepsplit.analyzer.buckets import Bucket
+from stepsplit.dashboard.bucket_styles import (
+    BLUE,
+    BUCKET_STYLES,
+    GRAY,
+    GREEN,
+    ORANGE,
+    PALETTE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    BucketStyle,
+)
 
 # Shared by all figures: background, axes, fonts, conversion of numbers and names.
 
@@ -64,9 +74,15 @@ def build_blank_figure(height: int, x_title: str, y_title: str) -> go.Figure:
 def build_marker(look: BucketStyle) -> go.bar.Marker:
     """The fill of a bucket's bars, hatched for waiting."""
     if not look.hatched:
-        return go.bar.Marker(color=look.color, line_width=0)
-    pattern = {"shape": "/", "size": 5, "solidity": 0.28, "fgcolor": PAPER, "bgcolor": look.color}
-    return go.bar.Marker(color=look.color, line_width=0, pattern=pattern)
+        return go.bar.Marker(color=look.color.light, line_width=0)
+    pattern = {
+        "shape": "/",
+        "size": 5,
+        "solidity": 0.28,
+        "fgcolor": PAPER,
+        "bgcolor": look.color.light,
+    }
+    return go.bar.Marker(color=look.color.light, line_width=0, pattern=pattern)
 
 
 def convert_to_ms(ns: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -79,49 +95,22 @@ def escape_text(name: object) -> str:
     return escape(str(name), quote=False)
 
 
-# The look of the seven buckets, the same in every figure and page.
-#
-# Okabe and Ito's colors, distinguishable with any color vision; waiting is also hatched, and idle
-# time is pale.
-
-
-@dataclass(frozen=True, slots=True)
-class BucketStyle:
-    """The style of a bucket: color in the light and the dark theme, and whether it is hatched."""
-
-    bucket: str
-    color: str
-    dark: str
-    hatched: bool
-
-
-_STYLES: dict[Bucket, tuple[str, str, bool]] = {
-    Bucket.COMPUTE: ("#0072B2", "#3B9AD9", False),
-    Bucket.COLLECTIVE: ("#E69F00", "#E69F00", False),
-    Bucket.P2P: ("#D55E00", "#E8743B", False),
-    Bucket.SKEW: ("#CC79A7", "#CC79A7", True),
-    Bucket.BUBBLE: ("#8D949E", "#8D949E", True),
-    Bucket.COPY: ("#009E73", "#22B68C", False),
-    Bucket.IDLE: ("#E6E9EE", "#39424E", False),
-}
-
-BUCKET_STYLES = tuple(BucketStyle(bucket.label, *_STYLES[bucket]) for bucket in Bucket)
-
-
 def build_bucket_css() -> str:
     """The colors of the buckets for the page, in addition to style.css: a variable for each, such
     as --compute, and the fills of figures in the dark theme."""
-    dark = [look for look in BUCKET_STYLES if look.dark != look.color]
-    lines = [":root {", *(f"  --{look.bucket}: {look.color.lower()};" for look in BUCKET_STYLES)]
-    # Paper is light.
-    lines += ["}", "@media screen {", '  :root[data-theme="dark"] {']
-    lines += [*(f"    --{look.bucket}: {look.dark.lower()};" for look in dark), "  }", "}"]
+    light = [f"  --{look.bucket}: {look.color.light.lower()};" for look in BUCKET_STYLES]
+    dark = [f"    --{look.bucket}: {look.color.dark.lower()};" for look in BUCKET_STYLES]
     # A figure has the light colors in it: only the style of its paths can follow the theme.
-    for look in dark:
-        rgb = ", ".join(str(part) for part in bytes.fromhex(look.color[1:]))
-        path = f'.js-plotly-plot path[style*="fill: rgb({rgb})"]'
-        lines.append(f"{path} {{ fill: var(--{look.bucket}) !important; }}")
-    return "\n".join(lines) + "\n"
+    fills = [
+        f'  :root[data-theme="dark"] .js-plotly-plot path[style*="fill: rgb({rgb})"]'
+        f" {{ fill: {color.dark.lower()} !important; }}"
+        for color in dict.fromkeys([*PALETTE, *(look.color for look in BUCKET_STYLES)])
+        if color.dark != color.light
+        for rgb in [", ".join(str(part) for part in bytes.fromhex(color.light[1:]))]
+    ]
+    # Paper is light.
+    screen = ["@media screen {", '  :root[data-theme="dark"] {', *dark, "  }", *fills, "}"]
+    return "\n".join([":root {", *light, "}", *screen]) + "\n"
 
 
 # All three are compute, hence shades of blue that differ in lightness.
@@ -129,18 +118,21 @@ FORWARD, BACKWARD, WEIGHT = "#A9D5F0", "#3D8CC2", "#17507D"
 
 INK, MUTED, GRID, PAPER = "#1B2430", "#5B6675", "#E3E7EC", "#FFFFFF"
 
-WORSE, BETTER = "#D55E00", "#009E73"
+FAINT = "rgba({},{},{},0.25)".format(*bytes.fromhex(GRAY.light[1:]))
+"""The area between the shortest and the longest of something."""
+
+WORSE, BETTER = VERMILION.light, GREEN.light
 """Colors of a longer and of a shorter time than the reference."""
 
-AXIS_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+AXIS_COLORS = tuple(color.light for color in (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY))
 """Colors of mesh axes, by their order."""
 
 MEMORY_COLORS = {
-    "weights": "#0072B2",
-    "gradients": "#56B4E9",
-    "optimizer": "#009E73",
-    "activations": "#E69F00",
-    "transient": "#CC79A7",
-    "other": "#8D949E",
+    "weights": BLUE.light,
+    "gradients": SKY.light,
+    "optimizer": GREEN.light,
+    "activations": ORANGE.light,
+    "transient": PURPLE.light,
+    "other": GRAY.light,
 }
 """Colors of memory categories."""

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.units import format_milliseconds, format_percent
+from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.figures import theme
 
 Float64 = npt.NDArray[np.float64]
@@ -170,7 +171,7 @@ def _draw_band(line: StepCurve) -> go.Scatter:
         y=theme.convert_to_ms(np.concatenate(ms)),
         line={"color": theme.MUTED, "width": 0},
         fill="toself",
-        fillcolor="rgba(141,148,158,0.25)",
+        fillcolor=theme.FAINT,
         connectgaps=False,
         hoverinfo="skip",
         showlegend=False,
@@ -217,7 +218,7 @@ def draw_split_over_time(
         values = 100 * bins.buckets_ns / total if as_share else bins.buckets_ns / 1e6
     known = np.flatnonzero(np.isfinite(total))
     when = _convert_to_dates(bins.start_unix_s[known] + bins.bin_s / 2)
-    for row, look in enumerate(theme.BUCKET_STYLES):
+    for row, look in enumerate(BUCKET_STYLES):
         own = bins.buckets_ns[row, known]
         texts = [
             f"{look.bucket} {format_milliseconds(ns)}, {format_percent(ns / all_ns)}<br>{note}"

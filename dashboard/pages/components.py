@@ -20,7 +20,9 @@ from stepsplit.analyzer.units import (
     format_milliseconds,
     format_parts,
     format_percent,
+    format_signed_percent,
 )
+from stepsplit.dashboard.bucket_styles import BUCKET_STYLES, BucketStyle
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.pages.tables import ChartData, Content
 from stepsplit.dashboard.store.metrics import JobFingerprint
@@ -116,10 +118,12 @@ def format_subtitle(report: Report) -> str:
         run.backend,
         None if run.torch is None else f"torch {run.torch}",
         None if run.nccl is None else f"NCCL {run.nccl}",
-        None if run.profiling_slowdown is None else f"profiling {run.profiling_slowdown:+.1%}",
+        None
+        if run.profiling_slowdown is None
+        else f"profiling {format_signed_percent(run.profiling_slowdown)}",
         None
         if run.slowdown_after_profiling is None
-        else f"after profiling {run.slowdown_after_profiling:+.1%}",
+        else f"after profiling {format_signed_percent(run.slowdown_after_profiling)}",
     ]
     return "  ·  ".join(part for part in parts if part)
 
@@ -130,7 +134,7 @@ def _format_count(count: int, unit_name: str) -> str | None:
 
 # Building blocks of pages: tables, cards, figures, share bars.
 
-COLOR = {look.bucket: f"var(--{look.bucket})" for look in theme.BUCKET_STYLES}
+COLOR = {look.bucket: f"var(--{look.bucket})" for look in BUCKET_STYLES}
 """The color of each bucket in the theme of the page, as build_bucket_css defines it."""
 
 
@@ -215,7 +219,7 @@ def build_share_bar(shares: Sequence[float]) -> html.Div:
             style={"width": f"{100 * share:.2f}%", "backgroundColor": COLOR[look.bucket]},
             title=f"{look.bucket} {format_percent(share)}",
         )
-        for look, share in zip(theme.BUCKET_STYLES, shares, strict=True)
+        for look, share in zip(BUCKET_STYLES, shares, strict=True)
         if share > 0
     ]
     return html.Div(pieces, className="share")
@@ -232,7 +236,7 @@ def build_legend() -> html.Div:
                 k.bucket,
             ]
         )
-        for k in theme.BUCKET_STYLES
+        for k in BUCKET_STYLES
     ]
     return html.Div(keys, className="legend")
 
@@ -282,5 +286,5 @@ def label_jobs(runs: Iterable[JobRun]) -> dict[str, str]:
     return labels
 
 
-def _choose_swatch_class(look: theme.BucketStyle) -> str:
+def _choose_swatch_class(look: BucketStyle) -> str:
     return "hatched" if look.hatched else ""

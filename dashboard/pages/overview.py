@@ -13,7 +13,12 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.report.diagnosis_rows import PathKernel
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
-from stepsplit.analyzer.report.headline import compute_mean_split, compute_mean_step_ns, round_parts
+from stepsplit.analyzer.report.headline import (
+    compute_mean_split,
+    compute_mean_step_ns,
+    describe_lacks,
+    round_parts,
+)
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
     NO_MODEL,
@@ -88,8 +93,10 @@ def build_overview(view: View) -> list[Component]:
     # The column of the model comparison is the longer one, if there is a model.
     short = report.gap is None
     summary = report.summary
+    lacks = describe_lacks(summary.lacks if summary else ())
     return [
         html.P(format_subtitle(report), className="subtitle"),
+        *([html.P(lacks, className="mismatch")] if lacks else []),
         build_cards(report),
         *(
             [html.P(summary.other.describe(summary), className="note")]
@@ -276,6 +283,8 @@ def _build_finding(finding: Finding, step_ns: int, run_id: str) -> html.Li:
     share = f" ({format_percent(finding.gain_ns / step_ns)})" if step_ns else ""
     gain = html.Span(f"{format_milliseconds(finding.gain_ns)}{share}", className="gain")
     words: list[Content] = [gain, html.Span(finding.message)]
+    if finding.basis is not None:
+        words += [" ", html.Span(finding.basis.describe(), className="note")]
     if run_id and finding.ranks:
         if finding.events:
             where = _link_to_event(finding.events[0], run_id)

@@ -18,7 +18,7 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Text, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64
-from stepsplit.dashboard.figures import theme
+from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
 from stepsplit.dashboard.pages.page import RunPage
 from stepsplit.dashboard.pages.rank_groups import list_rank_groupings, list_rank_locations
@@ -55,8 +55,13 @@ def build_index_json(scene: TimelineView) -> dict[str, Any]:
     """Steps, ranks and bucket colors of the run."""
     return {
         "buckets": [
-            {"name": look.bucket, "color": look.color, "dark": look.dark, "hatched": look.hatched}
-            for look in theme.BUCKET_STYLES
+            {
+                "name": look.bucket,
+                "color": look.color.light,
+                "dark": look.color.dark,
+                "hatched": look.hatched,
+            }
+            for look in BUCKET_STYLES
         ],
         "steps": [
             {"step": one.step, "kind": one.kind, "from": one.start_ns, "to": one.end_ns}

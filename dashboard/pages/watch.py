@@ -226,7 +226,7 @@ def _build_list_row(
     when = html.Span(format_date(run.newest_unix_ns), className="when")
     overhead, steps = "no sample yet", run.interval_steps
     if run.overhead is not None:
-        overhead = f"{100 * run.overhead:.2f} % of {100 * run.budget:.2g} %"
+        overhead = f"{format_percent(run.overhead, 2)} of {format_percent(run.budget, 2)}"
     interval = "no more samples" if steps is None else f"{steps:,} steps"
     return [
         Cell(dcc.Link(run.name, href=f"/watch/{quote(run.name)}", className="run-link")),
@@ -313,14 +313,14 @@ def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
 def _build_watch_cards(view: WatchView) -> html.Div:
     run = view.run
     over = run.overhead is not None and run.overhead > run.budget
-    measured = "none yet" if run.overhead is None else f"{100 * run.overhead:.2f} %"
+    measured = "none yet" if run.overhead is None else format_percent(run.overhead, 2)
     given_up = sum(run.dropped.values())
     reasons = "; ".join(f"{number:,} {reason}" for reason, number in run.dropped.items())
     interval = run.interval_steps
     cards = [
         _build_step_card(view),
         build_card(
-            "overhead of samples", measured, f"budget {100 * run.budget:.2g} %",
+            "overhead of samples", measured, f"budget {format_percent(run.budget, 2)}",
             "var(--bad)" if over else None,
         ),
         build_card("interval of samples", "none", "no more samples") if interval is None

@@ -14,8 +14,9 @@ from stepsplit.analyzer.diagnose.other_hardware import CarriedRun
 from stepsplit.analyzer.diagnose.what_if import WhatIfChange, WhatIfs
 from stepsplit.analyzer.regression.compare import CallStats, RunComparison, Side
 from stepsplit.analyzer.regression.scaling import Scaling, ScalingRun
+from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
-from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build_table
+from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
 
 # The screen of compare.
 
@@ -166,7 +167,7 @@ def build_bucket_table(comparison: RunComparison) -> Table:
     for row in comparison.buckets:
         numbers = _format_times(row.baseline_ns, row.candidate_ns)
         table.add_row(
-            Text(row.bucket, style=BUCKET_STYLE[row.bucket]), *numbers,
+            Text(row.bucket, style=TERMINAL_STYLE[row.bucket]), *numbers,
             _format_share(row.difference_ns, whole_ns),
         )  # fmt: skip
     after_ns = comparison.candidate.mean.step_ns
@@ -199,7 +200,7 @@ def build_exposed_section(comparison: RunComparison) -> list[RenderableType]:
     table = build_table("by axis", "baseline", "candidate", "difference")
     for row in comparison.exposed[:MAX_ROWS]:
         name = Text(f"{_format_axis(row.axis or 'other')} ").append(
-            row.bucket, BUCKET_STYLE[row.bucket]
+            row.bucket, TERMINAL_STYLE[row.bucket]
         )
         table.add_row(name, *_format_times(row.baseline_ns, row.candidate_ns))
     return [
@@ -360,7 +361,7 @@ def _build_shares_table(scaling: Scaling) -> Table:
     shown = [i for i in range(len(BUCKETS)) if any(run.step.buckets_ns[i] for run in scaling.runs)]
     table = build_table("of the mean step")
     for i in shown:
-        header = Text(BUCKETS[i], style=BUCKET_STYLE[BUCKETS[i]])
+        header = Text(BUCKETS[i], style=TERMINAL_STYLE[BUCKETS[i]])
         table.add_column(header, justify="right", no_wrap=True)
     for run in scaling.runs:
         shares = (run.step.buckets_ns[i] / run.step.step_ns for i in shown)
@@ -376,7 +377,7 @@ def _format_costs(run: ScalingRun, reference: str) -> Text:
     largest = sorted(same_sign, key=lambda cost: -abs(cost.share))[:_MAX_COSTS]
     named = [cost for cost in largest if abs(cost.share) >= _MIN_COST]
     for i, cost in enumerate(named):
-        text.append(", " if i else ": ").append(cost.bucket, BUCKET_STYLE[cost.bucket])
+        text.append(", " if i else ": ").append(cost.bucket, TERMINAL_STYLE[cost.bucket])
         text.append(f" {units.format_signed_percent(cost.share)}")
     return text
 

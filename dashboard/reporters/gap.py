@@ -8,8 +8,9 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import ComparedCalls, Gap
+from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
-from stepsplit.dashboard.reporters.tables import BUCKET_STYLE, build_table
+from stepsplit.dashboard.reporters.tables import build_table
 
 _MIN_SHARE = 0.005
 """Parts of the difference below this share of the step are summed up."""
@@ -35,7 +36,7 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
         for bucket, expected, took in buckets:
             if expected or took:
                 table.add_row(
-                    Text(bucket, style=BUCKET_STYLE[bucket]),
+                    Text(bucket, style=TERMINAL_STYLE[bucket]),
                     units.format_milliseconds(took),
                     units.format_milliseconds(expected),
                     units.format_signed_milliseconds(took - expected),

@@ -36,11 +36,12 @@ def build_hang_screen(hang: Hang) -> RenderableType:
     from stepsplit.analyzer.diagnose.hang.sentences import format_verdict
 
     lines = (hang.note, *format_verdict([one.message for one in hang.culprits]))
-    known = [_format_count(len(hang.ranks), "dump", "dumps")] if hang.ranks else []
+    noun = _name_source(hang)
+    known = [_format_count(len(hang.ranks), noun, f"{noun}s")] if hang.ranks else []
     if hang.states:
         known.insert(0, f"looked at {_format_count(len(hang.states), 'rank', 'ranks')}")
     if hang.no_dump and hang.ranks:
-        known.append(f"no dump from {name_ranks(hang.no_dump)}")
+        known.append(f"no {noun} from {name_ranks(hang.no_dump)}")
     if hang.stuck:
         known.append(_format_count(len(hang.stuck), "unfinished call", "unfinished calls"))
         first = min(int(call.called_unix_ns) for call in hang.stuck)
@@ -66,6 +67,11 @@ def build_hang_screen(hang: Hang) -> RenderableType:
         parts += [Text(), Text("NCCL RAS", style="bold")]
         parts += [Text(sentence) for sentence in hang.ras[:MAX_RANKS]]
     return Group(*parts)
+
+
+def _name_source(hang: Hang) -> str:
+    """What the result is of each rank: a dump, or what its watchdog reports in a log."""
+    return "report" if any(one.code == "watchdog_log" for one in hang.warnings) else "dump"
 
 
 def _list_states(hang: Hang) -> list[Text]:
@@ -110,7 +116,7 @@ def _format_count(count: int, one: str, several: str) -> str:
 
 def _build_calls_table(hang: Hang) -> Table:
     shown = _select_calls(hang.stuck)
-    rows = [_format_call(call) for call in shown]
+    rows = [_format_call(call, _name_source(hang)) for call in shown]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     # A column without an entry takes no room.
     columns = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
@@ -129,9 +135,9 @@ def _select_calls(stuck: Sequence[Stuck]) -> list[Stuck]:
     return [*blocked[:MOST_BLOCKED], *unfinished[:MOST_UNFINISHED]]
 
 
-def _format_call(call: Stuck) -> tuple[str, ...]:
+def _format_call(call: Stuck, noun: str) -> tuple[str, ...]:
     size = units.UNKNOWN if call.message_bytes is None else units.format_size(call.message_bytes)
-    lost = f"{format_ranks(call.no_dump)} (no dump)" if call.no_dump else ""
+    lost = f"{format_ranks(call.no_dump)} (no {noun})" if call.no_dump else ""
     away = format_ranks([one.rank for one in call.missing])
     return (
         call.group.name,

@@ -19,8 +19,9 @@ from stepsplit.analyzer.model.memory import estimate_allocated_band
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.analyzer.model.unstated import describe_unstated
+from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
-from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build_table
+from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
 
 # The screen of model: step time, split, memory, pipeline and communication.
 
@@ -154,7 +155,7 @@ def build_split_table(prediction: Prediction) -> Table:
     split = prediction.split
     for bucket, ns in zip(BUCKETS, split.buckets_ns, strict=True):
         share = ns / split.step_ns if split.step_ns else 0.0
-        style = BUCKET_STYLE[bucket]
+        style = TERMINAL_STYLE[bucket]
         bar = Bar(1.0, 0.0, share, color=style)
         table.add_row(
             Text(bucket, style=style),

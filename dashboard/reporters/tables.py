@@ -135,17 +135,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
-# Tables without lines, and the color of each bucket.
-
-BUCKET_STYLE = {
-    "compute": "green",
-    "collective": "blue",
-    "p2p": "cyan",
-    "skew": "magenta",
-    "bubble": "yellow",
-    "copy": "bright_black",
-    "idle": "bright_black",
-}
+# Tables without lines.
 
 AXIS_SHORT = {"dp_replicate": "dp repl", "dp_shard": "dp shard"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -17,6 +17,7 @@ from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     BucketMean,
     Summary,
+    describe_lacks,
     divide_parts,
     round_parts,
     round_shares,
@@ -24,10 +25,13 @@ from stepsplit.analyzer.report.headline import (
 )
 from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
+    SETTLES,
+    Basis,
     IdleRow,
     Pipeline,
     Report,
     Run,
+    Settle,
     WarningRow,
     compute_token_rate,
     format_hosts,
@@ -35,11 +39,11 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.strategy import Strategy
+from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
-    BUCKET_STYLE,
     build_table,
     format_clock_error,
     format_coverage,
@@ -67,8 +71,10 @@ STRATEGY_NAME = {
 
 def build_report_screen(report: Report) -> RenderableType:
     """The whole screen of a report, for a rich console of any width from 80 columns."""
-    summary = summarize(report.steps, report.exposed)
+    summary = report.summary or summarize(report.steps, report.exposed)
     parts: list[RenderableType] = [_describe_run(report.run)]
+    if lacks := describe_lacks(summary.lacks if summary else ()):
+        parts.append(Text(lacks, style="bold yellow"))
     if report.run.strategies:
         known = ", ".join(map(_format_strategy, report.run.strategies))
         parts.append(Text(f"detected parallelism: {known}", style="bold"))
@@ -96,8 +102,17 @@ def build_report_screen(report: Report) -> RenderableType:
         parts += [Text(), *build_gap_section(report.gap)]
     if report.findings:
         more = "" if len(report.findings) < 2 else ", not additive"
+        bases = [finding.basis for finding in report.findings if finding.basis is not None]
+        # What holds for all is said once, and what is certain is not.
+        doubts = [set(basis.would_settle) for basis in bases]
+        common = set.intersection(*doubts) if doubts else set()
+        more += "".join(f"; to be sure: {SETTLES[one]}" for one in sorted(common))
         rows = [
-            (str(place), units.format_milliseconds(finding.gain_ns), finding.message)
+            (
+                str(place),
+                units.format_milliseconds(finding.gain_ns),
+                finding.message + _format_doubt(finding.basis, common),
+            )
             for place, finding in enumerate(report.findings, 1)
         ]
         parts += _build_list(f"TOP BOTTLENECKS (estimated saving per step{more})", rows)
@@ -166,7 +181,7 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
     ]
 
 
-_LEFT_OUT = {"partial": "partial", "other": "other calls"}
+_LEFT_OUT = {"partial": "partial", "other": "other work"}
 
 
 def _format_left_out(report: Report, number: int) -> str:
@@ -200,6 +215,15 @@ def _format_memo(report: Report, summary: Summary | None) -> Text:
         missing = "(ranks or ends of calls missing)"
         memo += f"; waits of {estimated} of {len(rows)} steps are estimates {missing}"
     return Text(memo, style="bright_black")
+
+
+def _format_doubt(basis: Basis | None, said: Collection[Settle]) -> str:
+    """How a finding is known if that leaves doubts; "" if not, or if they are said already."""
+    needed = [one for one in (basis.would_settle if basis else ()) if one not in said]
+    if basis is None or not needed:
+        return ""
+    known = "inferred, " if basis.kind == "inferred" else ""
+    return f" ({known}to be sure: {', '.join(SETTLES[one] for one in needed)})"
 
 
 def _build_list(heading: str, rows: Sequence[tuple[str, str, str]]) -> list[RenderableType]:
@@ -265,7 +289,7 @@ class BucketTable:
         bar = ("",) if bars else ()
         table = build_table("", "measured", "share", *compared, *names, "worst rank", *bar)
         for row in self._rows:
-            style = BUCKET_STYLE[row.bucket]
+            style = TERMINAL_STYLE[row.bucket]
             table.add_row(
                 Text(row.bucket, style=style),
                 *row.measured,

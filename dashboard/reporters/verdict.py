@@ -59,7 +59,8 @@ def build_verdict_screen(verdict: CheckResult) -> RenderableType:
     if verdict.others:
         others = build_table("metric", "baseline", "candidate", "change", "96 % interval")
         for other in verdict.others:
-            others.add_row(other.metric, *_format_numbers(other))
+            name = f"{other.metric}: {other.kind}" if other.kind else other.metric
+            others.add_row(name, *_format_numbers(other))
         parts += [Text(), Text("OTHER SIGNIFICANT CHANGES (no budget)", "bold"), others]
     return Group(*parts)
 
@@ -195,7 +196,11 @@ _HEADLINES: dict[Answer, str] = {
 def format_headline(verdict: CheckResult) -> str:
     """The result, with the metrics that regressed, and the exact ones first."""
     gated = sort_exact_first(verdict.gated)
-    regressed = [one.metric for one in gated if one.answer == "regressed"]
+    regressed = [
+        f"{one.metric}: {one.kind}" if one.kind else one.metric
+        for one in gated
+        if one.answer == "regressed"
+    ]
     if regressed:
         return f"{_HEADLINES[verdict.answer]}: {', '.join(regressed)}"
     exact = [one.metric for one in gated if _is_exact(one) and one.answer == "pass"]

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 from sqlalchemy.exc import SQLAlchemyError
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.alerts import AlertCondition, AlertStore, Metric, WatchAlert
 from stepsplit.dashboard.store.audit import format_time
@@ -231,17 +232,12 @@ def find_excess_overhead(run: WatchedRun) -> AlertCondition | None:
         return None
     if overhead <= OVER_BUDGET * budget:
         return None
-    text = (
-        f"samples cost {_format_part(overhead)} of the training time, budget {_format_part(budget)}"
-    )
+    cost, limit = (units.format_percent(part, 2) for part in (overhead, budget))
+    text = f"samples cost {cost} of the training time, budget {limit}"
     return AlertCondition(
         text, run.start.incarnation, run.last_step, run.newest_unix_ns, budget, overhead,
         OVER_BUDGET_S,
     )  # fmt: skip
-
-
-def _format_part(part: float) -> str:
-    return f"{100 * part:.2f} %"
 
 
 def check_runs(watches: WatchStore, alerts: AlertStore, now_ns: int) -> None:

@@ -19,7 +19,7 @@ from stepsplit.collectors.formats.rank_record import HostSamples, read_record
 from stepsplit.collectors.formats.run_spec import GroupInfo, RunSpec, from_json
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 SMALL = DemoArgs(steps=12, active=3, micro_batch=4, hidden=64, seq_len=32)
 

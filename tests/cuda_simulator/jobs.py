@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from simulator.schedules import Action, actions
+
 from .program import (
     AUTOGRAD_THREAD,
     MAIN_THREAD,
@@ -31,6 +33,7 @@ COMM_STREAMS = {
     "tp": 20, "dp": 32, "ep": 36, "cp": 40, "expert_dp": 52, "world": 56, "replicas": 60,
 }  # fmt: skip
 ACTIVATION_STREAM, GRADIENT_STREAM = 24, 28
+SENDS_APART = 40
 RING_SEND_STREAM, RING_RECEIVE_STREAM = 44, 48
 RANKS_PER_HOST = 8
 
@@ -200,6 +203,14 @@ class Job:
     experts_transfer_ns: int = 90_000
     context_transfer_ns: int = 120_000
     optimizer_ns: int = 500_000
+    schedule: str = "1f1b"
+    """Of the pipeline: 1f1b, or another one of simulator.schedules."""
+    chunks: int = 1
+    """Stages on each rank: interleaved has several."""
+    early_receives: bool = False
+    """A receive is posted one pass before it is needed, as Megatron's overlap of messages does."""
+    one_thread: bool = False
+    """Autograd launches from the thread of the script, as a CPU's would."""
     messages_on_world: bool = False
     """Stages send over the default group instead of their pipeline's."""
     whole_kernels: bool = False
@@ -525,7 +536,14 @@ class _Process:
         self.run_experts(_MLP_FORWARD)
         self.reduce_tensor_parallel()
 
-    def run_backward_layer(self) -> None:
+    def run_backward_layer(self, part: str = "B") -> None:
+        """part: B all of it, I without the products that weight gradients need, W those alone."""
+        if part != "B":
+            kernels = (*_MLP_BACKWARD, *_ATTENTION_BACKWARD)
+            weights = [each for each in kernels if "_nt_" in each[0]]
+            inputs = [each for each in kernels if "_nt_" not in each[0]]
+            self.launch_all(inputs if part == "I" else weights, self.job.layer_ns)
+            return
         self.begin_pass()
         job = self.job
         self.run_experts(_MLP_BACKWARD)
@@ -575,14 +593,14 @@ class _Process:
         for _ in range(self.job.layers):
             self.run_forward_layer()
 
-    def run_microbatch_backward(self, last: bool) -> list[_Work]:
+    def run_microbatch_backward(self, last: bool, part: str = "B") -> list[_Work]:
         """The reductions that the last microbatch's backward starts."""
         job = self.job
-        self.thread = AUTOGRAD_THREAD
+        self.thread = MAIN_THREAD if job.one_thread else AUTOGRAD_THREAD
         works: list[_Work] = []
         reduced = 0
         for layer in range(job.layers):
-            self.run_backward_layer()
+            self.run_backward_layer(part)
             if not last or job.fsdp:
                 continue
             due = (layer + 1) * job.buckets // job.layers
@@ -634,9 +652,57 @@ class _Process:
         if stall_ns:
             self.program.append(HostWork(stall_ns))
 
+    def _run_actions(self) -> list[_Work]:
+        """Any schedule: receives, the passes in its order, and sends right after them."""
+        job = self.job
+        order = actions(job.schedule, job.pp, job.microbatches, job.chunks)[self.stage]
+        works: list[_Work] = []
+        posted: dict[Action, _Work] = {}
+        for number, action in enumerate(order):
+            for needed in order[number : number + 1 + job.early_receives]:
+                if needed not in posted and (work := self._receive(needed)) is not None:
+                    posted[needed] = work
+            if action in posted:
+                self.wait(posted.pop(action))
+            if action.kind == "F":
+                self.run_microbatch_forward()
+            else:
+                last = number == len(order) - 1
+                works += self.run_microbatch_backward(last, action.kind)
+            self._send(action)
+        return works
+
+    def _receive(self, action: Action) -> _Work | None:
+        """Posts the receive of what a pass takes from another rank."""
+        if action.kind == "W":
+            return None
+        forward = action.kind == "F"
+        source = action.stage + (-1 if forward else 1)
+        return self._exchange("recv", source, "activation" if forward else "gradient")
+
+    def _send(self, action: Action) -> None:
+        if action.kind != "W":
+            forward = action.kind == "F"
+            target = action.stage + (1 if forward else -1)
+            self._exchange("send", target, "activation" if forward else "gradient")
+
+    def _exchange(self, op: str, stage: int, channel: str) -> _Work | None:
+        """A message from or to another stage; None beyond the ends and within the rank."""
+        job = self.job
+        rank = stage % job.pp
+        if not 0 <= stage < job.pp * job.chunks or rank == self.stage:
+            return None
+        peer = self.rank + (rank - self.stage) * job.tp * job.cp * job.dp
+        stream = ACTIVATION_STREAM if channel == "activation" else GRADIENT_STREAM
+        # Around a ring of stages a send must not wait behind a receive.
+        stream += SENDS_APART if op == "send" else 0
+        return self.message(op, "pp", peer, channel, stream, 8_388_608, job.message_ns)
+
     def _run_pipeline(self) -> list[_Work]:
         """1F1B, as Megatron's forward_backward_pipelining_without_interleaving."""
         job = self.job
+        if job.schedule != "1f1b" or job.early_receives:
+            return self._run_actions()
         ahead = min(job.pp - 1 - self.stage, job.microbatches)
         works: list[_Work] = []
         for number in range(ahead):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .jobs import COMPUTE_STREAM, RANKS_PER_HOST, Job
 from .machine import HostCall, KernelRun, RankTimeline
-from .program import Call, RecordEvent, Synchronize, WaitEvent
+from .program import Call, Group, RecordEvent, Synchronize, WaitEvent
 
 _BASE_NS = 1_763_600_000_000_000_000
 _FIRST_SEQUENCE = 1_000
@@ -30,6 +30,13 @@ class TraceStyle:
     late_ends_ns: int = 0
     """How much later than they end communication kernels are recorded to end."""
     largest_clock_offset_ns: int = 5_000_000
+    names_groups: bool = True
+    """Groups have descriptions; torch calls those without one undefined."""
+
+    def describe(self, group: Group) -> str:
+        """The description of a group."""
+        named = self.names_groups or group.axis == "world"
+        return group.description if named else "undefined"
 
 
 class _Writer:
@@ -178,7 +185,7 @@ class _Writer:
                 f'"Out msg nelems": {call.out_nelems}, "Group size": {len(call.group.ranks)}, '
                 '"dtype": "BFloat16", "In split size": "[]", "Out split size": "[]", '
                 f'"Process Group Name": "{call.group.name}", '
-                f'"Process Group Description": "{call.group.description}", '
+                f'"Process Group Description": "{self.style.describe(call.group)}", '
                 f'"Process Group Ranks": "[{ranks}]"'
             )
             if call.peer is not None:
@@ -226,7 +233,7 @@ class _Writer:
         )
 
     def write(self, folder: Path) -> None:
-        header = _describe_job(self.job, self.rank)
+        header = _describe_job(self.job, self.rank, self.style)
         text = ",\n".join(self.write_events())
         path = folder / f"rank{self.rank}.json.gz"
         with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
@@ -244,12 +251,12 @@ def _runtime_name(call: HostCall) -> tuple[str, int]:
     return "cudaStreamSynchronize", 131
 
 
-def _describe_job(job: Job, rank: int) -> str:
+def _describe_job(job: Job, rank: int, style: TraceStyle) -> str:
     """The header of the file, open at its end."""
     groups = [
         {
             "pg_name": group.name,
-            "pg_desc": group.description,
+            "pg_desc": style.describe(group),
             "backend_config": "cuda:nccl",
             "pg_size": len(group.ranks),
             "ranks": list(group.ranks),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.browser_builders import running_chromium
+from support.databases import make_sqlite
 
 from stepsplit.dashboard.store.store import Store
 
@@ -15,7 +16,7 @@ from stepsplit.dashboard.store.store import Store
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """An empty store."""
-    opened = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
+    opened = Store.open(make_sqlite(tmp_path / "runs.db"), tmp_path / "artifacts")
     yield opened
     opened.close()
 

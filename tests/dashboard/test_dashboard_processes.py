@@ -23,7 +23,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.units import format_size
 from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard/store", "dashboard/web")]
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 TRACE = "rank0_trace.json.gz"
 _WORKER = """

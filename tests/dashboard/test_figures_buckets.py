@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from support.report_builders import MS, analysis
+from support.samples import analyze_recording
 
-from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
 from stepsplit.analyzer.gap.comm_gap import model_busbw
@@ -112,12 +112,14 @@ def test_each_stage_has_its_bubble_and_the_ideal_is_a_line() -> None:
     assert figure.layout.shapes[0].y0 == 20
 
 
-def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
-    gap = analyze(SAMPLES / "tp2_pp2", job="auto").gap
+@pytest.mark.parametrize("sample", ["tp2_pp2", "h100_pp2", "h100_fsdp2"])
+def test_the_waterfall_leads_from_the_predicted_to_the_measured_step(sample: str) -> None:
+    gap = analyze_recording(SAMPLES / sample, "auto").gap
     assert gap is not None
 
     (fall,) = draw_waterfall(gap).data
 
+    assert fall.name == "from predicted to measured"
     assert [fall.y[0], fall.y[-1]] == ["predicted", "measured"]
     assert len(set(fall.y)) == len(fall.y)
     assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
@@ -125,7 +127,7 @@ def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
 
 
 def test_the_difference_of_two_runs_adds_up_too() -> None:
-    one, other = (analyze(SAMPLES / name) for name in ("pp2_m2", "pp2_m8"))
+    one, other = (analyze_recording(SAMPLES / name) for name in ("pp2_m2", "pp2_m8"))
 
     (fall,) = draw_difference(compare_reports(one, other)).data
 
@@ -217,7 +219,7 @@ def test_the_typical_range_is_below_zero_only_where_runs_are() -> None:
 
 
 def test_the_models_busbw_approaches_the_link_peak() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", job="auto")
+    report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
 
     found = model_busbw(report, "tp", "all_reduce", 1_000, 10**9)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 from hypothesis import given, strategies as st
 from msgspec import structs
+from support.databases import make_sqlite
 from support.job_builders import JOBS, key_of, store_runs
 from support.report_builders import MS, paced
 
@@ -56,9 +61,27 @@ def rows_of(table: html.Table) -> list[list[str]]:
     return [[text(cell) for cell in row.children] for row in found(table, html.Tr)]
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    """A folder with a store of 20 runs, and their ids."""
+    folder = tmp_path_factory.mktemp("filled")
+    with closing(Store.open(make_sqlite(folder / "runs.db"), folder / "artifacts")) as store:
+        return folder, store_runs(store, PACES)
+
+
 @pytest.fixture
-def ids(store: Store) -> dict[str, list[str]]:
-    return store_runs(store, PACES)
+def ids(
+    store: Store, tmp_path: Path, filled: tuple[Path, dict[str, list[str]]]
+) -> dict[str, list[str]]:
+    """Of the runs in the store, which are copied."""
+    folder, ids = filled
+    shutil.copytree(folder / "artifacts", tmp_path / "artifacts", dirs_exist_ok=True)
+    with (
+        closing(sqlite3.connect(folder / "runs.db")) as source,
+        closing(sqlite3.connect(tmp_path / "runs.db")) as target,
+    ):
+        source.backup(target)
+    return ids
 
 
 def show(store: Store, path: str, search: str = "") -> Component:

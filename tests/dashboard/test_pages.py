@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from dash import dcc, html
 from support.report_builders import MS, analysis
+from support.samples import analyze_recording
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.report.report import (
@@ -121,7 +122,7 @@ def test_without_a_model_the_overview_shows_what_is_missing() -> None:
 
 
 def test_with_a_model_the_overview_shows_the_waterfall_and_its_caveats() -> None:
-    page = build_overview(view(analyze(SAMPLES / "tp2_pp2", job="auto")))
+    page = build_overview(view(analyze_recording(SAMPLES / "tp2_pp2", "auto")))
     assert {"sides", "waterfall"} <= set(graphs(page))
     assert "caveat: cpu" in text(page)
 
@@ -211,7 +212,7 @@ def test_memory_is_shown_by_rank_and_by_allocator_reserve() -> None:
 
 
 def test_a_changed_job_is_compared_with_the_measured_one() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", job="auto")
+    report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
     page = build_model_page(
         view(report), AddressQuery({"tp": "1", "dp_replicate": "2", "global_batch": "48"})
     )
@@ -222,14 +223,14 @@ def test_a_changed_job_is_compared_with_the_measured_one() -> None:
 
 
 def test_an_invalid_job_shows_its_error() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", job="auto")
+    report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
     page = build_model_page(view(report), AddressQuery({"tp": "64"}))
     assert "Invalid job" in text(page)
     assert graphs(page) == []
 
 
 def test_the_plan_ranks_layouts_when_asked() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", job="auto")
+    report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
     assert "Rank the layouts of 4 GPUs" in text(build_model_page(view(report), AddressQuery()))
     (table,) = found(build_model_page(view(report), AddressQuery({"plan": "1"})), html.Table)
     steps = [float(text(row.children[8]).split()[0]) for row in table.children[1].children]
@@ -257,12 +258,12 @@ def test_an_unchanged_job_is_predicted_with_the_rates_that_the_run_was_compared_
     shown = view(analyze(SAMPLES / "tp2_pp2", job=tmp_path / "job.toml"))
     assert "+0.0 % compared with the recorded job" in text(build_model_page(shown, AddressQuery()))
     ranked = text(build_model_page(shown, AddressQuery({"plan": "1"})))
-    plain = view(analyze(SAMPLES / "tp2_pp2", job="auto"))
+    plain = view(analyze_recording(SAMPLES / "tp2_pp2", "auto"))
     assert ranked != text(build_model_page(plain, AddressQuery({"plan": "1"})))
 
 
 def test_two_runs_are_compared_bucket_by_bucket() -> None:
-    one, other = (View(n, analyze(SAMPLES / n), None, RUN) for n in ("pp2_m2", "pp2_m8"))
+    one, other = (View(n, analyze_recording(SAMPLES / n), None, RUN) for n in ("pp2_m2", "pp2_m8"))
     page = compare_page(one, other)
     assert graphs(page) == ["splits", "difference"]
     for words in ("microbatches", "beyond step-to-step noise", "+210.5 %", "recv float32", "gemm",
@@ -365,7 +366,7 @@ def test_history_lists_and_draws_level_changes() -> None:
 
 
 def test_the_overview_lists_the_kernels_on_the_critical_path_with_links_to_them() -> None:
-    report = analyze(SAMPLES / "built_tp_pp_dp_slow_rank")
+    report = analyze_recording(SAMPLES / "built_tp_pp_dp_slow_rank")
     page = build_overview(View("a run", report, analysis().tables, RUN))
     first = report.path_kernels[0]
     assert f"{first.kernel} rank 3, stream 7" in text(page)

@@ -28,10 +28,10 @@ store.close()
 """
 
 
-def test_the_migrations_make_exactly_todays_tables(database_url: str, tmp_path: Path) -> None:
-    Store.open(database_url, tmp_path / "artifacts").close()
+def test_the_migrations_make_exactly_todays_tables(bare_database_url: str, tmp_path: Path) -> None:
+    Store.open(bare_database_url, tmp_path / "artifacts").close()
 
-    assert _differences(database_url) == []
+    assert _differences(bare_database_url) == []
 
 
 def test_the_newest_migration_is_the_one_that_is_opened() -> None:
@@ -42,11 +42,11 @@ def test_the_newest_migration_is_the_one_that_is_opened() -> None:
 
 @pytest.mark.parametrize("version", [None, "0002", "0003"])
 def test_a_store_from_before_the_first_release_is_left_alone(
-    version: str | None, database_url: str, tmp_path: Path
+    version: str | None, bare_database_url: str, tmp_path: Path
 ) -> None:
-    if database_url.startswith("sqlite"):
-        Path(str(make_url(database_url).database)).parent.mkdir()
-    engine = _engine(database_url)
+    if bare_database_url.startswith("sqlite"):
+        Path(str(make_url(bare_database_url).database)).parent.mkdir()
+    engine = _engine(bare_database_url)
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE runs (id VARCHAR(32) NOT NULL PRIMARY KEY)"))
         if version is not None:
@@ -55,7 +55,7 @@ def test_a_store_from_before_the_first_release_is_left_alone(
     engine.dispose()
 
     with pytest.raises(UsageError) as raised:
-        Store.open(database_url, tmp_path / "artifacts")
+        Store.open(bare_database_url, tmp_path / "artifacts")
 
     place = engine.url.render_as_string(hide_password=True)
     assert str(raised.value) == (
@@ -64,23 +64,25 @@ def test_a_store_from_before_the_first_release_is_left_alone(
     )
 
 
-def test_a_store_of_a_newer_stepsplit_is_left_alone(database_url: str, tmp_path: Path) -> None:
-    Store.open(database_url, tmp_path / "artifacts").close()
-    engine = _engine(database_url)
+def test_a_store_of_a_newer_stepsplit_is_left_alone(bare_database_url: str, tmp_path: Path) -> None:
+    Store.open(bare_database_url, tmp_path / "artifacts").close()
+    engine = _engine(bare_database_url)
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0999'"))
     engine.dispose()
 
     with pytest.raises(UsageError, match=r"newer stepsplit \(schema 0999\); upgrade stepsplit"):
-        Store.open(database_url, tmp_path / "artifacts")
+        Store.open(bare_database_url, tmp_path / "artifacts")
 
 
-def test_processes_that_open_one_store_at_once_agree(database_url: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _ADD, database_url, str(tmp_path / "artifacts")]
+def test_processes_that_open_one_store_at_once_agree(
+    bare_database_url: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", _ADD, bare_database_url, str(tmp_path / "artifacts")]
     others = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     made = [other.communicate(timeout=60)[0].strip() for other in others]
 
-    store = Store.open(database_url, tmp_path / "artifacts")
+    store = Store.open(bare_database_url, tmp_path / "artifacts")
     assert sorted(run.id for run in store.list_runs()) == sorted(made)
     store.close()
 

@@ -14,7 +14,8 @@ from plotly.io.json import to_json_plotly
 from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import BlameRow
-from stepsplit.dashboard.figures.theme import BUCKET_STYLES, build_bucket_css
+from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
+from stepsplit.dashboard.figures.theme import build_bucket_css
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
@@ -105,5 +106,5 @@ def test_the_page_has_the_colors_of_the_figures(theme: str) -> None:
         colors |= dict(re.findall(r"--(\w+): (#\w+);", dark.split("}", 1)[0]))
 
     for look in BUCKET_STYLES:
-        expected = look.color if theme == "light" else look.dark
+        expected = look.color.light if theme == "light" else look.color.dark
         assert colors[look.bucket] == expected.lower()

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 from support.report_builders import analysis
+from support.samples import analyze_recording
 
-from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.report import MemoryRow, Report
 from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.dashboard.reporters.terminal import build_report_screen
@@ -27,7 +27,7 @@ def shown(width: int, report: Report | None = None) -> list[str]:
 @pytest.fixture(scope="module")
 def compared_report() -> Report:
     """A report of three axes with the model's prediction."""
-    return analyze(SAMPLES / "tp2_pp2_dp2", job="auto")
+    return analyze_recording(SAMPLES / "tp2_pp2_dp2", "auto")
 
 
 def test_the_screen_answers_what_ran_where_it_went_and_why() -> None:

@@ -13,7 +13,7 @@ from support.report_builders import analysis
 
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard/web")]
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def test_the_page_shows_what_samples_cost_and_what_was_dropped(client: FlaskClie
 
     page = json.dumps(_open(client, f"/watch/{RUN}"))
 
-    for words in ("0.71 %", "budget 0.5 %", "no more samples", "2 batches: spool full"):
+    for words in ("0.71 %", "budget 0.50 %", "no more samples", "2 batches: spool full"):
         assert words in page
 
 

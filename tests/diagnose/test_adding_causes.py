@@ -43,7 +43,9 @@ def find_sleeping_kernels(context: CauseContext) -> Iterator[Remedy]:
         )
 
 
-SLEEPING = CauseEntry("sleeping_kernels", find_sleeping_kernels, as_set="sleeping")
+SLEEPING = CauseEntry(
+    "sleeping_kernels", find_sleeping_kernels, basis="measured", as_set="sleeping"
+)
 
 
 def sleeping_rank(rank: int, sleeps: bool) -> GpuTrace:

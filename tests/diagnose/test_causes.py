@@ -23,9 +23,7 @@ from stepsplit.collectors.formats.rank_record import GpuState, MemoryState, Rank
 from stepsplit.collectors.formats.run_spec import RankInfo
 
 QUICK = (
-    "slow_link tp_dp",
     "slow_rank fsdp",
-    "no_overlap ddp",
     "redundant_calls tp",
     "nothing tp_dp",
 )
@@ -74,7 +72,7 @@ def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("grid", "doubt"),
-    [([8, 1, 1], "as many kernels of equal shapes, too few to tell"),
+    [([8, 1, 1], "as many kernels of equal grids, too few to tell"),
      ([12, 1, 1], ""),
      (None, "no shapes recorded")],
     ids=["equal grid", "larger grid", "no grid"],
@@ -375,7 +373,8 @@ def test_a_straggler_finding_names_the_clock_and_throttling_if_recorded(
         write_record(tmp_path, RankRecord("job", where, 3, "nccl", gpu=states, gpu_note=note))
     (slow,) = (one for one in analyze(tmp_path).findings if one.code == "slow_rank")
     assert slow.message == (
-        f"rank 1 is a straggler: its GEMM kernels are 1.40x slower than on its peers{why}"
+        f"rank 1 is a straggler: its GEMM kernels are 1.40x slower than on its peers at equal "
+        f"grids (no shapes recorded){why}"
     )
 
 
@@ -411,12 +410,13 @@ SLOW_GEMM = "rank 1 is a straggler: its GEMM kernels are 1.40x slower than on it
 @pytest.mark.parametrize(
     ("grid", "larger", "dims", "code", "message"),
     [
-        ([8, 1, 1], [8, 1, 1], False, "slow_rank", SLOW_GEMM),
+        ([8, 1, 1], [8, 1, 1], False, "slow_rank", f"{SLOW_GEMM} at equal grids (no shapes "
+         "recorded)"),
         (None, None, False, "slow_rank", f"{SLOW_GEMM}, unless its inputs are larger (no shapes "
          "recorded)"),
         ([8, 1, 1], [12, 1, 1], False, "uneven_ranks", "load imbalance: rank 1 has 36.9 % more "
          "compute than the other ranks of its stage"),
-        ([8, 1, 1], [12, 1, 1], True, "slow_rank", SLOW_GEMM),
+        ([8, 1, 1], [12, 1, 1], True, "slow_rank", f"{SLOW_GEMM} at equal shapes"),
     ],
     ids=["same grid", "no shapes", "larger grid", "same shapes on another grid"],
 )  # fmt: skip
@@ -458,21 +458,22 @@ def throttled_job(
 
 
 @pytest.mark.parametrize(
-    ("slow", "times", "doubt"),
-    [((2,), "1 of 5", ""), ((2, 5), "2 of 5", ""),
-     ((2,), "1 of 5", ", unless its inputs are larger there (no shapes recorded)")],
+    ("slow", "times", "equal"),
+    [((2,), "1 of 5", " at equal grids (no shapes recorded)"),
+     ((2, 5), "2 of 5", " at equal grids (no shapes recorded)"),
+     ((2,), "1 of 5", ", unless its inputs are larger (no shapes recorded)")],
     ids=["one step", "two steps", "no shapes"],
 )  # fmt: skip
 def test_a_rank_that_is_slow_in_single_steps_is_a_straggler_there(
-    slow: tuple[int, ...], times: str, doubt: str, tmp_path: Path
+    slow: tuple[int, ...], times: str, equal: str, tmp_path: Path
 ) -> None:
     """Each costs the job 120 us, as the other rank waits; adam is as fast as ever."""
-    (found,) = findings(tmp_path, *throttled_job(slow, grid=not doubt))
+    (found,) = findings(tmp_path, *throttled_job(slow, grid="grids" in equal))
     assert (found.code, found.ranks, found.steps) == ("slow_rank", (1,), slow)
     assert found.gain_ns == pytest.approx(120_000 * len(slow) / 5, rel=0.05)
     assert found.message == (
         f"rank 1 is a straggler in {times} steps: as many kernels take 1.92x as long there as in "
-        f"its other steps{doubt}"
+        f"its other steps{equal}"
     )
 
 
@@ -542,7 +543,8 @@ def lone_stages(grids: tuple[list[int], list[int]] | None) -> list[GpuTrace]:
     ("grids", "found"),
     [
         (([8, 1, 1], [8, 1, 1]), {"slow_rank": "rank 1 is a straggler: its GEMM kernels are 1.50x "
-                                  "slower than on its peers"}),
+                                  "slower than on its peers at equal grids (no shapes "
+                                  "recorded)"}),
         (([8, 1, 1], [12, 1, 1]), {"uneven_stages": "pipeline imbalance: stage 1 has 18.7 % more "
                                    "compute than average; move layers off it"}),
         (None, {"uneven_stages": "pipeline imbalance: stage 1 computes 18.7 % longer than average: "

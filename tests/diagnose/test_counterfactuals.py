@@ -19,6 +19,10 @@ JOBS = {
     "fsdp8_slow_rank": ("slow_rank", (5,)),
 }
 NEAR = 0.05
+SLOW_IN_TURN = (
+    pytest.mark.slow,
+    pytest.mark.in_turn("analyzer/diagnose", "analyzer/readers/kineto"),
+)
 
 
 def folder_of(job: str) -> Path:
@@ -38,7 +42,10 @@ def test_the_first_finding_is_the_cause_and_its_gain_is_true(job: str) -> None:
     assert first.gain_ns == pytest.approx(gain_ns_of(job), rel=NEAR)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, marks=() if job == "fsdp8_slow_rank" else SLOW_IN_TURN) for job in JOBS],
+)
 def test_timestamps_in_whole_microseconds_do_not_change_the_finding(
     job: str, tmp_path: Path
 ) -> None:

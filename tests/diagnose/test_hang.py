@@ -463,7 +463,7 @@ def test_a_rank_that_computes_is_late(tmp_path: Path) -> None:
     assert (found.condition, found.culprits[0].cause) == ("late", "late")
     assert found.verdict == (
         f"not known to be a hang: the rank that is late is not idle; {NOT_CALLED}; it computes"
-        " (busy 95% of the time) in data.py:7 load > sleep (time.py)"
+        " (busy 95.0 % of the time) in data.py:7 load > sleep (time.py)"
     )
 
 

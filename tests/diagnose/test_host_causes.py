@@ -98,8 +98,8 @@ def test_a_rank_that_is_late_in_one_step_is_so_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (found.measured_ns, found.predicted_ns) == (180_000, 0)
     assert found.message == (
-        "rank 1 is host-bound: its idle time exceeds that of its peers by 15.3 % of the step, "
-        "nearly all of it in step 1; 100.0 % of it is Python code between ops"
+        "rank 1 is host-bound: its idle time exceeds that of its peers by 15.3 % of the step; "
+        "100.0 % of it is Python code between ops; nearly all of it in step 1"
     )
     assert (report.blame[0].rank, report.blame[0].cause) == (1, "host")
 
@@ -208,7 +208,7 @@ def test_garbage_collection_is_a_finding_with_its_longest_pause(tmp_path: Path) 
     assert collect.gain_ns == 166_667
     assert collect.message == (
         "Python's garbage collector stops rank 1 for 16.7 % of the step (up to 0.50 ms at once, "
-        "generation 2); gc.freeze() after the setup shortens it"
+        "generation 2); gc.freeze() after the setup shortens it; nearly all of it in step 1"
     )
     assert (stall.code, stall.gain_ns) == ("host_stall", 433_333), "the rest of the 600"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from simulator.style import Style
 from support.builders import COMM_STREAM, CpuTrace, GpuTrace
 from support.ground_truth import SEED
 from support.replay_builders import scene, steps_us
-from support.splitting import recording_of, split_of
+from support.samples import SAMPLES
+from support.splitting import RunSplit, recording_of, split_of
 
 from stepsplit.analyzer.diagnose.graph.dependency_graph import Levels, Needs, build_dependency_graph
 from stepsplit.analyzer.diagnose.graph.replay import (
@@ -30,7 +32,7 @@ from stepsplit.analyzer.diagnose.graph.replay import (
 )
 
 PAIR = [("0", "mesh_dp", [0, 1])]
-QUICK = ("tp_slow_rank", "fsdp", "pp_1f1b", "pp_zb_v", "cp_ring", "ep_two_streams", "zero1")
+QUICK = ("tp_slow_rank", "fsdp", "pp_zb_v", "ep_two_streams")
 NEAR_NS = 10_000
 """How far off a step of a simulated job may be: clocks of several hosts are only known so well, and
 a call that ends by chance as another begins may be taken for what a rank waited for."""
@@ -192,9 +194,14 @@ def test_other_simulated_jobs_replay(name: str, tmp_path: Path) -> None:
     test_simulated_jobs_replay_as_they_were(name, tmp_path)
 
 
+@cache
+def split_sample(name: str) -> RunSplit:
+    return split_of(recording_of(SAMPLES / name))
+
+
 @pytest.mark.parametrize("name", ["tp2_pp2_dp2", "fsdp4", "pp2_m8", "built_zero_bubble"])
 def test_recorded_runs_replay_to_the_nanosecond(name: str) -> None:
-    found = split_of(recording_of(Path(__file__).parents[2] / "sample_traces" / name))
+    found = split_sample(name)
     measured = [step.split.step_ns for rank in found.ranks for step in rank.steps]
     assert np.abs(replay(build_dependency_graph(found)).step_ns - measured).max() == 0
 
@@ -204,7 +211,7 @@ def test_whole_levels_at_once_give_the_same_times(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for runs of many ranks; also with faster links and without every fifth call."""
-    split = split_of(recording_of(Path(__file__).parents[2] / "sample_traces" / name))
+    split = split_sample(name)
     graph = build_dependency_graph(split)
     calls = np.arange(len(graph.kernels))
     faster = scale_transfers(graph, calls, np.full(len(calls), 0.5))

@@ -12,17 +12,17 @@ from cuda_simulator.jobs import Job
 from cuda_simulator.simulate import simulate
 from support.builders import GpuTrace
 from support.required import shared_repro
+from support.samples import SAMPLES, read_golden
 
-from stepsplit.analyzer import UsageError, analyze, what_if
+from stepsplit.analyzer import UsageError, what_if
 from stepsplit.dashboard import cli
 
-SAMPLES = Path(__file__).parents[2] / "sample_traces"
 REPLAY_OFF = 0.05
 """How far a replay of a recorded run may be from the run that was then recorded."""
 
 
 def mean_step_ns(name: str) -> float:
-    return mean(row.step_ns for row in analyze(SAMPLES / name).steps if row.kind == "full")
+    return mean(row.step_ns for row in read_golden(name).steps if row.kind == "full")
 
 
 def test_a_change_is_written_as_it_is_read() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.samples import analyze_recording
 
 from stepsplit.analyzer import BUCKETS, DataError, Report, analyze, predict
 from stepsplit.analyzer.report.headline import compute_mean_step_ns
@@ -69,11 +70,13 @@ def test_inferred_keys_need_not_be_configured(
 
 def test_auto_takes_all_from_the_recording(run_file: Path) -> None:
     """Its device is a CPU, and run.json states model, mesh and batch."""
-    assert analyze(SAMPLES / "tp2_pp2", job="auto") == analyze(SAMPLES / "tp2_pp2", job=run_file)
+    assert analyze_recording(SAMPLES / "tp2_pp2", "auto") == analyze(
+        SAMPLES / "tp2_pp2", job=run_file
+    )
 
 
 def test_tp2_pp2_calls_match_the_model_and_all_reduces_are_slow() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", job="auto")
+    report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
     assert report.gap is not None
     assert all(one.equal for one in report.gap.calls)
     large = [
@@ -83,14 +86,14 @@ def test_tp2_pp2_calls_match_the_model_and_all_reduces_are_slow() -> None:
         ("link", "tp")
     ]
     # With uncalibrated hardware a difference is a gap, not a finding.
-    assert report.findings == analyze(SAMPLES / "tp2_pp2").findings
+    assert report.findings == analyze_recording(SAMPLES / "tp2_pp2").findings
     (bubble,) = (row for row in report.gap.rows if row.bucket == "bubble")
     assert "measured bubble 27.3 %, ideal 1F1B bubble 25.0 %, predicted 26.3 %" in bubble.message
 
 
 def test_dp4_sums_the_predicted_bytes_in_buckets_of_its_own() -> None:
     """Four calls for two cost latency alone, and compute hides as much of them as predicted."""
-    report = analyze(SAMPLES / "dp4", job="auto")
+    report = analyze_recording(SAMPLES / "dp4", "auto")
     assert report.gap is not None
     (calls,) = report.gap.calls
     assert (calls.count, calls.predicted_count, calls.equal) == (4, 2, False)
@@ -99,7 +102,7 @@ def test_dp4_sums_the_predicted_bytes_in_buckets_of_its_own() -> None:
 
 
 def test_without_a_job_there_is_no_model_comparison() -> None:
-    report = analyze(SAMPLES / "tp2_pp2")
+    report = analyze_recording(SAMPLES / "tp2_pp2")
     assert (report.prediction, report.gap, report.mfu, report.hfu) == (None, None, None, None)
 
 
@@ -173,7 +176,7 @@ def test_a_different_mesh_is_a_caveat(run_file: Path) -> None:
 
 
 def test_the_page_shows_what_is_printed() -> None:
-    gap = analyze(SAMPLES / "tp2_pp2", job="auto").gap
+    gap = analyze_recording(SAMPLES / "tp2_pp2", "auto").gap
     assert gap is not None
     console = Console(width=80, highlight=False, no_color=True)
     with console.capture() as capture:

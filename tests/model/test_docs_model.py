@@ -194,11 +194,18 @@ def test_the_bands_of_the_page_are_those_of_the_frameworks() -> None:
     assert set(spread.values()) == {(0.8, 1.45)}
 
 
+OF_VALIDATION = pytest.mark.in_turn(
+    "README.md", "analyzer/model", "analyzer/validation", "docs/model.md"
+)
+
+
 @pytest.fixture(scope="module")
 def checks() -> tuple[Check, ...]:
     return validate()
 
 
+@pytest.mark.slow
+@OF_VALIDATION
 def test_the_table_of_the_page_is_what_validation_finds(checks: tuple[Check, ...]) -> None:
     shown = [check for check in checks if check.measure != "equality"]
     assert cells(part("How well it does")) == [as_written(check) for check in shown]
@@ -212,6 +219,8 @@ README_CHECKS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
+@OF_VALIDATION
 def test_the_numbers_of_the_readme_are_what_validation_finds(checks: tuple[Check, ...]) -> None:
     readme = (ROOT / "README.md").read_text()
     table = readme[readme.index("| | rows | mean error |") :].partition("\n\n")[0]
@@ -238,6 +247,8 @@ def percents(ratios: tuple[float, ...]) -> str:
     return " / ".join(f"{100 * ratio:.1f}" for ratio in ratios) + " %" * bool(ratios)
 
 
+@pytest.mark.slow
+@OF_VALIDATION
 def test_the_equalities_of_the_page_hold_and_are_as_many(checks: tuple[Check, ...]) -> None:
     equalities = [check for check in checks if check.measure == "equality"]
     equal = sum(row.equal for check in equalities for row in check.reported)

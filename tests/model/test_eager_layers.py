@@ -27,8 +27,6 @@ from stepsplit.analyzer.model.layer_time import count_routed_tokens
 from stepsplit.analyzer.model.memory_states import CLAMPED_SAVED, compute_layers_by_kind
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("analyzer/model")]
@@ -48,9 +46,9 @@ MODELS = {
     "gpt2": replace(PLAIN, activation="gelu_new"), "opt": replace(PLAIN, activation="relu"),
 }  # fmt: skip
 CONFIGS = {
-    "llama": transformers.LlamaConfig,
-    "qwen3": transformers.Qwen3Config,
-    "mixtral": transformers.MixtralConfig,
+    "llama": "LlamaConfig",
+    "qwen3": "Qwen3Config",
+    "mixtral": "MixtralConfig",
 }
 
 UNSEEN = {"detach", "view", "_unsafe_view", "t", "alias", "empty", "empty_like", "new_empty",
@@ -112,6 +110,7 @@ def count_bytes(tensor: Any) -> int:
 
 
 def build_transformer(name: str, layers: int) -> Any:
+    transformers = pytest.importorskip("transformers")
     shape, torch_shape = MODELS[name], {}
     if name == "gpt2":
         config = transformers.GPT2Config(
@@ -130,7 +129,7 @@ def build_transformer(name: str, layers: int) -> Any:
     if shape.experts is not None:
         torch_shape = {"num_local_experts": shape.experts.count,
                        "num_experts_per_tok": shape.experts.top_k}  # fmt: skip
-    config = CONFIGS[name](
+    config = getattr(transformers, CONFIGS[name])(
         num_hidden_layers=layers, hidden_size=shape.hidden, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads, head_dim=shape.head_size, vocab_size=shape.vocab,
         intermediate_size=shape.experts.ffn if shape.experts else shape.ffn, use_cache=False,
@@ -140,6 +139,8 @@ def build_transformer(name: str, layers: int) -> Any:
 
 
 def build_of(config: Any) -> Any:
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 

@@ -225,11 +225,21 @@ class Messages(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
+QUICK = ("one-microbatch",)
+SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/model"))
+
+
+def list_by_tier(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else SLOW_IN_TURN) for name in names]
+
+
 NAMES = {"all_gather": "allgather", "reduce_scatter": "reduce_scatter"}
 
 
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("name", ["one-microbatch", "adapters", "adapters-rerun", "adapters-root"])
+@pytest.mark.parametrize(
+    "name", list_by_tier("one-microbatch", "adapters", "adapters-rerun", "adapters-root")
+)
 def test_the_messages_of_a_step_are_those_of_torch(name: str) -> None:
     one, predicted = JOBS[name], Counter[tuple[str, int]]()
     for op in list_comm_ops(one):
@@ -245,7 +255,7 @@ def test_the_messages_of_a_step_are_those_of_torch(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", list_by_tier(*JOBS))
 def test_the_peak_of_a_step_is_that_of_torch(name: str) -> None:
     (predicted,) = compute_memory(JOBS[name])
     peak_bytes = predicted.total_bytes - predicted.other_bytes

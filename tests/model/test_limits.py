@@ -157,6 +157,25 @@ def test_long_lists_and_numbers_are_refused_without_repeating_them() -> None:
             parse_job(f"[training]\nseq_len = {'9' * 5_000}\n")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{'k' * 900_000} = 1\n",
+        f"[model]\n{'k' * 900_000} = 1\n",
+        f"[model]\nheads = '{'x' * 900_000}'\n",
+        f"[model]\nheads = [{'1,' * 400_000}]\n",
+        f"[hardware]\npreset = '{'x' * 900_000}'\n",
+        "[model]\n" + "".join(f"layer{n} = 1\n" for n in range(60_000)),
+        "".join(f"[t{n}]\n" for n in range(60_000)),
+    ],
+    ids=["key", "key of a table", "word", "list", "preset", "many keys", "many tables"],
+)
+def test_a_large_file_is_refused_in_a_short_line(text: str) -> None:
+    with within_limits(), pytest.raises(StepsplitError) as refused:
+        parse_job(text)
+    assert len(str(refused.value)) < 10_000
+
+
 @pytest.mark.slow
 def test_a_plan_for_huge_sizes_ends() -> None:
     for keys in (("model", "layers"), ("model", "experts", "count"), ("training", "global_batch")):

@@ -285,6 +285,8 @@ def test_autocast_keeps_copies_of_all_weights_and_ddp_its_buckets() -> None:
     assert of_two.transient_bytes == in_ddp.transient_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
 @pytest.mark.parametrize(("dtype", "has_master_weights"), [("float32", True), ("bfloat16", False)])
 def test_ddps_copy_of_the_gradients_has_the_bytes_that_torch_allocates(
     dtype: str, has_master_weights: bool

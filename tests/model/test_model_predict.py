@@ -50,6 +50,7 @@ from stepsplit.analyzer.model.profile import list_frameworks
 from stepsplit.analyzer.model.rank_layout import list_stages
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.step_time import StageTime, compute_pipeline, compute_stage_time
+from stepsplit.analyzer.units import format_percent
 
 FAST = replace(DEVICE, peaks_flops_per_s=(("bf16", 1e9),), memory_bytes_per_s=1e9)
 """A FLOP and a byte each take a ns."""
@@ -248,7 +249,7 @@ def test_nearly_full_memory_is_a_caveat_of_fsdp_alone() -> None:
     peak_bytes = max(stage.total_bytes for stage in predict(plain).memory)
     device = replace(plain.hardware, memory_bytes=round(peak_bytes / 0.9))
     full = replace(plain, hardware=device)
-    kept = {"memory is 90% full: the allocator may free and retry"}
+    kept = {"memory is 90.0 % full: the allocator may free and retry"}
     assert kept & {*predict(full).notes} == kept
     assert not kept & {*predict(plain).notes}
 
@@ -295,7 +296,8 @@ def test_offloaded_states_are_updated_on_a_host_whose_rate_the_user_can_state() 
     share = step.idle_ns / step.step_ns
     assert share > UPDATE_SHARE_LIMIT
     assert doubts(one) == [
-        f"updating optimizer states on the host takes {share:.0%} of the step, and hosts differ"
+        f"updating optimizer states on the host takes {format_percent(share)} of the step, and "
+        "hosts differ"
     ]
     known = replace(one, hardware=replace(one.hardware, host_update_bytes_per_s=2e11))
     faster = predict(known)

@@ -62,6 +62,9 @@ def jobs_that_fit(one: JobConfig, gpus: int) -> list[JobConfig]:
     return [each for each in possible if is_within_memory(each, compute_memory(each))]
 
 
+SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/model"))
+
+
 def slow_network(one: JobConfig) -> JobConfig:
     """Nodes of two GPUs, joined by 10 gigabit Ethernet."""
     link = replace(one.hardware.inter, name="slow", bytes_per_s=1.25e9, latency_ns=30_000)
@@ -117,7 +120,12 @@ def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "most_queued", "timed_first"), [(2, 4_000, 100), (2, 4_000, 0), (3, 10, 5)]
+    ("workers", "most_queued", "timed_first"),
+    [
+        (2, 4_000, 0),
+        pytest.param(2, 4_000, 100, marks=SLOW_IN_TURN),
+        pytest.param(3, 10, 5, marks=SLOW_IN_TURN),
+    ],
 )
 def test_several_processes_find_the_same_plan(
     sixteen: Plan,
@@ -148,6 +156,8 @@ def test_recomputed_parts_are_written_as_a_job_takes_them() -> None:
     assert older != text and from_json(older) == from_json(text) == found
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
 def test_several_processes_find_the_same_pareto_list(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan(SMALL, 4, top=1, pareto=True)
     monkeypatch.setattr(plan_search, "LEAST_FAMILIES", 0)
@@ -175,18 +185,15 @@ def test_tp_crosses_nodes_only_if_it_is_kept() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
 def test_no_untimed_layout_is_faster(sixteen: Plan) -> None:
     steps = sorted(build_candidate(each, Rates()).step_ns for each in jobs_that_fit(MIDDLE, 16))
     assert sixteen.best.step_ns == steps[0]
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        pytest.param(MIDDLE, id="dense"),
-        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
+@pytest.mark.parametrize("one", [MIDDLE, EXPERTS], ids=["dense", "experts"])
 def test_the_result_equals_that_of_timing_every_layout(
     one: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,16 +207,24 @@ def test_the_result_equals_that_of_timing_every_layout(
 @pytest.mark.parametrize(
     ("one", "gpus"),
     [
-        (SMALL, 4),
-        (NODE, 16),
-        (slow_network(MIDDLE), 16),
-        (EXPERTS, 16),
-        (replace(MIDDLE, parallel=ParallelConfig(overlap=frozenset({"tp", "cp", "dp"}))), 16),
-        (replace(MIDDLE, parallel=ParallelConfig(context_kind="all-gather")), 16),
-        (replace(MIDDLE, training=replace(MIDDLE.training, framework="fsdp2")), 16),
-        (replace(MIDDLE, training=replace(MIDDLE.training, framework="deepspeed")), 16),
+        pytest.param(SMALL, 4, id="small"),
+        pytest.param(NODE, 16, id="node"),
+        *(
+            pytest.param(one, 16, id=name, marks=SLOW_IN_TURN)
+            for name, one in {
+                "slow": slow_network(MIDDLE),
+                "experts": EXPERTS,
+                "overlap": replace(
+                    MIDDLE, parallel=ParallelConfig(overlap=frozenset({"tp", "cp", "dp"}))
+                ),
+                "all-gather": replace(MIDDLE, parallel=ParallelConfig(context_kind="all-gather")),
+                "fsdp2": replace(MIDDLE, training=replace(MIDDLE.training, framework="fsdp2")),
+                "deepspeed": replace(
+                    MIDDLE, training=replace(MIDDLE.training, framework="deepspeed")
+                ),
+            }.items()
+        ),
     ],
-    ids=["small", "node", "slow", "experts", "overlap", "all-gather", "fsdp2", "deepspeed"],
 )
 def test_no_step_is_below_its_lower_bound(one: JobConfig, gpus: int) -> None:
     """The lower bound that allows skipping a layout is correct."""
@@ -289,18 +304,27 @@ def test_kept_settings_are_those_of_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    "one", [MIDDLE, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["dense", "experts"]
+    "one", [MIDDLE, pytest.param(EXPERTS, marks=SLOW_IN_TURN)], ids=["dense", "experts"]
 )
 @pytest.mark.parametrize(
     "stated",
     [
         {"training.framework": "megatron"},
-        {"training.framework": "fsdp2"},
-        {"parallel": {"dp": 16, "zero": 3}},
         {"parallel": {"tp": 2, "pp": 4, "dp_replicate": 2, "schedule": "zb-h1"}},
-        {"parallel": {"tp": 8, "dp": 2, "overlap": ["tp", "dp"], "dispatcher": "deepep"}},
-        {"parallel": {"dp": 16}, "training.recompute": "full", "training.recompute_layers": 3},
-        {"parallel": {"cp": 2, "dp": 8, "context": "all-gather", "sum_once": True}},
+        *(
+            pytest.param(stated, marks=SLOW_IN_TURN)
+            for stated in (
+                {"training.framework": "fsdp2"},
+                {"parallel": {"dp": 16, "zero": 3}},
+                {"parallel": {"tp": 8, "dp": 2, "overlap": ["tp", "dp"], "dispatcher": "deepep"}},
+                {
+                    "parallel": {"dp": 16},
+                    "training.recompute": "full",
+                    "training.recompute_layers": 3,
+                },
+                {"parallel": {"cp": 2, "dp": 8, "context": "all-gather", "sum_once": True}},
+            )
+        ),
     ],
 )
 def test_a_layout_written_to_a_job_toml_predicts_the_same(

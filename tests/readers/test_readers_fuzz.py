@@ -113,7 +113,12 @@ def assert_whole_before(content: bytes, file: Path, whole: list[dict[str, Any]])
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("block_bytes", "stride"), [(300, 11), pytest.param(2 << 20, 1, marks=SLOW_IN_TURN)]
+    ("block_bytes", "stride"),
+    [
+        (300, 29),
+        pytest.param(300, 5, marks=SLOW_IN_TURN),
+        pytest.param(2 << 20, 1, marks=SLOW_IN_TURN),
+    ],
 )
 def test_a_truncated_trace_gives_every_complete_event(
     shape: str, indent: int | None, block_bytes: int, stride: int, tmp_path: Path,
@@ -195,7 +200,7 @@ def anything_read(file: Path) -> bool:
     return bool([kind.read(on_disk(file)) for kind in find_kinds(on_disk(file), list_formats())])
 
 
-FEW = [pytest.param(1, 50), pytest.param(2 + SEED % PART, PART, marks=pytest.mark.slow)]
+FEW = [pytest.param(1, 100), pytest.param(2 + SEED % PART, PART, marks=pytest.mark.slow)]
 """The seeds' millions, and by what the counts of a full run are divided."""
 
 

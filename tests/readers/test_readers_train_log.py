@@ -157,6 +157,23 @@ def titan(step: int, second: str = "38,735", before: str = "", loss: float = 6.5
             (10, 412_370_000, NAN, 0.0084, NAN, NAN, 3.5, -1),
         ),
         (
+            "Epoch 3 | iter 30 step 30 | loss train: 2.846, val: n/a | iter time: 112.20 ms (step) "
+            "remaining time: 0:01:54",
+            "litgpt",
+            (30, 112_200_000, NAN, NAN, NAN, NAN, 2.846, -1),
+        ),
+        (
+            "Epoch 34 | iter 3050700 step 610140 | loss train: 2.846, val: 2.861 | iter time: "
+            "112.20 ms (step) remaining time: 0:01:54",
+            "litgpt",
+            (610140, -1, NAN, NAN, NAN, NAN, 2.846, -1),
+        ),
+        (
+            "Epoch 1 | iter 3 step 0 | loss train: 1.610, val: n/a | iter time: 106.92 ms",
+            "litgpt",
+            (0, -1, NAN, NAN, NAN, NAN, 1.61, -1),
+        ),
+        (
             "Training epoch 1, iteration 20/149 | lr: 3e-05 | global_batch_size: 32 | "
             "global_step: 170 | reduced_train_loss: 1.25 | train_step_timing in s: 0.03146",
             "nemo",

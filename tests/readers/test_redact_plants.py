@@ -23,6 +23,7 @@ from stepsplit.analyzer.readers.kineto.columns import CATEGORIES
 from stepsplit.analyzer.redact import redact_recording
 from stepsplit.analyzer.redact.copies import COPIES
 from stepsplit.analyzer.redact.fields import EVENT_ARGS
+from stepsplit.analyzer.redact.names import is_public
 from stepsplit.collectors.formats.run_spec import RUN_FILE
 
 JOB = "job.toml"
@@ -380,3 +381,24 @@ def test_an_address_or_a_secret_is_of_no_form(text: str, tmp_path: Path) -> None
     redact_recording([tmp_path / "rank0_trace.json"], tmp_path / "copy")
 
     assert text.lower().encode() not in unpack(tmp_path / "copy").lower()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["10.1.2.3", "10.1.2.3:29500", "<10.1.2.3>", "_10_1_2_3", "v7.66.55", "2031-12-24", "a@b"],
+)  # fmt: skip
+def test_nor_is_one_after_a_public_name(text: str, tmp_path: Path) -> None:
+    (recording := tmp_path / "recording").mkdir()
+    ops, kernel = ("aten::mm", "nccl:all_reduce"), "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+    assert all(map(is_public, (*ops, kernel)))
+    trace = GpuTrace().step(1, 0, 10)
+    for start, joint in enumerate(("", " ")):
+        for op in ops:
+            trace.annotation(f"{op}{joint}{text}", start, start + 1)
+        trace.kernel(f"{kernel}{joint}{text}", start, start + 1)
+    trace.write(recording)
+
+    redact_recording([recording], tmp_path / "copy")
+
+    found = unpack(tmp_path / "copy")
+    assert text.encode() not in found and b"nccl" in found

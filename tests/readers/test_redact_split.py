@@ -30,6 +30,7 @@ from stepsplit.analyzer.redact.names import Names
 from stepsplit.analyzer.redact.pseudonyms import Pseudonyms
 
 QUICK, MANY = range(100_000, 100_003), range(100_003, 100_050)
+SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/redact"))
 
 
 def select_split(report: Report) -> Mapping[str, Any]:
@@ -52,7 +53,7 @@ def compare_copy(recording: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)], ids=["quick", "many"]
+    "seeds", [QUICK, pytest.param(MANY, marks=SLOW_IN_TURN)], ids=["quick", "many"]
 )
 def test_a_mutant_that_can_be_analyzed_can_be_redacted(seeds: range, tmp_path: Path) -> None:
     compared = 0
@@ -73,7 +74,7 @@ QUICK_SCENARIOS = sorted(SCENARIOS)[:1]
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in QUICK_SCENARIOS else pytest.param(name, marks=pytest.mark.slow)
+        name if name in QUICK_SCENARIOS else pytest.param(name, marks=SLOW_IN_TURN)
         for name in sorted(SCENARIOS)
     ],
 )

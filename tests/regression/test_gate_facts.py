@@ -70,7 +70,7 @@ def test_values_are_medians_over_the_steps_left_when_partial_and_first_are_out()
     assert facts.steps == 3
     assert found == pytest.approx(
         {
-            "step": 1_000_000.0,
+            "step": 1_000_000.0, "mean_step": 1_000_000.0,
             "exposed_comm": 0.1, "collective": 0.1, "p2p": 0.0, "skew": 0.0, "bubble": 0.0,
             "compute": 0.88, "copy": 0.0, "idle": 0.02,
             "overlap": 40 / 140,

@@ -123,7 +123,15 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("name", BUGS)
+QUICK = ("no permutation", "sides turned round")
+SLOW_IN_TURN = (
+    pytest.mark.slow, pytest.mark.in_turn("analyzer/regression", "analyzer/significance.py"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(bug, marks=() if bug in QUICK else SLOW_IN_TURN) for bug in BUGS]
+)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
     with pytest.raises(AssertionError):

@@ -253,7 +253,7 @@ def test_steps_of_another_kind_are_counted_and_their_difference_is_named() -> No
     assert other.share == pytest.approx(2 * 178 / (2 * 178 + 4 * 120))
     assert other.all_steps_ns == (2 * 178 + 4 * 120) // 6
     assert other.describe(summary) == (
-        "2 of 6 complete steps make other calls (#3, #6): 0.00 ms each, most apart in compute "
+        "2 of 6 complete steps do other work (#3, #6): 0.00 ms each, most apart in compute "
         "(+0.00 ms); they take 42.6 % of the time, and all 6 steps take 0.00 ms in the mean"
     )
 

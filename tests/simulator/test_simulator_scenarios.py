@@ -38,9 +38,9 @@ FIRST, SECOND = Compute(100, "first"), Compute(200, "second")
 LOADS, BATCH = Host(10, LOADER), Copy(5)
 READS = Synchronize(MAIN, "cudaStreamSynchronize", "aten::item")
 PLAIN = (StepBegin(1), LOADS, BATCH, FIRST, Begin("B"), SECOND, End(), StepEnd())
-LARGE = ("tp_pp_dp_slow_rank_of_16",)
-SIMULATED = [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in SCENARIOS]
-"""Three seconds of simulation are for the slow tier."""
+QUICK = ("tp_graphs", "fsdp", "pp_zb_v", "ddp_slow_rank", "ddp_host_stall", "cp_slow_rank")
+SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("tests/simulator"))
+SIMULATED = [pytest.param(n, marks=() if n in QUICK else SLOW_IN_TURN) for n in SCENARIOS]
 
 
 def two_ranks() -> Job:

@@ -12,6 +12,8 @@ from stepsplit.analyzer import ClockRow, Report, analyze
 from stepsplit.analyzer.split.causality import Bounds
 from stepsplit.analyzer.split.clock import Clock
 from stepsplit.analyzer.split.clock_fit import BIAS_NS, fit_offset_and_drift
+from stepsplit.collectors.formats.rank_record import ClockProbe, RankRecord, write_record
+from stepsplit.collectors.formats.run_spec import RankInfo
 
 PAIR = [("0", "", [0, 1])]
 MS = 1_000_000
@@ -115,6 +117,54 @@ def test_hosts_with_only_messages_get_the_middle_of_the_causality_bounds(
     row = clock_of(report_of(tmp_path, [first, last]), 1)
     assert row.offset_ns == 50 * MS
     assert row.sigma_ns == 100_001
+
+
+def record_probe(folder: Path, rank: int, *probes: ClockProbe) -> None:
+    place = RankInfo(rank, 0, f"host{rank}", 1, "cuda:0")
+    write_record(folder, RankRecord("job", place, 2, "nccl", clocks=probes))
+
+
+def test_hosts_without_a_common_call_are_joined_by_the_probe_of_their_clocks(
+    tmp_path: Path,
+) -> None:
+    """host1 is 7 ms ahead by a round trip of 300 us, a second before the recording."""
+    alone = [
+        GpuTrace(rank, 2, f"host{rank}", BASE_NS + 7 * MS * rank, PAIR)
+        .step(1, 0, 50)
+        .kernel("gemm", 0, 50)
+        for rank in range(2)
+    ]
+    record_probe(tmp_path, 0)
+    record_probe(tmp_path, 1, ClockProbe(7 * MS, 300_000, BASE_NS + 7 * MS - 1000 * MS))
+    for trace in alone:
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    drift_ns = 20_000  # 20 ppm of a second
+    assert clock_of(report, 1) == ClockRow(1, "host1", 7 * MS, None, 150_001 + drift_ns, None)
+    assert "clock_unaligned" not in {row.code for row in report.warnings}
+
+
+@pytest.mark.parametrize(
+    ("ahead_us", "offset_us", "sigma_us"),
+    [(50_060, 50_055, 45), (49_000, 50_000, 100)],
+    ids=["within what the messages allow", "the clock was set since"],
+)
+def test_a_probe_narrows_what_messages_leave_open(
+    tmp_path: Path, ahead_us: int, offset_us: int, sigma_us: int
+) -> None:
+    """Messages say 50 ms, give or take 100 us; the probe is exact to 50 us."""
+    stages = [("3", "mesh_pp", [0, 1])]
+    first = GpuTrace(0, 2, "host0", BASE_NS, stages).step(1, 0, 2000)
+    last = GpuTrace(1, 2, "host1", BASE_NS + 50 * MS, stages).step(1, 0, 2000)
+    first.message("send", 1, 100, 200, group="3").message("recv", 1, 900, 1000, group="3")
+    last.message("recv", 0, 50, 200, group="3").message("send", 0, 900, 1000, group="3")
+    for trace in (first, last):
+        trace.kernel("gemm", 1000, 2000).write(tmp_path)
+    record_probe(tmp_path, 0)
+    record_probe(tmp_path, 1, ClockProbe(ahead_us * 1000, 100_000, BASE_NS + 50 * MS))
+    row = clock_of(analyze(tmp_path), 1)
+    assert row.offset_ns == offset_us * 1000
+    assert row.sigma_ns == sigma_us * 1000 + 1
 
 
 def test_a_host_without_links_keeps_its_wall_clock_with_a_note(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,13 @@ from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
 from support.ground_truth import SEED
 from support.required import SHARED_TRACES, absent
+from support.samples import SAMPLES, analyze_recording
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.buckets import BUCKETS
 
 MOST_MOVED = 0.002
 """The part of a step by which a bucket may move, outside of ambiguous gaps."""
-SAMPLES = Path(__file__).parent.parent.parent / "sample_traces"
 SHARED = SHARED_TRACES.parent
 IN_TURN = pytest.mark.in_turn("analyzer/readers/kineto", "analyzer/split")
 SLOW_IN_TURN = (pytest.mark.slow, IN_TURN)
@@ -57,11 +56,6 @@ RECORDED = [
 
 def mark(names: Iterable[str]) -> list[object]:
     return [pytest.param(n, marks=() if n in QUICK else SLOW_IN_TURN) for n in names]
-
-
-@cache
-def report_of(folder: Path) -> Report:
-    return analyze(folder)
 
 
 def findings_of(report: Report) -> list[tuple[str, tuple[int, ...]]]:
@@ -95,7 +89,9 @@ def test_small_errors_do_not_move_the_buckets_of_a_sample(
     name: str, perturb: Perturb, tmp_path: Path
 ) -> None:
     sample = SAMPLES / name
-    assert_alike(report_of(sample), analyze(write_perturbed(sample, tmp_path, perturb, SEED)))
+    assert_alike(
+        analyze_recording(sample), analyze(write_perturbed(sample, tmp_path, perturb, SEED))
+    )
 
 
 @pytest.mark.slow
@@ -120,7 +116,9 @@ def test_small_errors_do_not_move_the_buckets_of_recordings_of_others(
     name: str, perturb: Perturb, tmp_path: Path
 ) -> None:
     folder = shared(name)
-    assert_alike(report_of(folder), analyze(write_perturbed(folder, tmp_path, perturb, SEED)))
+    assert_alike(
+        analyze_recording(folder), analyze(write_perturbed(folder, tmp_path, perturb, SEED))
+    )
 
 
 # Kernels that overlap with the communication that they waited for, or touch it.
@@ -149,7 +147,7 @@ def test_kernels_that_overlap_by_2_us_split_like_kernels_2_us_apart(
     if name.startswith("shared/"):
         recording = shared(name.partition("/")[2])
     apart_us, calls = 2.0, count_calls(recording)
-    exact = report_of(recording)
+    exact = analyze_recording(recording)
     steps = len({row.step for row in exact.steps})
     apart = analyze(write_perturbed(recording, tmp_path / "apart", start_kernels_after(apart_us)))
     for gap_us in (0.0, -2.0):

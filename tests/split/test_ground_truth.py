@@ -14,8 +14,12 @@ from simulator.truth import TrueSplit, truth_of
 from support.ground_truth import SEED, TOLERANCE, Miss, Trial, check, first_blamed, misses, trial
 
 pytestmark = pytest.mark.seeded
-QUICK = ("tp_slow_rank", "ddp_host_stall", "fsdp_four_hosts", "pp_1f1b", "tp_pp_dp_slow_rank")
-EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SCENARIOS]
+QUICK = ("tp_slow_rank", "ddp_host_stall", "fsdp_four_hosts", "pp_1f1b")
+IN_TURN = pytest.mark.in_turn("analyzer/readers/kineto", "analyzer/split")
+EVERY = [
+    pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow, IN_TURN))
+    for name in SCENARIOS
+]
 SOME = ("tp", "ddp_two_hosts", "fsdp", "cp_ring", "ep", "pp_1f1b", "pp_gpipe", "tp_pp_dp_slow_rank")
 
 
@@ -25,6 +29,7 @@ def test_every_bucket_every_clock_and_the_planted_cause(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@IN_TURN
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize(
     "style",
@@ -36,6 +41,7 @@ def test_missing_trace_fields_change_no_bucket(name: str, style: Style, tmp_path
 
 
 @pytest.mark.slow
+@IN_TURN
 @pytest.mark.parametrize("name", SOME)
 def test_lost_kernels_do_not_change_the_remaining_ones(name: str, tmp_path: Path) -> None:
     """Outside of ambiguous gaps, and of gaps of lost kernels in which a call ended by chance."""
@@ -74,6 +80,7 @@ def _sum_unknown_gaps(whole: RankRun, left: RankRun, step: TrueSplit) -> int:
 
 
 @pytest.mark.slow
+@IN_TURN
 @pytest.mark.parametrize("name", SOME)
 def test_recordings_with_different_edges_match_their_common_calls(
     name: str, tmp_path: Path
@@ -89,7 +96,13 @@ def test_recordings_with_different_edges_match_their_common_calls(
     assert all(miss.estimated for miss in wrong), wrong[:3]
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("fsdp", "pp_1f1b") else (pytest.mark.slow, IN_TURN))
+        for name in SOME
+    ],
+)
 def test_kernels_without_arguments_are_matched_or_estimated(name: str, tmp_path: Path) -> None:
     """Without names a message is like a collective, and without stages bubble is like skew."""
     found = trial(SCENARIOS[name](SEED), tmp_path, Style(missing="no_args", run_json=False))
@@ -97,7 +110,14 @@ def test_kernels_without_arguments_are_matched_or_estimated(name: str, tmp_path:
         assert off.estimated or abs(off.share) <= TOLERANCE, (row, off)
 
 
-@pytest.mark.parametrize("name", ["ddp_two_hosts", "fsdp", "tp_pp_dp_slow_rank"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp_two_hosts",
+        pytest.param("fsdp", marks=(pytest.mark.slow, IN_TURN)),
+        pytest.param("tp_pp_dp_slow_rank", marks=(pytest.mark.slow, IN_TURN)),
+    ],
+)
 def test_without_step_marks_the_bucket_shares_of_the_run_do_not_change(
     name: str, tmp_path: Path
 ) -> None:
@@ -114,6 +134,7 @@ def test_without_step_marks_the_bucket_shares_of_the_run_do_not_change(
 
 
 @pytest.mark.slow
+@IN_TURN
 @pytest.mark.parametrize("name", [*SOME, "tp_slow_rank", "ddp_host_stall", "pp_slow_stage"])
 def test_with_a_missing_rank_compute_is_exact_and_waits_are_close_or_estimated(
     name: str, tmp_path: Path

@@ -53,11 +53,14 @@ SYNC, TRITON = (
 )
 QWEN = "kineto_tracelens/h100__Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz"
 RESNET = "kineto_tracelens/mi300__resnet_act_checkpoint.json.gz"
-LARGE = (
-    "kineto_hta/df_index_resolver__df_index_resolver.json.gz",
-    "kineto_hta/trace_diff__control__control.json.gz",
-)
-"""HTA's loader takes seconds for each."""
+QUICK = (
+    QWEN, TRITON, "kineto_hta/trace_filter__sampled_rank-0.json.gz",
+    "kineto_megatron_tp2_v100/rank0.9c44bd29b3f0_1375.1724066820235157909.pt.trace.json",
+)  # fmt: skip
+"""HTA takes seconds for each other trace."""
+SLOW_IN_TURN = (
+    pytest.mark.slow, pytest.mark.in_turn("analyzer/hta.py", "analyzer/readers/kineto"),
+)  # fmt: skip
 DEVICE_NAMES = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
 
 
@@ -139,7 +142,10 @@ def real_traces() -> list[Any]:
     files = sorted(SHARED_TRACES.glob("kineto_*/*json*"))
     named = [file.relative_to(SHARED_TRACES).as_posix() for file in files]
     chosen = [n for n in named if "pytorch_et" not in n and not any(x in n for x in NO_DEVICE)]
-    return [pytest.param(name, id=name[7:50]) for name in chosen]
+    return [
+        pytest.param(name, id=name[7:50], marks=() if name in QUICK else SLOW_IN_TURN)
+        for name in chosen
+    ]
 
 
 @cache
@@ -179,11 +185,7 @@ def in_whole_us(trace: RankTrace) -> bool:
 
 
 def traces_for_htas_loader() -> list[Any]:
-    return [
-        pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0] in LARGE else ())
-        for p in real_traces()
-        if p.values[0] not in UNREADABLE
-    ]
+    return [one for one in real_traces() if one.values[0] not in UNREADABLE]
 
 
 @pytest.mark.parametrize("name", traces_for_htas_loader())
@@ -214,6 +216,8 @@ def test_compute_idle_and_copies_are_htas_through_the_bridge(name: str) -> None:
     assert 0 <= bare.total_ns - theirs <= lost
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/hta.py", "analyzer/readers/kineto")
 @pytest.mark.parametrize(("name", "error"), UNREADABLE.items(), ids=lambda x: str(x)[:40])
 def test_what_htas_loader_raises_for_is_handed_over(
     name: str, error: type[Exception], tmp_path: Path
@@ -226,8 +230,10 @@ def test_what_htas_loader_raises_for_is_handed_over(
 
 @pytest.mark.parametrize(
     ("name", "as_loaded_us", "work_us"),
-    [(SYNC, 12_996_011, 12_920_244), (TRITON, 95.812, 1.76)],
-    ids=["cuda_sync", "triton"],
+    [
+        pytest.param(SYNC, 12_996_011, 12_920_244, id="cuda_sync", marks=SLOW_IN_TURN),
+        pytest.param(TRITON, 95.812, 1.76, id="triton"),
+    ],
 )
 def test_hta_takes_waits_and_ops_with_a_stream_for_kernels(
     name: str, as_loaded_us: float, work_us: float, tmp_path: Path
@@ -274,7 +280,7 @@ BOTH_WAYS = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(BOTH_WAYS[0], marks=pytest.mark.slow), *BOTH_WAYS[1:]],
+    "name", [pytest.param(BOTH_WAYS[0], marks=SLOW_IN_TURN), *BOTH_WAYS[1:]],
     ids=lambda name: name[7:50],
 )  # fmt: skip
 def test_hta_gives_the_same_results_for_its_own_and_for_bridged_data(

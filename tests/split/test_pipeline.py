@@ -346,14 +346,19 @@ def test_communication_within_the_stage_belongs_to_the_box_and_that_of_gradients
     ]
 
 
-def test_a_step_with_ambiguous_messages_has_no_boxes(tmp_path: Path) -> None:
-    """The weight gradient after the gradient was sent could be the next backward."""
+def test_what_a_backward_launches_after_its_output_was_sent_is_the_weight_gradient(
+    tmp_path: Path,
+) -> None:
     groups = [("0", "mesh_pp", [0, 1, 2])]
     trace = GpuTrace(1, 3, groups=groups).step(1, 0, 200).message("recv", 0, 1, 10)
     trace.kernel("gemm", 12, 20).message("send", 2, 20, 25).message("recv", 2, 25, 40)
     autograd(trace, 41, 43, (43, 60)).message("send", 0, 60, 65)
     autograd(trace, 66, 68, (68, 80)).message("recv", 0, 90, 95)
-    assert boxes(tmp_path, trace) == []
+    assert boxes(tmp_path, trace) == [
+        (1, "forward", 0, 12, 20),
+        (1, "backward", 0, 43, 60),
+        (1, "weight", 0, 68, 80),
+    ]
 
 
 def test_messages_from_the_last_rank_to_the_first_are_of_several_chunks(tmp_path: Path) -> None:
@@ -362,7 +367,12 @@ def test_messages_from_the_last_rank_to_the_first_are_of_several_chunks(tmp_path
     trace.message("recv", 2, 15, 20).kernel("gemm", 20, 30).message("send", 1, 30, 35)
     autograd(trace.message("recv", 1, 35, 40), 41, 43, (43, 50)).message("send", 2, 50, 55)
     autograd(trace.message("recv", 1, 55, 60), 61, 63, (63, 70))
-    assert boxes(tmp_path, trace) == []
+    assert boxes(tmp_path, trace) == [
+        (0, "forward", 0, 0, 10),
+        (3, "forward", 0, 20, 30),
+        (3, "backward", 0, 43, 50),
+        (0, "backward", 0, 63, 70),
+    ]
 
 
 def test_the_optimizer_between_two_steps_that_nothing_marks_is_in_no_box(tmp_path: Path) -> None:

@@ -251,11 +251,20 @@ def test_what_runs_between_two_marks_makes_the_later_step_another(tmp_path: Path
     ("more", "kinds"),
     [
         ((0, 1, 2, 0, 3), ["full", "other", "other", "full", "other"]),
-        ((0, 1, 0, 1, 3), ["full"] * 5),
+        ((0, 1, 0, 1, 3), ["full", "other", "full", "other", "other"]),
+        ((1, 0, 1, 0, 1), ["other", "full", "other", "full", "other"]),
+        ((1, 0, 1), ["full", "other", "full"]),
         ((0, 1, 2, 4, 3), ["full"] * 5),
         ((1, 1, 2, 0, 3), ["full"] * 5),
     ],
-    ids=["same calls and more", "two kinds", "no two alike", "fewer calls"],
+    ids=[
+        "same calls and more",
+        "of two kinds the one with fewer calls",
+        "every second step",
+        "a single step is not the usual one",
+        "no two alike",
+        "fewer calls",
+    ],
 )
 def test_without_a_majority_the_usual_step_is_in_all_others(
     more: tuple[int, ...], kinds: list[str], tmp_path: Path

@@ -37,6 +37,7 @@ from stepsplit.analyzer.validation.published_runs import (
     list_cases,
     list_fitted_collectives,
     list_fitted_memory,
+    list_published_cases,
 )
 from stepsplit.analyzer.validation.tables import (
     IDS,
@@ -115,7 +116,7 @@ def test_no_step_time_is_predicted_by_constants_that_know_its_publisher() -> Non
         (family, source) for family in list_families() for source in load_efficiency(family).rows
     }
     assert set(load_left_out()) == fitted
-    cases = list_cases(Published()).cases
+    cases = list_published_cases().cases
     known = {
         (case.job.hardware.family, case.source) for case in cases if case.table != REPORTS_TABLE
     }
@@ -125,7 +126,7 @@ def test_no_step_time_is_predicted_by_constants_that_know_its_publisher() -> Non
 
 def test_no_constant_is_fitted_on_a_report() -> None:
     """Of the publishers of reports one has recipes too, whose constants are left out for both."""
-    cases = list_cases(Published()).cases
+    cases = list_published_cases().cases
     reports = {case.source for case in cases if case.table == REPORTS_TABLE}
     assert len(reports) > 30
     fitted = {source for _, source in load_left_out()}
@@ -449,6 +450,8 @@ def test_json_has_every_row(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/validation", "analyzer/model")
 def test_the_own_tables_can_be_validated_from_anywhere(
     checks: tuple[Check, ...], tmp_path: Path
 ) -> None:

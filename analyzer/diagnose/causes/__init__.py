@@ -20,6 +20,7 @@ from stepsplit.analyzer.diagnose.causes.late_rank import HOST_STALL, SLOW_COPY
 from stepsplit.analyzer.diagnose.causes.launch_order import LAUNCH_ORDER
 from stepsplit.analyzer.diagnose.causes.load_imbalance import UNEVEN_RANKS, UNEVEN_STAGES
 from stepsplit.analyzer.diagnose.causes.lost_overlap import LOST_OVERLAP
+from stepsplit.analyzer.diagnose.causes.other_steps import OTHER_STEPS
 from stepsplit.analyzer.diagnose.causes.redundant_gathers import REDUNDANT_GATHERS
 from stepsplit.analyzer.diagnose.causes.slow_gemms import FP32_GEMMS, UNALIGNED_GEMMS
 from stepsplit.analyzer.diagnose.causes.slow_link import SLOW_LINK
@@ -48,5 +49,6 @@ CAUSES: tuple[CauseEntry, ...] = (
     EXTRA_REDUCTIONS,
     FIND_UNUSED,
     SMALL_COLLECTIVES,
+    OTHER_STEPS,
 )
 """In the order in which causes of equal gain are listed."""

@@ -6,17 +6,26 @@ ranks and prints findings asks the entry, and never which cause it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import Change
-from stepsplit.analyzer.report.report import EventRef, Finding
+from stepsplit.analyzer.report.report import Basis, BasisKind, EventRef, Finding, Settle
 from stepsplit.analyzer.trace import Bool
+
+_NEARLY_ALL, _SEVERAL = 0.9, 3
+"""Nearly all of what happened in a step, of several, is named with it."""
+
+_SIGMAS = 2.0
+"""A saving is known if it exceeds so many of its standard errors."""
 
 
 class Remedy(Struct, frozen=True):
@@ -26,11 +35,13 @@ class Remedy(Struct, frozen=True):
         finding: The finding, with the gain of this change alone.
         change: The change; None where the saving is computed and not replayed.
         as_set: What ranks with it are, where several mask each other ("ranks 1 and 2 are ...").
+        is_doubtful: Whether what it says is inferred, as the recording has no evidence of it.
     """
 
     finding: Finding
     change: Change | None
     as_set: str = ""
+    is_doubtful: bool = False
 
     def apply(self, graph: DependencyGraph) -> DependencyGraph:
         """The graph with the cause fixed."""
@@ -43,6 +54,7 @@ class CauseEntry:
 
     Attributes:
         code: The code of its findings in report.json.
+        basis: How it is known that it costs time. A finding with a doubt may say less.
         find: Finds it in a recording; a remedy for each place, in any order. Those that gain too
             little are left out afterwards. The findings need no code.
         as_set: What ranks or links with it are called where several of them mask each other; ""
@@ -58,6 +70,7 @@ class CauseEntry:
 
     code: str
     find: Callable[[CauseContext], Iterable[Remedy]]
+    basis: BasisKind
     as_set: str = ""
     with_profiler: bool = False
     last_on_cpu: bool = False
@@ -67,10 +80,14 @@ class CauseEntry:
 
     def list_remedies(self, context: CauseContext) -> list[Remedy]:
         """What was found, under the code of this entry."""
-        return [
-            Remedy(replace(one.finding, code=self.code), one.change, self.as_set)
-            for one in self.find(context)
-        ]
+        remedies = []
+        for one in self.find(context):
+            basis = one.finding.basis or Basis(self.basis, 0, 0)
+            if not one.is_doubtful:
+                basis = replace(basis, kind=self.basis)
+            finding = replace(one.finding, code=self.code, basis=basis)
+            remedies.append(Remedy(finding, one.change, self.as_set))
+        return remedies
 
 
 def replay_remedy(
@@ -85,6 +102,9 @@ def replay_remedy(
     ranks: tuple[int, ...] = (),
     events: tuple[EventRef, ...] = (),
     gain_ns: int | None = None,
+    would_settle: tuple[Settle, ...] = (),
+    is_doubtful: bool = False,
+    names_steps: bool = False,
 ) -> Remedy:
     """The remedy whose gain a replay of the changed graph says.
 
@@ -99,9 +119,26 @@ def replay_remedy(
         ranks: the ranks to blame; () for all.
         events: examples to look at.
         gain_ns: what the replay says, if it is known already.
+        would_settle: what would settle its doubts.
+        is_doubtful: whether it is inferred for want of evidence.
+        names_steps: whether the message says in which steps it is.
     """
+    gains_ns = context.compute_step_gains_ns(change(context.graph))
     if gain_ns is None:
-        gain_ns = context.compute_gain_ns(change(context.graph))
+        gain_ns = round(float(gains_ns.rows.mean()))
+    by_step, numbers = gains_ns.by_step, gains_ns.numbers
+    spread_ns = None
+    if len(by_step) > 1:
+        spread_ns = round(float(by_step.std(ddof=1)))
+        most = int(by_step.argmax())
+        # A step with nearly all of it, of several, is named; less than its spread is not known.
+        if names_steps or len(by_step) < _SEVERAL:
+            pass
+        elif by_step[most] >= _NEARLY_ALL * np.maximum(by_step, 0).sum() > 0:
+            message += f"; nearly all of it in step {numbers[most]}"
+        elif gain_ns < _SIGMAS * spread_ns / math.sqrt(len(by_step)):
+            message += f"; within its spread between steps ({units.format_milliseconds(spread_ns)})"
+            would_settle = (*would_settle, "more_steps")
     finding = Finding(
         code="",
         bucket=bucket,
@@ -112,5 +149,13 @@ def replay_remedy(
         steps=context.list_steps(rows),
         events=events,
         message=message,
+        basis=Basis(
+            "inferred",
+            len(context.list_steps(rows)),
+            len(by_step),
+            repeats=int((rows & context.counted).sum()),
+            spread_ns=spread_ns,
+            would_settle=would_settle,
+        ),
     )
-    return Remedy(finding, change)
+    return Remedy(finding, change, is_doubtful=is_doubtful)

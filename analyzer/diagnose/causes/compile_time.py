@@ -15,5 +15,6 @@ COMPILE_TIME = CauseEntry(
         text="{who} compiles code {share} of the step, in {steps} (torch.compile: "
         "TORCH_LOGS=recompiles says why; shapes that change need dynamic=True or mark_dynamic)",
     ),
+    basis="measured",
     as_set="compiling",
 )

@@ -67,4 +67,4 @@ def _remove(context: CauseContext, kernels: Int64, what: str, than: str = "") ->
     return remove_calls_remedy(context, kernels, steps, message)
 
 
-EXTRA_REDUCTIONS = CauseEntry("extra_reductions", find_extra_reductions)
+EXTRA_REDUCTIONS = CauseEntry("extra_reductions", find_extra_reductions, basis="inferred")

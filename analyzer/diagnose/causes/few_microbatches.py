@@ -10,6 +10,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.report.build import compute_bubble_fraction, list_full_bubbles
 from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Finding
 
 
@@ -22,6 +23,8 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
     now = schedule.ideal_bubble_fraction if schedule else None
     if schedule is None or now is None or not holes:
         return
+    # No more than there is: microbatches of unequal length may fit better than equal ones.
+    now = min(now, compute_bubble_fraction(list_full_bubbles(context.split) or holes))
     stages = len(context.split.layout.pipelines[0])
     then = compute_ideal_bubble_fraction(
         schedule.name, stages, 2 * schedule.microbatches, schedule.chunks, schedule.times_ns
@@ -49,4 +52,4 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
     yield Remedy(finding, change=None)
 
 
-FEW_MICROBATCHES = CauseEntry("few_microbatches", find_few_microbatches)
+FEW_MICROBATCHES = CauseEntry("few_microbatches", find_few_microbatches, basis="inferred")

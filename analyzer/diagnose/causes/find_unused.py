@@ -96,4 +96,6 @@ def _find_bitmaps(context: CauseContext) -> Int64:
     return np.flatnonzero(is_int & find_on_data_axes(context) & find_ops(context, ("all_reduce",)))
 
 
-FIND_UNUSED = CauseEntry("find_unused_parameters", find_unused_search, note_below=True)
+FIND_UNUSED = CauseEntry(
+    "find_unused_parameters", find_unused_search, basis="measured", note_below=True
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -10,14 +10,15 @@ from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes import CAUSES
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.unmask import unmask
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.report.build import compute_profiling_slowdown
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
-from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Finding
+from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Basis, Finding, Settle
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Note
+from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 MAX_FINDINGS = 5
@@ -25,6 +26,10 @@ MAX_FINDINGS = 5
 MAX_REPLAYED_CALLS, MAX_REPLAYED_CALLS_AT_ONCE = 1_500_000, 20_000_000
 """Upper limits of a replay, node by node and, of many ranks, by whole levels: a million calls take
 about 60 s and 13 s."""
+
+
+_TEARS = (Lack.FILE, Lack.DEVICE_END, Lack.KERNELS)
+"""What makes a step end, or idle, where its rank lacks events."""
 
 
 class Bottlenecks(Struct, frozen=True):
@@ -55,6 +60,11 @@ def find_bottlenecks(
     """
     if not len(graph.steps.step):
         return Bottlenecks(())
+    lacks = {(note.rank, note.lack) for note in split.notes}
+    is_torn = any(lack in _TEARS for _, lack in lacks)
+    if is_torn and not graph.steps.full.any():
+        text = "bottlenecks not analyzed: no step is whole on any rank, as events are missing"
+        return Bottlenecks((), (Note("no_whole_step", text),))
     calls = sum(len(rank.trace.calls) for rank in split.ranks)
     if calls > (MAX_REPLAYED_CALLS_AT_ONCE if graph.levels.is_wide else MAX_REPLAYED_CALLS):
         text = (
@@ -73,8 +83,20 @@ def find_bottlenecks(
     on_device = split.ranks[0].trace.on_device
     is_single = len(np.unique(graph.steps.step[context.counted])) == 1
     least_ns, ranked, notes = MIN_GAIN_SHARE * context.mean_ns, [], []
+    # Of a truncated file, steps without all events are partial; other losses are within steps.
+    lossy = {
+        rank
+        for rank, lack in lacks
+        if rank is not None and lack is Lack.KERNELS and (rank, Lack.FILE) not in lacks
+    }
     for finding in findings:
         cause = of_code[finding.code]
+        ranks = finding.ranks or tuple(context.ranks.tolist())
+        if finding.bucket == "idle" and 2 * len(lossy.intersection(ranks)) > len(ranks):
+            which = units.format_number_list(sorted(lossy.intersection(ranks)))
+            text = f"{finding.message}: cannot tell, as kernels of ranks {which} are missing"
+            notes.append(Note("idle_or_lost", text))
+            continue
         if cause.explained_by and finding.gain_ns <= most_ns.get(cause.explained_by, 0):
             continue
         # Last what gains nothing before another cause is fixed, and the time of a CPU between ops,
@@ -87,12 +109,45 @@ def find_bottlenecks(
         if cause.of_peers and is_single:
             finding = replace(finding, message=f"{finding.message}; from a single step")
         if finding.gain_ns >= least_ns:
+            finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))
             ranked.append(((is_last, is_hidden, -finding.gain_ns), finding))
         elif cause.note_below:
             saves = units.format_milliseconds(max(finding.gain_ns, 0))
             notes.append(Note(finding.code, f"{finding.message}; without it a step saves {saves}"))
     ranked.sort(key=lambda one: one[0])
     return Bottlenecks(tuple(finding for _, finding in ranked[:MAX_FINDINGS]), tuple(notes))
+
+
+_SETTLES_LACK: tuple[tuple[Lack, Settle], ...] = (
+    (Lack.RANKS, "missing_ranks"),
+    (Lack.FILE, "whole_files"),
+    (Lack.CLOCK, "clocks"),
+)
+
+
+def _complete_basis(
+    context: CauseContext,
+    finding: Finding,
+    cause: CauseEntry,
+    lacks: Collection[tuple[int | None, Lack | None]],
+) -> Basis:
+    """The basis of a finding, with what is missing of ranks that it compares or waits for."""
+    numbers = np.unique(context.graph.steps.step[context.counted])
+    basis = finding.basis or Basis(cause.basis, 0, 0)
+    needs = dict.fromkeys(basis.would_settle)
+    if len(numbers) == 1:
+        needs["more_steps"] = None
+    if cause.of_peers or finding.bucket in ("skew", "bubble", "collective", "p2p"):
+        missing = {lack for _, lack in lacks}
+        needs |= dict.fromkeys(settle for lack, settle in _SETTLES_LACK if lack in missing)
+    # Of ranks that mask each other, all steps.
+    return replace(
+        basis,
+        steps=len(finding.steps) or len(numbers),
+        of_steps=len(numbers),
+        repeats=basis.repeats or int(context.counted.sum()),
+        would_settle=tuple(needs),
+    )
 
 
 def _leave_out_profiler(context: CauseContext, finding: Finding) -> Finding:

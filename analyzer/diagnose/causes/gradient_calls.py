@@ -12,8 +12,8 @@ from stepsplit.analyzer.arrays import Intervals, intersect, is_inside
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
 from stepsplit.analyzer.split.call_purposes import (
     DDP_FORWARD,
-    ENGINE,
     SHARDS,
+    find_backward_spans,
     find_first_backward_ns,
     find_issue_ns,
     find_spans,
@@ -120,12 +120,12 @@ def classify_issue(rank: RankSplit) -> tuple[Bool, Bool]:
     """For each call of a rank: whether it was issued in a backward, or by FSDP; whether after the
     first backward of its step, and neither in a backward, a forward, nor the optimizer."""
     events, when = rank.trace.events, find_issue_ns(rank.trace)
-    passes, optimizer = find_spans(events, ENGINE), find_spans(events, "Optimizer.step#")
+    passes, optimizer = find_backward_spans(rank.trace), find_spans(events, "Optimizer.step#")
     # An optimizer that is given a closure runs the passes itself.
     alone = np.ones(len(optimizer), dtype=np.bool_)
     alone[intersect(optimizer, passes).left] = False
     updates = Intervals(optimizer.start_ns[alone], optimizer.end_ns[alone])
     is_other = is_inside(find_spans(events, DDP_FORWARD), when) | is_inside(updates, when)
-    backward = is_inside(find_spans(events, ENGINE, *SHARDS), when)
-    first_ns = find_first_backward_ns(events, when)
+    backward = is_inside(passes, when) | is_inside(find_spans(events, *SHARDS), when)
+    first_ns = find_first_backward_ns(rank.trace, when)
     return backward, ~backward & ~is_other & (first_ns >= 0) & (when >= first_ns)

@@ -25,7 +25,10 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
     cut_ns = measure_excess(host.rest, "idle", np.maximum(idle - common, 0))
     share = float(common[context.counted].mean()) / context.mean_ns
     what = "GPU idle" if context.split.ranks[0].trace.on_device else "idle"
+    recorded = context.ranks[np.unique(context.graph.steps.rank[context.counted])].tolist()
     where = {1: "", 2: " on both ranks"}.get(len(context.ranks), " on most ranks")
+    if len(recorded) < min(len(context.ranks), 3):
+        where = f" on rank{'s' if recorded[1:] else ''} {units.format_number_list(recorded)}"
     causes = [one for causes in context.split.detail.idle for one in causes]
     rest = host.select_rest().list_spans(len(context.ranks))
 
@@ -50,4 +53,6 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
     )
 
 
-HOST_BOUND = CauseEntry("host_bound", find_host_bound, with_profiler=True, last_on_cpu=True)
+HOST_BOUND = CauseEntry(
+    "host_bound", find_host_bound, basis="measured", with_profiler=True, last_on_cpu=True
+)

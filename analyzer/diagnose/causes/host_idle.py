@@ -53,6 +53,7 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
         ranks=() if len(ranks) == len(context.ranks) else tuple(numbers),
         events=_list_longest(context, named.idle),
         gain_ns=named.gain_ns,
+        names_steps="{steps}" in text,
     )
 
 
@@ -120,6 +121,7 @@ DATA_LOADING = CauseEntry(
         cause="data_loading",
         text="{who} waits for its data loader {share} of the step",
     ),
+    basis="measured",
     as_set="waiting for their data loaders",
 )
 ALLOCATION = CauseEntry(
@@ -129,6 +131,7 @@ ALLOCATION = CauseEntry(
         cause="allocation",
         text="{who} allocates or frees memory within the step: GPU idle {share} of it",
     ),
+    basis="measured",
     as_set="allocating memory",
 )
 GC_PAUSE = CauseEntry(
@@ -138,6 +141,7 @@ GC_PAUSE = CauseEntry(
         cause="gc_pause",
         text="Python's garbage collector stops {who} for {share} of the step",
     ),
+    basis="measured",
     as_set="stopped by garbage collection",
 )
 HOST_SYNC = CauseEntry(
@@ -147,4 +151,5 @@ HOST_SYNC = CauseEntry(
         cause="synchronize",
         text="{who} waits for its device and launches late: GPU idle {share} of the step",
     ),
+    basis="measured",
 )

@@ -172,12 +172,13 @@ def _sum_steps_ns(context: ReplayContext, idle: HostIdle) -> Float:
 
 
 def compute_step_median(context: ReplayContext, values: Float) -> Float:
-    """For each row, the lower median over the ranks of its step."""
-    steps = context.graph.steps
+    """For each row, the lower median over the ranks of its step that are compared."""
+    steps, compared = context.graph.steps, context.compared
     medians = np.zeros(len(values))
     for step in np.unique(steps.step).tolist():
         rows = np.flatnonzero(steps.step == step)
-        medians[rows] = np.sort(values[rows])[(len(rows) - 1) // 2]
+        own = values[rows[compared[rows]]]
+        medians[rows] = np.sort(own)[(len(own) - 1) // 2]
     return medians
 
 

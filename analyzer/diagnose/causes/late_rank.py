@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_mean
+from stepsplit.analyzer.arrays import group_ids
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.code_places import describe_place
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
@@ -24,9 +24,6 @@ from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.trace import Bool, Float
 
-_NEARLY_ALL, _SEVERAL = 0.9, 3
-"""Nearly all of what happened in a step, of several, is named with it."""
-
 
 def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Remedy]:
     """Find each rank that spends more time on one kind of WORK than its peers; text begins the
@@ -37,11 +34,14 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
     beyond = spent - usual
     mean = compute_rank_means(context, np.maximum(beyond, 0))
     # Of two ranks the median is the lower one: the other is never below it.
-    step = group_ids(context.graph.steps.step)
-    signed = beyond if len(context.ranks) > 2 else 2 * (spent - group_mean(step, spent))
+    signed = beyond
+    if len(context.ranks) == 2:
+        step = group_ids(context.graph.steps.step)
+        signed = spent - context.average_peers(step, spent.astype(np.float64), others=True)
     # Not all ranks can have more than the mean rank.
     total = compute_rank_means(context, spent.astype(np.float64))
-    is_late = (mean > MIN_LATE_SHARE * context.mean_ns) & (total > total.mean())
+    counted = np.unique(context.graph.steps.rank[context.counted])
+    is_late = (mean > MIN_LATE_SHARE * context.mean_ns) & (total > total[counted].mean())
     for index in np.flatnonzero(is_late).tolist():
         own = (context.graph.steps.rank == index) & context.counted
         mine = own & (beyond > 0)
@@ -60,7 +60,6 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
             predicted_ns=np.minimum(spent, usual)[own].mean(),
             rows=mine,
             message=text.format(rank=rank, more=more)
-            + _name_only_step(context, excess, own)
             + (_explain_idle(context, index, mine) if work == "idle" else ""),
             ranks=(rank,),
             events=context.list_longest(index, work),
@@ -90,14 +89,6 @@ def _estimate_noise(context: CauseContext, beyond: Float) -> float:
     return SIGMA_OF_MAD * float(np.median(np.abs(own - np.median(own))))
 
 
-def _name_only_step(context: CauseContext, excess: Float, own: Bool) -> str:
-    """The step with nearly all of a rank's excess; "" if there is none, or hardly another step."""
-    largest = int(np.argmax(excess))
-    if own.sum() < _SEVERAL or excess[largest] < _NEARLY_ALL * excess.sum():
-        return ""
-    return f", nearly all of it in step {context.graph.steps.step[largest]}"
-
-
 def _explain_idle(context: CauseContext, index: int, rows: Bool) -> str:
     """What these rows of the rank's steps idle for, and where."""
     host = context.host
@@ -122,6 +113,7 @@ HOST_STALL = CauseEntry(
         text="rank {rank} is host-bound: its idle time exceeds that of its peers by {more} of the "
         "step",
     ),
+    basis="measured",
     as_set="host-bound",
     with_profiler=True,
     of_peers=True,
@@ -134,6 +126,7 @@ SLOW_COPY = CauseEntry(
         text="rank {rank} is slowed by memory copies: its copy time exceeds that of its peers by "
         "{more} of the step",
     ),
+    basis="measured",
     as_set="slowed by memory copies",
     of_peers=True,
 )

@@ -292,4 +292,4 @@ def _describe_setting(context: CauseContext, one_queue: bool) -> str:
     return f"; {was}: before Blackwell, 1 makes kernels start in the order of their launches"
 
 
-LAUNCH_ORDER = CauseEntry("launch_order", find_launch_order)
+LAUNCH_ORDER = CauseEntry("launch_order", find_launch_order, basis="replayed")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_max, group_mean, group_min
+from stepsplit.analyzer.arrays import group_ids, group_max, group_min
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.expert_load import (
@@ -22,6 +22,7 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.diagnose.slow_kernels import FALSE_ALARMS
+from stepsplit.analyzer.report.report import Settle
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
@@ -54,7 +55,8 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
         counted = one.rows & context.counted
         steps = ", ".join(map(str, context.list_steps(one.rows)))
         more, usual = one.kernels
-        what = "kernels of other shapes or names"
+        known = context.split.ranks[one.index].trace.shapes.known_work
+        what = f"kernels of other {f'{known} or ' if known else ''}names"
         if more > usual:
             what = f"{more:,.0f} kernels instead of {usual:,.0f}"
         yield replay_remedy(
@@ -71,6 +73,7 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
             ),
             ranks=(rank,),
             events=one.longest,
+            names_steps=True,
         )
 
 
@@ -90,8 +93,7 @@ def _balance_ranks(
     who = f"ranks {units.format_number_list(heavy)}"
     if len(heavy) == 1:
         who = f"rank {worst}"
-        count = np.bincount(label)[label]
-        others = (of_stage * count - work) / np.maximum(count - 1, 1)
+        others = context.average_peers(label, work, others=True)
         usual, peers = np.where(rank == worst, others, work), "other ranks"
         ratio = float(work[mine].mean() / max(others[mine].mean(), 1.0))
     more = ("up to " if len(heavy) > 1 else "") + units.format_percent(ratio - 1)
@@ -99,7 +101,7 @@ def _balance_ranks(
     more_tokens = compare_sent_tokens(context, worst)
     if more_tokens > MORE_TOKENS:
         usual = of_stage
-        doubt = ""
+        doubt = None
         reason = (
             f"; it sends {units.format_percent(more_tokens)} more in all_to_all on ep: its experts "
             "receive more tokens"
@@ -116,18 +118,16 @@ def _balance_ranks(
         graph = scale_work(graph, "compute", np.where(equal, 1.0, usual / np.maximum(work, 1)))
         pace = context.peer_speed[:, np.newaxis]
         spent = segments.spent_ns * pace
-        mean = np.stack([group_mean(label, column) for column in spent.T], axis=1)
-        if len(heavy) > 1:
-            return segments.set_work(graph, equal, mean / pace)
-        count = np.bincount(label)[label][:, np.newaxis]
-        others = (mean * count - spent) / np.maximum(count - 1, 1)
-        return segments.set_work(graph, equal & (rank == worst), others / pace)
+        is_one = len(heavy) == 1
+        columns = [context.average_peers(label, column, others=is_one) for column in spent.T]
+        rows = equal & (rank == worst) if is_one else equal
+        return segments.set_work(graph, rows, np.stack(columns, axis=1) / pace)
 
     verb = "have" if len(heavy) > 1 else "has"
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
     if doubt:
         verb = "compute" if len(heavy) > 1 else "computes"
-        message = f"load imbalance: {who} {verb} {more} longer than {than}: {doubt}"
+        message = f"load imbalance: {who} {verb} {more} longer than {than}: {doubt.text}"
     return replay_remedy(
         context,
         balance,
@@ -137,6 +137,8 @@ def _balance_ranks(
         rows=mine,
         message=message,
         ranks=heavy,
+        would_settle=doubt.would_settle if doubt else (),
+        is_doubtful=doubt is not None,
     )
 
 
@@ -156,10 +158,10 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
     uneven = _find_heavy_ranks(context, work, of_stage)
     if uneven is not None:
         label = group_ids(context.graph.steps.step, context.stage)
-        even = ~np.isin(context.ranks[context.graph.steps.rank], uneven[2])
+        even = context.compared & ~np.isin(context.ranks[context.graph.steps.rank], uneven[2])
         count = np.bincount(label, even)
         of_stage = (np.bincount(label, np.where(even, work, 0)) / np.maximum(count, 1))[label]
-    mean = group_mean(group_ids(context.graph.steps.step), of_stage)
+    mean = context.average_peers(group_ids(context.graph.steps.step), of_stage)
     found = _find_heavy(context, context.stage, of_stage / np.maximum(mean, 1))
     if found is None:
         return
@@ -184,12 +186,14 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
         rows=mine,
         message=(
             f"pipeline imbalance: stage {stage} computes {units.format_percent(ratio - 1)} longer "
-            f"than average: {doubt}"
+            f"than average: {doubt.text}"
             if doubt
             else f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} more "
             "compute than average; move layers off it"
         ),
         ranks=ranks,
+        would_settle=doubt.would_settle if doubt else (),
+        is_doubtful=doubt is not None,
     )
 
 
@@ -197,7 +201,7 @@ def _measure_work(context: CauseContext) -> tuple[Float, Float]:
     """(the compute of each row, the mean of the ranks of its stage in the same step), at the speed
     of the peers, so that a slow device does not count as more work."""
     work = context.select_bucket_ns("compute") * context.peer_speed
-    return work, group_mean(group_ids(context.graph.steps.step, context.stage), work)
+    return work, context.average_peers(group_ids(context.graph.steps.step, context.stage), work)
 
 
 def _find_heavy_ranks(
@@ -244,14 +248,24 @@ def _find_heavy(
     return int(numbers[most]), float(mean[most]), tuple(numbers[heavy].tolist())
 
 
-def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence[int]) -> str:
+class _Doubt(NamedTuple):
+    """That ranks have more work or are slower, and what would settle which."""
+
+    text: str
+    would_settle: tuple[Settle, ...]
+
+
+def _describe_doubt(
+    context: CauseContext, ranks: Sequence[int], peers: Sequence[int]
+) -> _Doubt | None:
     """That these ranks may have more work, or be slower.
 
-    It is "" if more kernels, or kernels of other shapes where these are recorded, explain most of
+    It is None if more kernels, or kernels of other shapes where these are recorded, explain most of
     what they compute longer than their peers.
     """
     split = context.split
-    known = any(len(rank.trace.shapes) for rank in split.ranks if rank.trace.rank in ranks)
+    of_ranks = (one.trace.shapes.known_work for one in split.ranks if one.trace.rank in ranks)
+    known = next(filter(None, of_ranks), "")
     if known:
         work = _list_work(split)
     else:
@@ -266,10 +280,12 @@ def _describe_doubt(context: CauseContext, ranks: Sequence[int], peers: Sequence
         for kind, (count, total) in own.items()
     )
     if 2 * more_ns > longer_ns:
-        return ""
+        return None
     device = "a slower device" if len(ranks) == 1 else "slower devices"
-    why = "as many kernels of equal shapes, too few to tell" if known else "no shapes recorded"
-    return f"more work, or {device} ({why})"
+    why = f"as many kernels of equal {known}, too few to tell" if known else "no shapes recorded"
+    needs: tuple[Settle, ...] = () if known == "shapes" else ("shapes",)
+    needs = (*needs, *(("more_steps",) if known else ()))
+    return _Doubt(f"more work, or {device} ({why})", needs)
 
 
 class _Work(NamedTuple):
@@ -302,5 +318,5 @@ def _average_work(rows: Sequence[_Work], ranks: int) -> dict[KernelWork | str, t
     return sums
 
 
-UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks, of_peers=True)
-UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages, of_peers=True)
+UNEVEN_RANKS = CauseEntry("uneven_ranks", find_uneven_ranks, basis="measured", of_peers=True)
+UNEVEN_STAGES = CauseEntry("uneven_stages", find_uneven_stages, basis="measured", of_peers=True)

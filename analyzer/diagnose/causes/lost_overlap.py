@@ -120,4 +120,6 @@ def list_hoistable_calls(context: ReplayContext) -> list[HoistedCalls]:
     return found
 
 
-LOST_OVERLAP = CauseEntry("no_overlap", find_lost_overlap, explained_by="small_collectives")
+LOST_OVERLAP = CauseEntry(
+    "no_overlap", find_lost_overlap, basis="replayed", explained_by="small_collectives"
+)

@@ -141,4 +141,4 @@ class _Gathers:
         return gathers & np.isin(self._call, chosen) & (self._call >= 0)
 
 
-REDUNDANT_GATHERS = CauseEntry("redundant_calls", find_redundant_gathers)
+REDUNDANT_GATHERS = CauseEntry("redundant_calls", find_redundant_gathers, basis="inferred")

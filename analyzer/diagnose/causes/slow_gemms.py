@@ -188,5 +188,7 @@ def _describe_longest(trace: RankTrace, rows: Int64) -> str:
     return f" ({name}{shapes})"
 
 
-FP32_GEMMS = CauseEntry("fp32_gemms", partial(find_slow_gemms, kind=FP32))
-UNALIGNED_GEMMS = CauseEntry("unaligned_gemms", partial(find_slow_gemms, kind=UNALIGNED))
+FP32_GEMMS = CauseEntry("fp32_gemms", partial(find_slow_gemms, kind=FP32), basis="measured")
+UNALIGNED_GEMMS = CauseEntry(
+    "unaligned_gemms", partial(find_slow_gemms, kind=UNALIGNED), basis="measured"
+)

@@ -185,4 +185,6 @@ def _list_samples(link: _Link) -> list[float]:
     return [float(np.median(times[link.step == step])) for step in steps.tolist()]
 
 
-SLOW_LINK = CauseEntry("slow_link", find_slow_links, as_set="on slow links", of_peers=True)
+SLOW_LINK = CauseEntry(
+    "slow_link", find_slow_links, basis="measured", as_set="on slow links", of_peers=True
+)

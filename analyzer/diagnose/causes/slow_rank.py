@@ -13,10 +13,18 @@ from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.replay import Change, scale_work
 from stepsplit.analyzer.diagnose.slow_kernels import sum_slow_ranks
 from stepsplit.analyzer.report.report import EventRef
-from stepsplit.analyzer.trace import Bool, Float
+from stepsplit.analyzer.trace import Bool, Float, KnownWork
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 _FAMILY_NAMES = {"gemm": "GEMM"}
+
+_EQUAL = {
+    "shapes": " at equal shapes",
+    "grids": " at equal grids (no shapes recorded)",
+    "": ", unless its inputs are larger (no shapes recorded)",
+}
+"""What is known of the kernels that are compared. A persistent kernel has the same grid for larger
+inputs."""
 
 _STEADY = 1.05
 """A slowdown that grows or shrinks by more than this factor over the steps is said with both."""
@@ -27,25 +35,24 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
     Then those that are slow in some steps."""
     pace = context.peer_speed
     of_row = context.graph.steps.rank
-    slow = np.unique(of_row[pace < 1]).tolist()
+    slow = np.unique(of_row[(pace < 1) & context.counted]).tolist()
     families = {one.rank: one for one in reversed(sum_slow_ranks(context.slow_kernels))}
     for index in slow:
         rank, mine = int(context.ranks[index]), of_row == index
         events: tuple[EventRef, ...] = ()
         if rank in families:
             kernels = families[rank]
-            doubt = (
-                "" if kernels.same_work else ", unless its inputs are larger (no shapes recorded)"
-            )
             trace = context.split.ranks[index].trace
             rows = np.flatnonzero(trace.events.match_prefix(kernels.kernel))
             longest = rows[np.argsort(-trace.events.dur_ns[rows], kind="stable")][:3]
             events = tuple(context.make_event_ref(index, row) for row in longest.tolist())
             family = _FAMILY_NAMES.get(kernels.family, kernels.family)
-            what = f"its {family} kernels are {kernels.ratio:.2f}x slower than on its peers{doubt}"
+            what = f"its {family} kernels are {kernels.ratio:.2f}x slower than on its peers"
+            equal = kernels.equal
         else:
             ratio = 1 / float(np.mean(pace[mine & context.counted]))
-            what = f"as many kernels of equal shapes take {ratio:.2f}x as long as on its peers"
+            what = f"as many kernels take {ratio:.2f}x as long as on its peers"
+            equal = context.split.ranks[index].trace.shapes.known_work
         own_pace = np.where(mine, pace, 1.0)
         yield _speed_up(
             context,
@@ -54,14 +61,15 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             own_pace,
             mine,
             events,
-            f"rank {rank} is a straggler: {what}{_describe_growth(context, pace, mine)}",
+            f"rank {rank} is a straggler: {what}{_EQUAL[equal]}"
+            f"{_describe_growth(context, pace, mine)}",
+            equal,
         )
     for one in context.unusual_steps:
         if not one.equal_work or one.index in slow:
             continue
         rank = int(context.ranks[one.index])
-        has_shapes = len(context.split.ranks[one.index].trace.shapes) > 0
-        doubt = "" if has_shapes else ", unless its inputs are larger there (no shapes recorded)"
+        equal = context.split.ranks[one.index].trace.shapes.known_work
         yield _speed_up(
             context,
             one.index,
@@ -70,7 +78,9 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             one.rows,
             one.longest,
             f"rank {rank} is a straggler in {int(one.rows.sum())} of {one.steps} steps: as many "
-            f"kernels take {one.ratio:.2f}x as long there as in its other steps{doubt}",
+            f"kernels take {one.ratio:.2f}x as long there as in its other steps{_EQUAL[equal]}",
+            equal,
+            names_steps=True,
         )
 
 
@@ -97,8 +107,12 @@ def _speed_up(
     slow: Bool,
     events: tuple[EventRef, ...],
     message: str,
+    equal: KnownWork,
+    *,
+    names_steps: bool = False,
 ) -> Remedy:
-    """The remedy for a rank whose compute takes longer than it should in its slow steps.
+    """The remedy for a rank whose compute takes longer than it should in its slow steps, and what
+    of it is known to be equal in others.
 
     pace is the time that it should take over that it takes, pace and slow have an element for each
     row of the steps.
@@ -116,6 +130,9 @@ def _speed_up(
         message=message + (f"; {gpu_state}" if gpu_state else ""),
         ranks=(rank,),
         events=events,
+        would_settle=() if equal == "shapes" else ("shapes",),
+        is_doubtful=not equal,
+        names_steps=names_steps,
     )
 
 
@@ -159,4 +176,6 @@ def _describe_gpu(records: tuple[RankRecord, ...], rank: int) -> str:
     return "; ".join(words)
 
 
-SLOW_RANK = CauseEntry("slow_rank", find_slow_ranks, as_set="stragglers", of_peers=True)
+SLOW_RANK = CauseEntry(
+    "slow_rank", find_slow_ranks, basis="measured", as_set="stragglers", of_peers=True
+)

@@ -166,4 +166,4 @@ def _merge_remedy(
     )
 
 
-SMALL_COLLECTIVES = CauseEntry("small_collectives", find_small_collectives)
+SMALL_COLLECTIVES = CauseEntry("small_collectives", find_small_collectives, basis="inferred")

@@ -9,7 +9,7 @@ are. A rank that waited itself is thus not blamed for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -17,7 +17,7 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import first_rows, group_ids, group_rows
 from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.diagnose.graph.binding_paths import BLAME_CAUSES, COMPUTES, BindingPaths
-from stepsplit.analyzer.diagnose.graph.charges import Charges, find_significant
+from stepsplit.analyzer.diagnose.graph.charges import Charges, KnownDelay, find_significant
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.exposed_waits import ExposedWaits
 from stepsplit.analyzer.diagnose.graph.path_pairs import compare_paths
@@ -38,14 +38,17 @@ class Blame(Struct, frozen=True):
 
 
 def blame(
-    split: RunSplit, graph: DependencyGraph, slow_ranks: frozenset[int] = frozenset()
+    split: RunSplit,
+    graph: DependencyGraph,
+    slow_ranks: frozenset[int] = frozenset(),
+    known: Collection[KnownDelay] = (),
 ) -> tuple[Blame, ...]:
     """Attributes all skew and bubble of all ranks to causes, each instant once.
 
     As much of a rank's bubble as its schedule makes inevitable is attributed to the schedule,
     starting with waits that no rank caused by above-average work. Delays that are no larger than
     their variation between steps are summed in rows of no rank, `variation`; slow_ranks have
-    kernels that are known to be slow.
+    kernels that are known to be slow, and known are the delays that findings name.
     """
     splits = [step.split for rank in split.ranks for step in rank.steps]
     if not any(one.skew_ns or one.bubble_ns for one in splits):
@@ -64,7 +67,7 @@ def blame(
         charges.add(some, pairs, paths, amount - inevitable)
         unrecorded[rows] = (amount - inevitable)[:, -1]
         schedule[rows] = inevitable.sum(axis=1)
-    significant = find_significant(graph, charges, slow_ranks)
+    significant = find_significant(graph, charges, slow_ranks, known)
     shares = _collect_shares(
         waits, charges, significant, unrecorded, schedule, any(ideal_ns.values())
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -66,14 +68,37 @@ class Charges(Struct, frozen=True):
         np.add.at(self.table, cells, np.where(total[rest] > 0, 0.0, recorded[rest]))
 
 
-def find_significant(graph: DependencyGraph, charges: Charges, slow_ranks: frozenset[int]) -> Bool:
+class KnownDelay(NamedTuple):
+    """That a rank is known to lose time in a step, in one of the buckets."""
+
+    rank: int
+    step: int
+    bucket: str
+
+
+_CAUSES_OF_BUCKET = {
+    "compute": ("compute", "slower"),
+    "skew": ("compute", "slower", "imbalance"),
+    "bubble": ("compute", "slower", "imbalance"),
+    "idle": ("host",),
+    "copy": ("copy",),
+}
+
+
+def find_significant(
+    graph: DependencyGraph,
+    charges: Charges,
+    slow_ranks: frozenset[int],
+    known: Collection[KnownDelay] = (),
+) -> Bool:
     """Which (rank, step, cause) are more than variation, shape (ranks, steps, BLAME_CAUSES); all
     of them in a recording of one step.
 
     A rank causes waits in all steps if their mean is significant, or that of its work: a step of
     which the waits are not known has work too. It causes waits in one step if its work there is an
     outlier. Steps that a rank did not record say nothing about it. Ranks with slow kernels are
-    slow in all steps: of two equally slow ones each causes waits in some steps only, by chance.
+    slow in all steps: of two equally slow ones each causes waits in some steps only, by chance. So
+    do ranks that are known to lose time, in the steps in which they do.
     """
     per_step = charges.table.sum(axis=2)
     if per_step.shape[1] < 2:
@@ -85,7 +110,13 @@ def find_significant(graph: DependencyGraph, charges: Charges, slow_ranks: froze
     lasting = _find_lasting_causes(per_step, recorded[:, charged])
     lasting |= _find_lasting_work(work, recorded)
     lasting[np.isin(charges.ranks, sorted(slow_ranks)), :COMPUTES] = True
-    return np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded)[:, charged])
+    significant = np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded)[:, charged])
+    for one in known:
+        if one.rank in charges.ranks and one.step in charges.steps:
+            at = charges.ranks.index(one.rank), charges.steps.index(one.step)
+            for cause in _CAUSES_OF_BUCKET.get(one.bucket, ()):
+                significant[*at, BLAME_CAUSES.index(cause)] = True
+    return significant
 
 
 def _find_lasting_causes(caused: Float, recorded: Bool) -> Bool:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import group_rows, is_inside, union
+from stepsplit.analyzer.arrays import group_ids, group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, Levels, Needs
@@ -262,6 +262,22 @@ class ReplayContext:
         """The rows that enter the mean step: the full ones, or all if none is full."""
         full = self.graph.steps.full
         return full if full.any() else np.ones_like(full)
+
+    @property
+    def compared(self) -> Bool:
+        """The rows that are compared with others of their step: the counted ones, as a rank may
+        lack events in others; of a step without any, all."""
+        label = group_ids(self.graph.steps.step)
+        return np.asarray(self.counted | (np.bincount(label, self.counted)[label] == 0))
+
+    def average_peers(self, label: Int64, values: Float, *, others: bool = False) -> Float:
+        """For each row the mean of the compared rows with its label, or of the others among them;
+        its own value if there is none. Labels are from 0 without gaps."""
+        compared = self.compared.astype(np.float64)
+        own = compared if others else 0.0
+        count = np.bincount(label, compared)[label] - own
+        total = np.bincount(label, values * compared)[label] - values * own
+        return np.where(count > 0, total / np.maximum(count, 1), values)
 
     def list_records(self, index: int) -> list[RankRecord]:
         """What the rank of this index recorded about its own device."""

@@ -45,18 +45,22 @@ from stepsplit.analyzer.diagnose.hang.sentences import (
 )
 from stepsplit.analyzer.diagnose.hang.stuck_collectives import find_stuck_collectives
 from stepsplit.analyzer.diagnose.hang.stuck_messages import find_stuck_messages
+from stepsplit.analyzer.diagnose.hang.watchdog import examine_watchdog_logs
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
 from stepsplit.analyzer.readers.file_kinds import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
 from stepsplit.analyzer.readers.nccl.inspector import (
+    RAS_HEAD_BYTES,
     RasCommunicator,
     RasMissingRank,
     RasRank,
+    is_ras,
     read_ras,
 )
 from stepsplit.analyzer.readers.run_metadata import read_run_spec
 from stepsplit.analyzer.readers.sources import is_special
+from stepsplit.analyzer.readers.watchdog_log import IS_WATCHDOG, read_watchdog_log
 from stepsplit.analyzer.trace import Group
 from stepsplit.collectors.formats.rank_state import RAISED, RAS_NAME, RankState
 from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec
@@ -91,6 +95,8 @@ def read_calls(places: Sequence[str | Path]) -> Hang:
     """Read the dumps and examine their calls, stuck or not. Raises DataError like find_hang."""
     dumps, warnings = read_dumps(places)
     states = read_states(places)
+    if not dumps and not states and (hang := _examine_other_files(places)) is not None:
+        return hang
     if not dumps and not states:
         why = f": {warnings[0].message}" if warnings else ""
         raise DataError(places[0] if places else "no path", f"no Flight Recorder dump found{why}",
@@ -107,15 +113,44 @@ def read_calls(places: Sequence[str | Path]) -> Hang:
     return msgspec.structs.replace(hang, note=note, verdict=note)
 
 
+def _examine_other_files(places: Sequence[str | Path]) -> Hang | None:
+    """What the logs of NCCL's watchdogs say, or a saved answer of its RAS; None without any."""
+    logs = []
+    with list_files([str(place) for place in places]) as sources:
+        for source in sources:
+            if is_special(source):
+                continue
+            with open_unpacked(source) as content:
+                is_log = bool(IS_WATCHDOG.search(content.read(MAX_STATE_BYTES)))
+            if is_log:
+                logs.append(read_watchdog_log(source))
+    ras = _describe_ras(places)
+    if logs:
+        return msgspec.structs.replace(examine_watchdog_logs(logs), ras=ras)
+    if not ras:
+        return None
+    return Hang(verdict=_RAS_ALONE, ranks=(), condition=LATE, note=_RAS_ALONE, ras=ras)
+
+
+_RAS_ALONE = (
+    "not known to be a hang: NCCL's RAS counts what ranks have launched at one moment; if a second"
+    " answer has the same counts, the ranks with fewer launches are those that others wait for"
+)
+
+
 def _describe_ras(places: Sequence[str | Path]) -> tuple[str, ...]:
     """What NCCL's RAS said of the job, in words: ranks that are behind or do not answer."""
     sentences: list[str] = []
     with list_files([str(place) for place in places]) as sources:
         for source in sources:
-            if source.inner.name != RAS_NAME or is_special(source):
+            if is_special(source):
                 continue
             with open_unpacked(source) as content:
-                status = read_ras(content.read(MAX_STATE_BYTES).decode(errors="replace"))
+                head = content.read(RAS_HEAD_BYTES)
+                if source.inner.name != RAS_NAME and not is_ras(head):
+                    continue
+                body = head + content.read(MAX_STATE_BYTES)
+            status = read_ras(body.decode(errors="replace"))
             sentences += status.findings
             for one in sorted(status.communicators, key=lambda each: -each.size):
                 sentences += _describe_communicator(one)

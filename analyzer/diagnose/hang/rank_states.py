@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.hang.result import LATE, Culprit, RankNow, StackFrame
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
@@ -192,9 +193,9 @@ def describe_rank(state: RankState, among: Sequence[int] = ()) -> str:
             held = f"{subject} process {state.pid} does not answer: it holds Python's lock"
             return f"{held} in {name_place(state.looks[-1].stack)}" if state.looks else held
     stack = state.looks[-1].stack if state.looks else ()
-    how = "waits"
-    if _is_computing(state):
-        how = f"computes (busy {_measure_busy_fraction(state):.0%} of the time)"
+    how, busy = "waits", _measure_busy_fraction(state) or 0.0
+    if busy > BUSY_FRACTION:
+        how = f"computes (busy {units.format_percent(busy)} of the time)"
     elif is_busy(state):
         how = f"reads or writes ({_count_io_bytes(state) / 1e6:.0f} MB)"
     return f"{whom} {how} in {name_place(stack)}" if stack else f"{whom} {how}"

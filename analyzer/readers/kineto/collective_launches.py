@@ -14,7 +14,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.ops import MESSAGES, parse_op
 from stepsplit.analyzer.readers.kernel_rules import OTHER, Rules, has_kernel_rule
 from stepsplit.analyzer.readers.kineto.schema import Args
-from stepsplit.analyzer.trace import Category, Events, Int64, Note
+from stepsplit.analyzer.trace import Category, Events, Int64, Lack, Note
 
 _MOST_NAMES, _NAME_CHARACTERS = 3, 60
 """Of the kernels that a note lists."""
@@ -211,7 +211,7 @@ def note_missing(
         f" have no device event ({_list_counts(+missing)}): their kernels were not recorded, and"
         " their time counts as idle"
     )
-    return (Note("collectives_not_recorded", text),)
+    return (Note("collectives_not_recorded", text, lack=Lack.KERNELS),)
 
 
 def _sizes(args: Args) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from stepsplit.analyzer.readers.kineto.json_stream import Entries, decode_exact_
 from stepsplit.analyzer.trace import (
     ALL_STREAMS,
     DEVICE_CATEGORIES,
+    GRID,
     HOST,
     MAX_NAME_LENGTH,
     Category,
@@ -368,7 +369,7 @@ class _ShapeTexts(dict[tuple[int, ...] | bytes, int]):
             text = dims[dims.find(b"[") : dims.rfind(b"]") + 1].decode(errors="replace")
             text = f"{''.join(text.split()).replace(',', ', ')} {dtype.decode()}".rstrip()
         else:
-            text = f"grid {list(shape)}"
+            text = f"{GRID}{list(shape)}"
         known = any(map(str.isdecimal, text))
         self[shape] = number = self._numbers.setdefault(text, len(self.texts)) if known else -1
         if number == len(self.texts):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from stepsplit.analyzer.readers.kineto.columns import SortedRows
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Note
+from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Lack, Note
 
 _FAR_NS = 3_600_000_000_000
 """Device events an hour before or after all events of the host are not of its recording. Clocks of
@@ -67,4 +67,4 @@ def drop_timeless(rows: SortedRows, base_ns: int) -> tuple[SortedRows, tuple[Not
         noted_args=tuple(rows.noted_args[i] for i in noted.tolist()),
         shapes=shapes,
     )
-    return kept, (Note("device_times_missing", text),)
+    return kept, (Note("device_times_missing", text, lack=Lack.KERNELS),)

@@ -54,6 +54,7 @@ from stepsplit.analyzer.trace import (
     Events,
     EventWaits,
     Int64,
+    Lack,
     Lane,
     Note,
 )
@@ -388,10 +389,10 @@ def _build_notes(rows: SortedRows, whole: bool, torn: str) -> tuple[Note, ...]:
     if not whole:
         why = f" ({torn})" if torn else ""
         text = f"the file is truncated{why}; {counts.entries:,} complete entries were read"
-        notes.append(Note("trace_cut_off", text))
+        notes.append(Note("trace_cut_off", text, lack=Lack.FILE))
     if counts.lost:
         text = f"{counts.lost:,} of {counts.entries + counts.lost:,} entries are damaged; ignored"
-        notes.append(Note("entries_damaged", text))
+        notes.append(Note("entries_damaged", text, lack=Lack.ENTRIES))
     if counts.negative:
         text = f"{counts.negative:,} events have a negative duration; taken as 0"
         notes.append(Note("negative_durations", text))

@@ -469,6 +469,18 @@ class RasStatus(Struct, frozen=True):
 _RAS_HEADING = re.compile(r"(#\d+-\d+ \([0-9a-f]+\) )?(INCOMPLETE|ERROR|MISMATCH|DEAD|TIMEOUT)")
 
 
+RAS_HEAD_BYTES = 4096
+
+_RAS_TEXT = re.compile(rb"NCCL version \S+ compiled with CUDA.{0,400}^Job summary$", re.S | re.M)
+
+_RAS_JSON = re.compile(rb'\A\s*\{\s*"nccl_version".{0,600}"communicators', re.S)
+
+
+def is_ras(head: bytes) -> bool:
+    """Whether the bytes begin an answer of NCCL's RAS, as ncclras prints it, in text or JSON."""
+    return bool(_RAS_TEXT.search(head) or _RAS_JSON.match(head))
+
+
 def read_ras(text: str) -> RasStatus:
     """Reads an answer of NCCL's RAS; without findings if its text is not known."""
     if text.lstrip().startswith("{"):

@@ -1,0 +1,86 @@
+"""The kinds of the complete steps as rows of report.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from stepsplit.analyzer.report.headline import compute_mean_split
+from stepsplit.analyzer.report.step_rows import StepRow
+from stepsplit.analyzer.split.step_kinds import KindCalls, StepKind
+
+
+class StepKindRow(Struct, frozen=True):
+    """Complete steps that do the same: equal calls, and equally many kernels.
+
+    Attributes:
+        kind: "headline" for those over which means and medians are taken, else "other 1", "other 2"
+            in the order of their first step.
+        count: their number.
+        steps: the numbers of the steps.
+        mean_ns: mean duration of one over ranks and steps.
+        share: their share of the time of all complete steps, 0..1.
+        compute_ns: mean of this bucket; the seven add up to mean_ns.
+        collective_ns: mean of this bucket.
+        p2p_ns: mean of this bucket.
+        skew_ns: mean of this bucket.
+        bubble_ns: mean of this bucket.
+        copy_ns: mean of this bucket.
+        idle_ns: mean of this bucket.
+        calls: the calls of a step, summed over the recorded ranks.
+        kernels: compute kernels of a step and rank (ops of a CPU run), the mean.
+        period: every so many steps is one; None if they are not regular, or fewer than two.
+        extra: what a step does beyond one of the headline, in words; "" for the headline, or if
+            nothing is known.
+    """
+
+    kind: str
+    count: int
+    steps: tuple[int, ...]
+    mean_ns: int
+    share: float
+    compute_ns: int
+    collective_ns: int
+    p2p_ns: int
+    skew_ns: int
+    bubble_ns: int
+    copy_ns: int
+    idle_ns: int
+    calls: tuple[KindCalls, ...]
+    kernels: float
+    period: int | None
+    extra: str
+
+
+def build_kind_rows(
+    kinds: Sequence[StepKind], steps: Iterable[StepRow], *, on_device: bool
+) -> tuple[StepKindRow, ...]:
+    """A row for each kind of steps; () if all are of one."""
+    complete = [row for row in steps if row.kind != "partial"]
+    ranks = len({row.rank for row in complete})
+    built = []
+    for kind in kinds:
+        own = [row for row in complete if row.step in kind.steps]
+        mean = compute_mean_split(own)
+        built.append(
+            StepKindRow(
+                kind.kind,
+                len(kind.steps),
+                kind.steps,
+                mean.step_ns,
+                sum(row.step_ns for row in own) / (sum(row.step_ns for row in complete) or 1),
+                mean.compute_ns,
+                mean.collective_ns,
+                mean.p2p_ns,
+                mean.skew_ns,
+                mean.bubble_ns,
+                mean.copy_ns,
+                mean.idle_ns,
+                calls=kind.calls,
+                kernels=kind.kernels,
+                period=kind.period,
+                extra=kind.describe_extra(kinds[0], ranks, on_device=on_device),
+            )
+        )
+    return tuple(built)

@@ -1,0 +1,105 @@
+"""Kinds of steps by what they do: their calls, and how much work they run on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.builders import GpuTrace
+
+from stepsplit.analyzer import Report, analyze
+
+KERNELS = 20
+
+
+def train(
+    folder: Path,
+    more: dict[int, int],
+    *,
+    steps: int = 8,
+    gathers: int = 0,
+    only: int | None = None,
+) -> Report:
+    """Two ranks; a step has 20 kernels of 5 us and an all_reduce, and, as more says, further
+    kernels and all_gathers in a range "evaluate"; on one rank only if there is an only."""
+    for rank in (0, 1):
+        trace, at = GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]), 0.0
+        for step in range(steps):
+            begin = at
+            for _ in range(KERNELS):
+                trace.kernel("gemm", at, at + 5)
+                at += 5
+            trace.all_reduce(at, at + 10, Seq=10 * step)
+            at += 10
+            extra = more.get(step, 0)
+            if extra and only in (None, rank):
+                trace.annotation("evaluate", at, at + 5 * extra)
+                for _ in range(extra):
+                    trace.kernel("gemm", at, at + 5)
+                    at += 5
+            elif extra:
+                at += 5 * extra
+            for call in range(gathers if extra else 0):
+                seq = {"Seq": 10 * step + 1 + call}
+                trace.collective("AllGather", "_allgather_base", at, at + 4, **seq)
+                at += 4
+            trace.step(step, begin, at)
+        trace.write(folder)
+    return analyze(folder)
+
+
+def others(report: Report) -> list[tuple[int, ...]]:
+    return [kind.steps for kind in report.step_kinds[1:]]
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("steps", [6, 8, 11])
+@pytest.mark.parametrize("gathers", [0, 1])
+def test_every_nth_step_evaluates(every: int, steps: int, gathers: int, tmp_path: Path) -> None:
+    evaluating = tuple(range(1, steps, every))
+    report = train(tmp_path, dict.fromkeys(evaluating, 20), steps=steps, gathers=gathers)
+    kinds = report.step_kinds
+    assert [kind.steps for kind in kinds[1:]] == [evaluating]
+    assert kinds[0].mean_ns == 110_000
+    assert kinds[1].mean_ns == 110_000 + 100_000 + 4_000 * gathers
+    is_regular = len(evaluating) > 1
+    assert kinds[1].period == (every if is_regular else None)
+    assert sum(kind.share for kind in kinds) == pytest.approx(1)
+    (found,) = [one for one in report.findings if one.code == "other_steps"]
+    called = "1 all_gather on dp_replicate, " * gathers
+    which = {2: "every 2nd step", 3: "every 3rd step", 5: "every 5th step"}[every]
+    assert found.message == (
+        f"{which if is_regular else 'step 1'} takes 0.10 ms more than the others, most of it"
+        f" compute: {called}1 evaluate, 20 compute kernels more"
+    )
+    extra_ns = (100_000 + 4_000 * gathers) * len(evaluating)
+    assert found.gain_ns == extra_ns // steps
+
+
+def test_two_kinds_beyond_the_usual_step(tmp_path: Path) -> None:
+    """An evaluation, and a longer one."""
+    assert others(train(tmp_path, {2: 20, 4: 20, 6: 50})) == [(2, 4), (6,)]
+
+
+@pytest.mark.parametrize(
+    ("more", "only"),
+    [
+        ({3: 20}, 1),  # on one rank: what the others wait for has a cause there
+        (dict.fromkeys(range(8), 20), None),
+        ({1: 1, 4: 1}, None),  # below a tenth
+        ({step: step for step in range(8)}, None),  # as the data goes
+    ],
+)
+def test_more_work_that_is_no_kind(more: dict[int, int], only: int | None, tmp_path: Path) -> None:
+    report = train(tmp_path, more, only=only)
+    assert report.step_kinds == ()
+    assert {row.kind for row in report.steps} == {"full"}
+
+
+def test_a_mix_without_a_usual_step_is_said(tmp_path: Path) -> None:
+    report = train(tmp_path, {0: 20, 2: 20}, steps=3)
+    assert {row.kind for row in report.steps} == {"full"}
+    (message,) = {row.message for row in report.warnings if row.code == "steps_mixed"}
+    assert message.startswith(
+        "the steps do unequal work: of 3, 2 run 2.0 times as many kernels as the others"
+    )

@@ -37,13 +37,15 @@ class KeyFeature:
     """A feature with a key of its own: the section and the field that hold its value.
 
     list_alternatives: the other plausible values in a job that does not state it, each as a change
-    of the section. Without any, nothing in use differs from the value that is taken.
+    of the section. Without any, nothing in use differs from the value that is taken. moves is what
+    another value can move: launches alone, launches and kernels, or messages too.
     """
 
     section: Section
     name: str
     list_alternatives: Callable[[JobConfig], Iterable[Change]] = lambda job: ()
     key_name: str = ""
+    moves: Literal["launches", "kernels", "messages"] = "messages"
 
     @property
     def key(self) -> str:
@@ -112,7 +114,9 @@ def _list_attention_kernels(job: JobConfig) -> Iterable[Change]:
 
 
 def _list_fused_loss(job: JobConfig) -> Iterable[Change]:
-    return ({"fused_loss": not job.training.fused_loss},)
+    """Where the loss takes longer for it; elsewhere it takes memory alone."""
+    is_upcast = job.profile.times.upcasts_loss == "unfused" and not job.training.compile
+    return ({"fused_loss": not job.training.fused_loss},) if is_upcast else ()
 
 
 def _list_fused_optimizer(job: JobConfig) -> Iterable[Change]:
@@ -231,17 +235,17 @@ def _list_host_times(job: JobConfig) -> Iterable[Change]:
 KEY_FEATURES = (
     KeyFeature("training", "flash_attention"),
     KeyFeature("training", "dropout"),
-    KeyFeature("training", "fused_loss", _list_fused_loss),
+    KeyFeature("training", "fused_loss", _list_fused_loss, moves="kernels"),
     KeyFeature("training", "early_stop"),
-    KeyFeature("training", "fused_optimizer", _list_fused_optimizer),
+    KeyFeature("training", "fused_optimizer", _list_fused_optimizer, moves="kernels"),
     KeyFeature("training", "gradient_dtype", _list_gradient_dtypes),
     KeyFeature("training", "activation_dtype"),
     KeyFeature("training", "moments_dtype"),
     KeyFeature("training", "master_weights"),
-    KeyFeature("training", "attention_kernel", _list_attention_kernels),
-    KeyFeature("training", "unfused", _list_unfused),
+    KeyFeature("training", "attention_kernel", _list_attention_kernels, moves="kernels"),
+    KeyFeature("training", "unfused", _list_unfused, moves="kernels"),
     KeyFeature("training", "compile", _list_compile),
-    KeyFeature("training", "cuda_graph", _list_cuda_graphs),
+    KeyFeature("training", "cuda_graph", _list_cuda_graphs, moves="launches"),
     KeyFeature("training", "recompute", _list_recomputation),
     KeyFeature("training", "fp8_scaling", _list_scalings),
     KeyFeature("training", "document_tokens", _list_documents),
@@ -256,7 +260,7 @@ KEY_FEATURES = (
     KeyFeature("parallel", "dispatcher", _list_dispatchers),
     KeyFeature("parallel", "context_kind", _list_contexts, key_name="context"),
     KeyFeature("parallel", "chunks", _list_chunks),
-    KeyFeature("hardware.efficiency", "host_ns", _list_host_times),
+    KeyFeature("hardware.efficiency", "host_ns", _list_host_times, moves="launches"),
 )
 """Keys whose values follow from the framework, or are usual, where a job leaves them out."""
 

@@ -48,6 +48,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
 )
 from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.features import KeyFeature
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
 from stepsplit.analyzer.model.memory import add_allocated_band, compute_memory, is_within_memory
@@ -80,6 +81,7 @@ from stepsplit.analyzer.model.step_time import (
     Skew,
     StageTime,
     TimedMessage,
+    compute_idle_time,
     compute_pipeline,
     compute_skew,
     compute_splits,
@@ -159,9 +161,15 @@ def list_alternatives(step: TimedStep, rates: Rates) -> tuple[UnstatedKey, ...]:
     if is_calibrated(step.job):
         return ()
 
-    def time_job(job: JobConfig) -> int:
-        stages, timed = count_stage_parameters(job), time_messages(job, rates)
-        times = compute_stage_times(job, stages, timed)
+    def time_job(job: JobConfig, feature: KeyFeature) -> int:
+        if feature.moves == "launches" and all(
+            compute_idle_time(job, one.stage, one.passes, one.comm) == one.idle
+            for one in step.stages
+        ):
+            # As many launches are hidden as before.
+            return step.split.step_ns
+        timed = time_messages(job, rates) if feature.moves == "messages" else step.timed
+        times = compute_stage_times(job, count_stage_parameters(job), timed)
         pipeline = compute_pipeline(job, times, timed)
         splits = compute_splits(job, times, pipeline, compute_skew(job))
         return min(splits, key=lambda split: split.bubble_ns).step_ns

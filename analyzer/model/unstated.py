@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_checks import list_violations
-from stepsplit.analyzer.model.features import KEY_FEATURES, change_job
+from stepsplit.analyzer.model.features import KEY_FEATURES, KeyFeature, change_job
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
 from stepsplit.analyzer.model.prediction import UnstatedKey
 from stepsplit.analyzer.model.profile import load_device
@@ -36,7 +36,7 @@ def _format_range(low: float, high: float) -> str:
 
 
 def list_unstated(
-    job: JobConfig, step_ns: int, fits: bool, time_job: Callable[[JobConfig], int]
+    job: JobConfig, step_ns: int, fits: bool, time_job: Callable[[JobConfig, KeyFeature], int]
 ) -> tuple[UnstatedKey, ...]:
     """The keys that move the step, the one that moves it most first.
 
@@ -55,7 +55,7 @@ def list_unstated(
             if list_violations(other):
                 continue
             try:
-                ratio = time_job(other) / step_ns
+                ratio = time_job(other, feature) / step_ns
             except StepsplitError:
                 # The rates of this value are not known on the device.
                 continue

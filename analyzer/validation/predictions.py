@@ -726,13 +726,20 @@ def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:
     0.25 is 25 % more, or 20 % less.
     """
     groups: defaultdict[tuple[RunKind, RunConfidence], list[UnseenRun]] = defaultdict(list)
+    wider_kinds: dict[RunKind, tuple[RunKind, ...]] = {}
     for run in runs:
-        for wider in run.kind.list_wider():
+        if run.kind not in wider_kinds:
+            wider_kinds[run.kind] = run.kind.list_wider()
+        for wider in wider_kinds[run.kind]:
             groups[wider, run.confidence].append(run)
+    middles = {
+        (kind.population, confidence): 1.0 if confidence == "low" else _compute_middle(group)
+        for (kind, confidence), group in groups.items()
+        if kind == RunKind(kind.population)
+    }
     bands = {}
     for (kind, confidence), group in groups.items():
-        alike = groups[kind.list_wider()[-1], confidence]
-        middle = 1.0 if confidence == "low" else _compute_middle(alike)
+        middle = middles[kind.population, confidence]
         counts = Counter(run.case.source for run in group)
         weights = [counts[run.case.source] ** -SOURCE_POWER for run in group]
         distances = []

@@ -399,7 +399,8 @@ def test_a_more_accurate_constant_utilization_is_noted() -> None:
 def test_nothing_is_cut_at_eighty_columns(checks: tuple[Check, ...]) -> None:
     lines = shown(checks, every_row=True, width=80)
     ends = [line for line in lines if line.endswith("%") or line.endswith("yes")]
-    assert len(ends) == sum(len(one.rows) for one in checks)
+    # Checks by population have the rows of others.
+    assert len(ends) == sum(len(one.rows) for one in checks if not one.sources)
 
 
 def test_every_row_can_be_shown_with_those_that_were_fitted_on() -> None:

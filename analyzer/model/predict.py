@@ -86,7 +86,9 @@ from stepsplit.analyzer.model.step_time import (
     compute_skew,
     compute_splits,
     compute_stage_time,
+    compute_transfer_ns,
     list_pipeline_messages,
+    time_pipeline,
 )
 from stepsplit.analyzer.model.unstated import list_unstated
 
@@ -170,9 +172,10 @@ def list_alternatives(step: TimedStep, rates: Rates) -> tuple[UnstatedKey, ...]:
             return step.split.step_ns
         timed = time_messages(job, rates) if feature.moves == "messages" else step.timed
         times = compute_stage_times(job, count_stage_parameters(job), timed)
-        pipeline = compute_pipeline(job, times, timed)
-        splits = compute_splits(job, times, pipeline, compute_skew(job))
-        return min(splits, key=lambda split: split.bubble_ns).step_ns
+        # All stages take as long, however much of the bubble is that of messages.
+        time = time_pipeline(job, times, compute_transfer_ns(timed))
+        pipeline = PipelineResult(time, 0.0, (0.0,) * job.parallel.pp)
+        return compute_splits(job, times, pipeline, compute_skew(job))[0].step_ns
 
     fits = is_within_memory(step.job, step.memory)
     return list_unstated(step.job, step.split.step_ns, fits, time_job)

@@ -56,18 +56,26 @@ def compute_pipeline(
     job: JobConfig, stages: tuple[StageTime, ...], timed: dict[int, tuple[TimedMessage, ...]]
 ) -> PipelineResult:
     """Time the schedule with the stages' times, with and without its messages."""
+    real = time_pipeline(job, stages, compute_transfer_ns(timed))
+    if job.parallel.pp == 1:
+        return PipelineResult(real, 0.0, (0.0,))
+    messages_ns = tuple(
+        sum(e.time.ns for e in timed[s] if _is_pipeline_message(e)) for s in range(job.parallel.pp)
+    )
+    transfers_ns = real.makespan_ns - time_pipeline(job, stages, 0.0).makespan_ns
+    return PipelineResult(real, transfers_ns, messages_ns, (FRACTION, OVERHEAD))
+
+
+def time_pipeline(
+    job: JobConfig, stages: tuple[StageTime, ...], transfer_ns: float
+) -> PipelineTime:
+    """The schedule with the stages' times and messages of this time between them."""
     layout, costs = job.parallel, list_chunk_costs(job, stages)
     if layout.pp == 1:
-        single_rank = PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
-        return PipelineResult(single_rank, 0.0, (0.0,))
-    shape = (layout.schedule, layout.pp, job.microbatches, layout.chunks)
-    free = compute_pipeline_time(*shape, costs)
-    real = compute_pipeline_time(*shape, costs, compute_transfer_ns(timed))
-    messages_ns = tuple(
-        sum(e.time.ns for e in timed[s] if _is_pipeline_message(e)) for s in range(layout.pp)
+        return PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
+    return compute_pipeline_time(
+        layout.schedule, layout.pp, job.microbatches, layout.chunks, costs, transfer_ns
     )
-    transfers_ns = real.makespan_ns - free.makespan_ns
-    return PipelineResult(real, transfers_ns, messages_ns, (FRACTION, OVERHEAD))
 
 
 def list_chunk_costs(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:

@@ -12,6 +12,7 @@ from stepsplit.analyzer.model.config import (
     Dispatcher,
     JobConfig,
     ParallelConfig,
+    Recompute,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_decode import collect_kinds
@@ -136,8 +137,9 @@ def _list_compile(job: JobConfig) -> Iterable[Change]:
 
 
 def _list_cuda_graphs(job: JobConfig) -> Iterable[Change]:
-    is_captured = job.profile.model.cuda_graphs and job.training.cuda_graph == "none"
-    return ({"cuda_graph": "layers"},) if is_captured else ()
+    if job.training.cuda_graph != "none":
+        return ({"cuda_graph": "none"},)
+    return ({"cuda_graph": "layers"},) if job.profile.model.cuda_graphs else ()
 
 
 FULL = 0.9
@@ -147,7 +149,10 @@ FULL = 0.9
 def _list_recomputation(job: JobConfig) -> Iterable[Change]:
     training = job.training
     if training.recompute != "none" or training.recompute_parts:
-        return ()
+        # A guess of whoever wrote the job: with less than that it may have run as well.
+        usual: tuple[Recompute, ...] = ("none", "selective", "full")
+        others = (one for one in usual if one != training.recompute)
+        return [{"recompute": one, "recompute_parts": frozenset()} for one in others]
     peak_bytes = max(stage.total_bytes for stage in compute_memory(job))
     if peak_bytes < FULL * job.hardware.memory_bytes:
         return ()
@@ -181,14 +186,16 @@ def _list_documents(job: JobConfig) -> Iterable[Change]:
 
 
 def _list_overlaps(job: JobConfig) -> Iterable[Change]:
-    """With the communication of one more axis overlapped."""
+    """With the communication of one more axis overlapped, or without what the framework overlaps
+    if asked to."""
     layout = job.parallel
     ranks = {"dp": layout.dp, "tp": layout.tp if layout.sequence_parallel else 1, "ep": layout.ep}
-    return [
-        {"overlap": layout.overlap | {axis}}
+    others = [
+        layout.overlap ^ {axis}
         for axis, size in ranks.items()
-        if size > 1 and axis not in layout.overlap
+        if size > 1 and (axis not in layout.overlap or not job.profile.defaults.overlap)
     ]
+    return [{"overlap": one} for one in others]
 
 
 def _list_zero(job: JobConfig) -> Iterable[Change]:
@@ -216,6 +223,8 @@ def _list_contexts(job: JobConfig) -> Iterable[Change]:
 
 
 def _list_chunks(job: JobConfig) -> Iterable[Change]:
+    if job.parallel.schedule == "interleaved":
+        return ({"schedule": "1f1b", "chunks": 1},)
     is_plain = job.parallel.pp > 1 and job.parallel.schedule == "1f1b"
     is_tried = is_plain and "interleaved" in job.profile.search.schedules
     return ({"schedule": "interleaved", "chunks": 2},) if is_tried else ()

@@ -52,14 +52,21 @@ JOB_TABLES = ("model", "parallel", "training", "hardware")
 def build_stated_job(row: PublishedRow) -> JobConfig:
     """The job of a row: columns such as model.layers are keys of job.toml, empty ones left out.
 
-    Raises DataError or UsageError as read_job.
+    Keys in the column guessed have a value that the publisher did not state: the job takes it as
+    it takes a default, so that other values are plausible too. Raises DataError or UsageError as
+    read_job, and DataError for a guessed key without a value.
     """
     tables: dict[str, dict[str, Any]] = {name: {} for name in JOB_TABLES}
     for column in row.values:
         table, _, key = column.partition(".")
         if key and row.has_value(column):
             tables[table][key] = _parse_value(row.read_text(column))
-    return decode_job(TomlTable(f"{row.table}.csv, {row.id}", "", tables))
+    job = decode_job(TomlTable(f"{row.table}.csv, {row.id}", "", tables))
+    guessed = row.read_text("guessed").split() if row.has_value("guessed") else []
+    if unknown := [key for key in guessed if not row.has_value(key)]:
+        problem = f"{row.id} has no value of {unknown[0]}, which it calls guessed"
+        raise DataError(f"{row.table}.csv", problem, "name columns of the row")
+    return replace(job, stated=job.stated.difference(guessed) if job.stated else None)
 
 
 @lru_cache(maxsize=4096)

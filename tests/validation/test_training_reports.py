@@ -54,6 +54,16 @@ def report(**speed: str) -> PublishedRow:
     return PublishedRow("training_reports", "report/ours", {**REPORT, **speed})
 
 
+def test_other_values_of_a_guessed_key_are_plausible() -> None:
+    def find_unstated(**columns: str) -> set[str]:
+        return {one.key for one in predict(build_stated_job(report(**columns))).unstated}
+
+    assert "parallel.overlap" not in find_unstated()
+    assert "parallel.overlap" in find_unstated(guessed="parallel.overlap training.micro_batch")
+    with pytest.raises(DataError, match=r"no value of parallel\.tp, which it calls guessed"):
+        build_stated_job(report(guessed="parallel.tp"))
+
+
 def test_columns_are_keys_of_a_job_file_and_empty_ones_left_out() -> None:
     job = build_stated_job(report())
     assert (job.model.hidden, job.parallel.dp, job.training.unfused) == (4096, 16, None)

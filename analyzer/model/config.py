@@ -692,6 +692,7 @@ class JobConfig:
         hardware: Accelerator and links.
         stated: The keys that its job.toml states ("training.fused_loss"); None (default) for a job
             that code builds, which states all.
+        notes: What of its job.toml was read as which key: other programs' names of keys.
 
     Examples:
         >>> from stepsplit.analyzer import predict, read_job
@@ -705,6 +706,7 @@ class JobConfig:
     training: TrainingConfig
     hardware: HardwareConfig
     stated: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def profile(self) -> FrameworkProfile:

@@ -70,6 +70,11 @@ def decode_hardware(
     """
     alone = base is None and not {"preset", "file"} & table.values.keys()
     required = _REQUIRED_KEYS if alone else ()
+    if alone and not table.values.keys() & set(_REQUIRED_KEYS):
+        # Whoever leaves out all of them does not mean to describe a device by numbers.
+        hint = 'write preset = "h100-sxm" or another, or the numbers of the device'
+        mistakes.append(table.build_error("preset", "missing", hint))
+        required = ()
     stated = decode_keys(table, {**list_hardware_kinds(), **extra_kinds}, mistakes, required)
     known = base or _build_default_hardware(stated)
     intra = _decode_link(table, "intra", known.intra, mistakes)

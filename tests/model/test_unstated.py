@@ -8,6 +8,7 @@ import pytest
 
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_file import parse_job
+from stepsplit.analyzer.model.features import KeyFeature
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import (
     Prediction,
@@ -75,7 +76,7 @@ def test_what_code_builds_states_all() -> None:
 def test_a_value_that_does_not_fit_in_memory_is_not_plausible_for_a_job_that_does() -> None:
     small = experts(hardware="memory_bytes = 2_000_000_000")
 
-    def time_job(job: JobConfig) -> int:
+    def time_job(job: JobConfig, feature: KeyFeature) -> int:
         return 50 if job.parallel.dispatcher == "deepep" else 100
 
     assert list_unstated(small, 100, True, time_job) == ()

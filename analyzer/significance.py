@@ -71,6 +71,17 @@ def compute_conformal_bound(errors: Sequence[float], level: float) -> float:
     return sorted(errors)[rank - 1]
 
 
+def compute_weighted_bound(
+    errors: Sequence[float], weights: Sequence[float], further: float, level: float
+) -> float:
+    """The same of errors that count by their weights, where a further one has the weight further:
+    the smallest error that, with those below it, has this share of all weight, or the largest."""
+    order = sorted(range(len(errors)), key=lambda i: errors[i])
+    reached = list(accumulate(weights[i] for i in order))
+    needed = (reached[-1] + further) * level - 1e-9
+    return errors[order[min(len(order) - 1, bisect_left(reached, needed))]]
+
+
 # Few runs per side, one value per run: the steps of a run are not independent.
 #
 # Welch's t test (B. L. Welch, Biometrika 34, 1947; degrees of freedom by F. E. Satterthwaite,

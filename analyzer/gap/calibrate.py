@@ -46,7 +46,7 @@ from stepsplit.analyzer.model.device_speed import (
 from stepsplit.analyzer.model.hardware_config import MAX_SPREAD, load_attention_rate
 from stepsplit.analyzer.model.layer_time import FUSED_BACKWARD
 from stepsplit.analyzer.model.memory import NO_CALIBRATION, calibrate_memory, compute_memory
-from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.predict import time_step
 from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.step_time import compute_skew
@@ -354,7 +354,7 @@ def _format_ratio(stage: ExplainedStage) -> str:
 def _explain_run(
     run: CalibrationSample, hardware: HardwareConfig, rates: Rates
 ) -> list[ExplainedStage]:
-    splits = predict(replace(run.job, hardware=hardware), rates).splits
+    splits = time_step(replace(run.job, hardware=hardware), rates).splits
     return [
         ExplainedStage(run.name, one.stage, one.step_ns, one.split, splits[one.stage])
         for one in run.stages
@@ -518,7 +518,7 @@ def _solve_host_ns(row: _Row, fitted: Efficiency) -> float:
 
     def compute_excess(host_ns: float) -> float:
         with_host = set_efficiency(job, replace(fitted, host_ns=host_ns))
-        return predict(with_host).splits[sample.stage].idle_ns - split.idle_ns
+        return time_step(with_host, Rates()).splits[sample.stage].idle_ns - split.idle_ns
 
     if alone or compute_excess(most_ns) <= 0:
         return most_ns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
@@ -17,6 +17,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
+from stepsplit.analyzer.model.config_limits import NonNegative
 from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
 from stepsplit.analyzer.model.memory import is_within_memory
 from stepsplit.analyzer.model.memory_states import (
@@ -24,10 +25,11 @@ from stepsplit.analyzer.model.memory_states import (
     find_sharding_stage,
     is_clamped,
 )
-from stepsplit.analyzer.model.prediction import Confidence, StageMemory
+from stepsplit.analyzer.model.prediction import Confidence, StageMemory, UnstatedKey
 from stepsplit.analyzer.model.profile import PRESETS, load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
+from stepsplit.analyzer.model.unstated import join_spread
 
 # The error band: what 9 of 10 published runs of the same kind stay within, none of which was known
 # to the constants that predicted it.
@@ -35,12 +37,8 @@ from stepsplit.analyzer.model.step_time import StageTime
 LEVEL = 0.9
 """Share of unseen runs within the band."""
 
-MIN_RUNS, MIN_SOURCES = 9, 2
+MIN_RUNS, MIN_SOURCES = 9, 4
 """A kind of run has its own band from so many runs and publishers on; others borrow one."""
-
-MIN_DOUBTED_RUNS = 6
-"""The same of runs with low confidence: their band is the largest error, and what they would borrow
-is that of the ZeRO-3 of 2021, 150 %."""
 
 RunConfidence = Literal["high", "medium", "low"]
 
@@ -48,53 +46,62 @@ RUN_CONFIDENCES: tuple[RunConfidence, ...] = get_args(RunConfidence)
 """Confidence in runs that no constant was calibrated on; each has bands of its own."""
 
 
+Population = Literal["", "recipe", "report"]
+
+
 @dataclass(frozen=True, slots=True)
 class RunKind:
     """Runs with a common error band; "" stands for all.
 
-    family is that of the GPU, model "dense" or "experts", dtype "16-bit", "8-bit" or "4-bit",
-    states "sharded" (ZeRO-3) or "replicated"; program is "other" for programs other than the
-    framework, whose runs have bands of their own.
+    population: "recipe", what the authors of a program or of a GPU tuned and publish of it, or
+    "report", what anyone else measured; the latter states less and is further off. family is that
+    of the GPU, model "dense" or "experts".
     """
 
+    population: Population = ""
     family: str = ""
+    framework: str = ""
     model: str = ""
-    dtype: str = ""
-    states: str = ""
-    program: Literal["", "other"] = ""
 
     def __str__(self) -> str:
-        stated = " ".join(filter(None, (self.family, self.model, self.dtype, self.states))) or "all"
-        return f"{stated}, other programs" if self.program else stated
+        stated = filter(None, (self.family, self.framework, self.model, self.population))
+        return " ".join(stated) or "all"
 
     def list_wider(self) -> tuple[RunKind, ...]:
         """This kind, then the wider ones that it belongs to, the widest last."""
-        of_model = replace(self, dtype="", states="")
-        widest = RunKind(program=self.program)
-        return self, replace(self, states=""), of_model, replace(of_model, family=""), widest
+        of_family = replace(self, framework="")
+        return self, of_family, replace(of_family, family=""), RunKind(self.population)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBand:
     """The error (a ratio) that LEVEL of the runs of this kind stay below.
 
-    middle is the step of the median run over the predicted one, error the distance from there.
+    middle is the step of the median run over the predicted one, error the distance from there,
+    beyond what the settings that a job does not state explain.
     """
 
-    error: float
+    error: NonNegative
     runs: int
     sources: int
     kind: RunKind = RunKind()
     middle: float = 1.0
 
-    def find_limits(self, predicted_ns: float) -> tuple[float, float]:
+    def find_limits(
+        self, predicted_ns: float, low: float = 1.0, high: float = 1.0
+    ) -> tuple[float, float]:
         """The shortest and the longest step in ns; the predicted one is in between.
+
+        low and high are what the job leaves open: its shortest and its longest step over the
+        predicted one.
 
         >>> StepBand(0.25, 20, 4, middle=1.2).find_limits(100)
         (96.0, 150.0)
+        >>> StepBand(0.25, 20, 4, middle=1.2).find_limits(100, low=0.5)
+        (48.0, 150.0)
         """
         middle_ns = predicted_ns * self.middle
-        low_ns, high_ns = middle_ns / (1 + self.error), middle_ns * (1 + self.error)
+        low_ns, high_ns = middle_ns * low / (1 + self.error), middle_ns * high * (1 + self.error)
         return min(low_ns, predicted_ns), max(high_ns, predicted_ns)
 
 
@@ -104,11 +111,10 @@ BandIndex = Mapping[tuple[RunKind, RunConfidence], StepBand]
 
 def find_run_kind(job: JobConfig) -> RunKind:
     return RunKind(
+        "recipe" if job.training.recipe else "report",
         job.hardware.family,
+        job.training.framework,
         "dense" if job.model.experts is None else "experts",
-        {"fp8": "8-bit", "nvfp4": "4-bit"}.get(job.training.dtype, "16-bit"),
-        "sharded" if find_sharding_stage(job) == 3 else "replicated",
-        "other" if job.training.program else "",
     )
 
 
@@ -131,29 +137,23 @@ def load_error_bands() -> BandIndex:
 def find_error_band(
     kind: RunKind, confidence: RunConfidence, bands: BandIndex | None = None
 ) -> StepBand:
-    """The band of the narrowest kind with enough runs, or of any kind: the widest of those of runs
-    with this confidence or a higher one, around the middle of those with this confidence."""
+    """The band of the narrowest kind with enough runs at this confidence, or at the next lower one
+    at which there are enough; no narrower than that of runs with a higher confidence."""
     known = load_error_bands() if bands is None else bands
-    reached = RUN_CONFIDENCES[: RUN_CONFIDENCES.index(confidence) + 1]
-    found = [band for each in reached if (band := _find_narrowest(kind, each, known)) is not None]
-    widest = max(found, key=lambda band: band.error, default=StepBand(NO_BAND, 0, 0))
-    alike = known.get((kind.list_wider()[-1], confidence))
-    return replace(widest, middle=1.0 if alike is None else alike.middle)
+    found = {each: _find_narrowest(kind, each, known) for each in RUN_CONFIDENCES}
+    place = RUN_CONFIDENCES.index(confidence)
+    lower = (band for each in RUN_CONFIDENCES[place:] if (band := found[each]) is not None)
+    own = next(lower, StepBand(NO_BAND, 0, 0))
+    higher = (band.error for each in RUN_CONFIDENCES[:place] if (band := found[each]) is not None)
+    return replace(own, error=max([own.error, *higher]))
 
 
 def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) -> StepBand | None:
-    """The band of the narrowest of the kinds with enough runs, else that of all. Doubtful runs of
-    other programs borrow from doubtful ones of the frameworks: both are off for reasons of their
-    own."""
-    min_runs = MIN_DOUBTED_RUNS if confidence == "low" else MIN_RUNS
-    wider = kind.list_wider()
-    if confidence == "low" and kind.program:
-        wider = (*wider[:-1], *replace(kind, program="").list_wider())
-    for each in wider:
-        band = known.get((each, confidence))
-        if band is not None and band.runs >= min_runs and band.sources >= MIN_SOURCES:
+    for wider in kind.list_wider():
+        band = known.get((wider, confidence))
+        if band is not None and band.runs >= MIN_RUNS and band.sources >= MIN_SOURCES:
             return band
-    return known.get((wider[-1], confidence))
+    return None
 
 
 NO_BAND = 0.5
@@ -194,7 +194,26 @@ def list_caveats(
         *(Caveat(text, "medium") for text in _list_distances(job)),
         *(Caveat(text, "medium") for text in _list_full_memory(job, memory)),
     )
-    return tuple(sorted(found, key=lambda caveat: caveat.confidence != "low"))
+    return sort_caveats(found)
+
+
+def sort_caveats(caveats: Sequence[Caveat]) -> tuple[Caveat, ...]:
+    """The caveats, the worst first."""
+    return tuple(sorted(caveats, key=lambda caveat: caveat.confidence != "low"))
+
+
+MOVES = 0.05
+"""Change of the step by another plausible value of a key above which the job must state the key for
+a high confidence."""
+
+
+def list_open_caveats(unstated: Sequence[UnstatedKey]) -> tuple[Caveat, ...]:
+    """The caveat of a job whose step depends on what it does not state."""
+    moving = [one for one in unstated if one.moves > MOVES]
+    if not moving:
+        return ()
+    names = ", ".join(one.key for one in moving)
+    return (Caveat(f"the step depends on keys that are not stated: {names}", "medium"),)
 
 
 def _list_full_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> Iterator[str]:
@@ -299,9 +318,8 @@ def _list_distances(job: JobConfig) -> Iterator[str]:
     if 0 < efficiency.most_gpus < job.parallel.world_size:
         yield f"{job.parallel.world_size:,} GPUs: known up to {efficiency.most_gpus:,}"
     kind = find_run_kind(job)
-    nearest: RunConfidence = "medium" if job.training.program else "high"
-    if not is_calibrated(job) and find_error_band(kind, nearest).kind != kind:
-        yield f"{FEW_RUNS} ({kind}) for a band of its own"
+    if not is_calibrated(job) and not find_error_band(kind, "high").kind.family:
+        yield f"{FEW_RUNS} ({kind}) for a band of its GPUs"
 
 
 def _describe_crossing(axis: str, group: GroupPlacement) -> str:
@@ -335,9 +353,10 @@ def decide_confidence(job: JobConfig, caveats: tuple[Caveat, ...]) -> Confidence
 
 
 def estimate_step_band(
-    job: JobConfig, split: Split, caveats: tuple[Caveat, ...]
+    job: JobConfig, split: Split, caveats: tuple[Caveat, ...], unstated: Sequence[UnstatedKey] = ()
 ) -> tuple[int, int]:
-    """Error band of the step time in ns, which contains 9 of 10 unseen runs."""
+    """Error band of the step time in ns, which contains 9 of 10 unseen runs: the error of the model
+    and the spread of what the job does not state."""
     efficiency, decided = job.hardware.efficiency, decide_confidence(job, caveats)
     confidence: RunConfidence = "high" if decided == "calibrated" else decided
     band = find_error_band(find_run_kind(job), confidence)
@@ -348,5 +367,5 @@ def estimate_step_band(
         band = replace(band, error=max(band.error, efficiency.error))
     else:
         band = replace(band, error=max(band.error, job.profile.times.least_error))
-    low_ns, high_ns = band.find_limits(split.step_ns)
+    low_ns, high_ns = band.find_limits(split.step_ns, *join_spread(unstated))
     return round(low_ns), round(high_ns)

@@ -444,6 +444,9 @@ class TrainingConfig:
         lora_targets: Linear layers with adapters: "qkv", "output", "mlp". Default: all three.
         program: Name of the program that trains, if it is another than the framework: a fork, or
             code of one's own that works like it. Default "": the framework itself.
+        recipe: Name of the recipe that the job follows in all settings, as the authors of the
+            framework or of the GPU tuned and published it: its runs are predicted more closely.
+            Default "": none.
 
     Examples:
         >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
@@ -484,6 +487,7 @@ class TrainingConfig:
     lora_rank: Natural = 0
     lora_targets: frozenset[LoraTarget] = frozenset(LORA_TARGETS)
     program: str = ""
+    recipe: str = ""
 
     @property
     def attended_tokens(self) -> int:
@@ -688,6 +692,7 @@ class JobConfig:
         hardware: Accelerator and links.
         stated: The keys that its job.toml states ("training.fused_loss"); None (default) for a job
             that code builds, which states all.
+        notes: What of its job.toml was read as which key: other programs' names of keys.
 
     Examples:
         >>> from stepsplit.analyzer import predict, read_job
@@ -701,6 +706,7 @@ class JobConfig:
     training: TrainingConfig
     hardware: HardwareConfig
     stated: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def profile(self) -> FrameworkProfile:

@@ -357,3 +357,13 @@ def find_nearest_words(word: str, known: Sequence[str]) -> Sequence[str]:
 def join_choices(words: Sequence[str]) -> str:
     """Joins words as a choice: a, b or c."""
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def list_stated_keys(table: TomlTable) -> frozenset[str]:
+    """The keys that the tables of a job state: "training.dtype"."""
+    return frozenset(
+        f"{section}.{key}"
+        for section, values in table.values.items()
+        if isinstance(values, Mapping)
+        for key in values
+    )

@@ -36,23 +36,21 @@ from stepsplit.analyzer.model.config_decode import (
     decode_section,
     find_nearest_words,
     join_choices,
+    list_stated_keys,
     parse_table,
     read_table,
     replace_aliases,
     select_fields,
 )
 from stepsplit.analyzer.model.config_limits import Natural
-from stepsplit.analyzer.model.features import (
-    choose_weight_dtype,
-    framework_defaults,
-    list_stated_keys,
-)
+from stepsplit.analyzer.model.framework_defaults import choose_weight_dtype, framework_defaults
 from stepsplit.analyzer.model.hardware_config import (
     decode_hardware,
     list_hardware_kinds,
     load_link,
     read_hardware_file,
 )
+from stepsplit.analyzer.model.key_aliases import replace_key_aliases
 from stepsplit.analyzer.model.profile import (
     PRESETS,
     infer_framework as infer_unnamed,
@@ -115,7 +113,7 @@ def read_job_to_plan(path: str | Path, keep: frozenset[str] = frozenset()) -> Jo
     The search also tries what the file states. Of a layout that is not valid for the model
     layers_per_stage is left out (unless pp is kept), else all that is not kept. Raises as read_job.
     """
-    table = read_table(path)
+    table = replace_key_aliases(read_table(path), Mistakes()).table
     with suppress(DataError):
         return decode_job(table)
     layout = table.get_subtable("parallel").values
@@ -144,13 +142,16 @@ def decode_job(table: TomlTable) -> JobConfig:
     Raises as read_job: with all invalid keys, else with all violated constraints.
     """
     stated = _decode_sections(table)
+    table = stated.table
     model, hardware, training = stated.model, stated.hardware, stated.training
     layout = build_layout(
         stated.parallel, training.values.get("framework"), model.experts is not None
     )
     framework = training.values.get("framework", infer_framework(stated.parallel))
     completed_training = complete_training(training, layout, framework, model, hardware)
-    job = JobConfig(model, layout, completed_training, hardware, list_stated_keys(table))
+    job = JobConfig(
+        model, layout, completed_training, hardware, list_stated_keys(table), stated.notes
+    )
     faults = list_violations(job)
     Mistakes(DataError(table.where, one.problem, one.hint) for one in faults).raise_all()
     return job
@@ -164,12 +165,15 @@ def decode_layout(table: TomlTable) -> ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Sections:
-    """The decoded tables of a file; parallel and training without defaults filled in."""
+    """The decoded tables of a file; parallel and training without defaults filled in. table is the
+    file without keys of other programs, notes says what they became."""
 
     model: ModelConfig
     parallel: TomlTable
     training: TomlTable
     hardware: HardwareConfig
+    table: TomlTable
+    notes: tuple[str, ...]
 
 
 def _decode_sections(table: TomlTable) -> _Sections:
@@ -177,6 +181,8 @@ def _decode_sections(table: TomlTable) -> _Sections:
     if not table.values:
         raise DataError(table.where, "is empty", _EXAMPLE_HINT)
     mistakes, mistakes_by_section = Mistakes(), {name: Mistakes() for name in _SECTIONS}
+    normalized = replace_key_aliases(table, mistakes)
+    table = normalized.table
     tables = decode_keys(_remove_misplaced(table, mistakes), _SECTIONS, mistakes)
     for name, hint in _REQUIRED_SECTIONS.items():
         if name not in table.values:
@@ -195,6 +201,8 @@ def _decode_sections(table: TomlTable) -> _Sections:
         hardware=_decode_hardware_section(
             table.get_subtable("hardware"), mistakes_by_section["hardware"]
         ),
+        table=table,
+        notes=normalized.notes,
     )
     for name in tables:
         mistakes += mistakes_by_section[name]
@@ -208,6 +216,7 @@ def check_job_keys(table: TomlTable) -> None:
     Raises DataError with all unknown keys and invalid values, but not for missing keys.
     """
     mistakes = Mistakes()
+    table = replace_key_aliases(table, mistakes).table
     tables = decode_keys(_remove_misplaced(table, mistakes), _SECTIONS, mistakes)
     for name in tables:
         own, found = table.get_subtable(name), Mistakes()

@@ -18,10 +18,10 @@ from stepsplit.analyzer.model.config import (
     HardwareConfig,
     JobConfig,
 )
-from stepsplit.analyzer.model.features import find_efficiency_origins
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import (
     find_efficiency,
+    find_efficiency_origins,
     list_attention_kernels,
     load_attention_rate,
 )

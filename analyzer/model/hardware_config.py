@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, TypeVar
@@ -32,7 +32,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, PRESETS, load_device
+from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, PRESETS, Origin, load_device
 from stepsplit.collectors.safe_io.regular_file import describe_special
 
 _T = TypeVar("_T")
@@ -70,6 +70,11 @@ def decode_hardware(
     """
     alone = base is None and not {"preset", "file"} & table.values.keys()
     required = _REQUIRED_KEYS if alone else ()
+    if alone and not table.values.keys() & set(_REQUIRED_KEYS):
+        # Whoever leaves out all of them does not mean to describe a device by numbers.
+        hint = 'write preset = "h100-sxm" or another, or the numbers of the device'
+        mistakes.append(table.build_error("preset", "missing", hint))
+        required = ()
     stated = decode_keys(table, {**list_hardware_kinds(), **extra_kinds}, mistakes, required)
     known = base or _build_default_hardware(stated)
     intra = _decode_link(table, "intra", known.intra, mistakes)
@@ -483,3 +488,25 @@ def list_referenced_files(job_table: TomlTable) -> tuple[str, ...]:
     table = job_table.get_subtable("hardware")
     file = decode_table(table.select("file"), _KINDS).get("file")
     return (*list_measured_files(table), *(() if file is None else (file,)))
+
+
+# Where the constants of a device come from.
+
+
+@lru_cache(maxsize=256)
+def find_efficiency_origins(family: str, efficiency: Efficiency) -> Mapping[str, Origin]:
+    """The origin of each constant of a device: fitted on published runs, assumed in a family
+    without any, or stated.
+
+    A file of `stepsplit calibrate` repeats the family's constants that it did not fit: a constant
+    counts as stated if it differs from the family's.
+    """
+    own = find_efficiency(family) or efficiency
+    usual = Origin.FITTED if efficiency.rows else Origin.ASSUMED
+    return {
+        each.name: usual
+        if getattr(efficiency, each.name) == getattr(own, each.name)
+        else Origin.STATED
+        for each in fields(Efficiency)
+        if isinstance(getattr(efficiency, each.name), float | None)
+    }

@@ -33,7 +33,10 @@ from stepsplit.analyzer.model.confidence import (
     Caveat,
     decide_confidence,
     estimate_step_band,
+    is_calibrated,
     list_caveats,
+    list_open_caveats,
+    sort_caveats,
 )
 from stepsplit.analyzer.model.config import HardwareConfig, JobConfig
 from stepsplit.analyzer.model.config_checks import check
@@ -45,6 +48,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
 )
 from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.features import KeyFeature
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
 from stepsplit.analyzer.model.memory import add_allocated_band, compute_memory, is_within_memory
@@ -64,6 +68,7 @@ from stepsplit.analyzer.model.prediction import (
     Communication,
     Prediction,
     StageMemory,
+    UnstatedKey,
 )
 from stepsplit.analyzer.model.rank_layout import (
     GroupPlacement,
@@ -76,12 +81,16 @@ from stepsplit.analyzer.model.step_time import (
     Skew,
     StageTime,
     TimedMessage,
+    compute_idle_time,
     compute_pipeline,
     compute_skew,
     compute_splits,
     compute_stage_time,
+    compute_transfer_ns,
     list_pipeline_messages,
+    time_pipeline,
 )
+from stepsplit.analyzer.model.unstated import list_unstated
 
 # predict: a job in, its Prediction out.
 
@@ -108,9 +117,12 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         >>> f"{prediction.split.step_ns / 1e9:.0f} s", prediction.fits
         ('12 s', True)
     """
-    step = time_step(job, rates or Rates())
+    used_rates = rates or Rates()
+    step = time_step(job, used_rates)
     flops = count_step_flops(job, CONVENTION)
-    low_ns, high_ns = estimate_step_band(job, step.split, step.caveats)
+    unstated = list_alternatives(step, used_rates)
+    caveats = sort_caveats((*step.caveats, *list_open_caveats(unstated)))
+    low_ns, high_ns = estimate_step_band(job, step.split, caveats, unstated)
     world, step_ns = job.parallel.world_size, step.split.step_ns
     tokens = job.training.global_batch * job.training.seq_len
     pipeline = step.pipeline
@@ -134,12 +146,39 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         hfu=step.compute_mfu(flops.hardware),
         tokens_per_s_per_gpu=tokens / step_ns * 1e9 / world,
         fits=is_within_memory(job, step.memory),
-        confidence=decide_confidence(job, step.caveats),
-        notes=tuple(each.text for each in step.caveats),
+        confidence=decide_confidence(job, caveats),
+        notes=tuple(each.text for each in caveats),
         formulas=collect_formulas(
             step.parameters, flops, step.memory, step.timed, step.stages, pipeline, step.skew
         ),
+        unstated=unstated,
     )
+
+
+def list_alternatives(step: TimedStep, rates: Rates) -> tuple[UnstatedKey, ...]:
+    """The keys that the job does not state and that move its step, by how much they do.
+
+    None of a job whose constants come from the user's own runs, which had the same settings.
+    """
+    if is_calibrated(step.job):
+        return ()
+
+    def time_job(job: JobConfig, feature: KeyFeature) -> int:
+        if feature.moves == "launches" and all(
+            compute_idle_time(job, one.stage, one.passes, one.comm) == one.idle
+            for one in step.stages
+        ):
+            # As many launches are hidden as before.
+            return step.split.step_ns
+        timed = time_messages(job, rates) if feature.moves == "messages" else step.timed
+        times = compute_stage_times(job, count_stage_parameters(job), timed)
+        # All stages take as long, however much of the bubble is that of messages.
+        time = time_pipeline(job, times, compute_transfer_ns(timed))
+        pipeline = PipelineResult(time, 0.0, (0.0,) * job.parallel.pp)
+        return compute_splits(job, times, pipeline, compute_skew(job))[0].step_ns
+
+    fits = is_within_memory(step.job, step.memory)
+    return list_unstated(step.job, step.split.step_ns, fits, time_job)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,32 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True)
+class UnstatedKey:
+    """A key that a job leaves out, and how far its step moves with the other plausible values.
+
+    Args:
+        key: the key of job.toml that states it: "parallel.dispatcher".
+        value: what is taken for it.
+        low: the shortest step with another value over the predicted one, up to 1.
+        high: the longest, from 1 on.
+
+    Examples:
+        >>> f"{UnstatedKey('training.cuda_graph', 'none', 0.8, 1.0).moves:.2f}"
+        '0.25'
+    """
+
+    key: str
+    value: str
+    low: float
+    high: float
+
+    @property
+    def moves(self) -> float:
+        """The larger of both changes, as a ratio."""
+        return max(self.high, 1 / self.low) - 1
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted step of a job. Bytes and splits are per rank, FLOPs of the whole job.
 
@@ -146,12 +172,14 @@ class Prediction:
         confidence: "calibrated", "high", "medium" or "low".
         notes: the reasons for a medium or low confidence.
         formulas: the formulas used, with citations.
+        unstated: keys that the job leaves out and that move the step, the one that moves it most
+            first; default (), as in a prediction that an earlier version wrote.
 
     Examples:
         >>> from stepsplit.analyzer import predict, read_job
         >>> prediction = predict(read_job("job.toml"))
         >>> prediction.split.step_ns == sum(prediction.split.buckets_ns), prediction.confidence
-        (True, 'high')
+        (True, 'medium')
     """
 
     parameters: int
@@ -174,6 +202,7 @@ class Prediction:
     confidence: Confidence
     notes: tuple[str, ...]
     formulas: tuple[Formula, ...]
+    unstated: tuple[UnstatedKey, ...] = ()
 
 
 # Prediction <-> JSON. Scripts rely on these keys.
@@ -246,6 +275,7 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
                 formulas=tuple(
                     Formula(row["id"], row["text"], row["citation"]) for row in body["formulas"]
                 ),
+                unstated=tuple(_parse_unstated(row) for row in body.get("unstated", ())),
             )
     except (KeyError, TypeError, ValueError) as error:
         problem = f"not a stepsplit prediction ({_format_problem(error)})"
@@ -282,6 +312,9 @@ def _build_body(prediction: Prediction) -> dict[str, Any]:
         "high_ns": one.high_ns,
         "convention": one.convention,
         "notes": one.notes,
+        "unstated": [
+            {"key": u.key, "value": u.value, "low": u.low, "high": u.high} for u in one.unstated
+        ],
     }  # fmt: skip
 
 
@@ -331,6 +364,13 @@ def _parse_communication(row: Mapping[str, Any]) -> Communication:
     names = ("time_ns", "time_ns_low", "time_ns_high")
     ns, low_ns, high_ns = (float(_read_int(row, name)) for name in names)
     return Communication(CommOp(**values), Band(ns, low_ns, high_ns), _read_int(row, "exposed_ns"))
+
+
+def _parse_unstated(row: Mapping[str, Any]) -> UnstatedKey:
+    low, high = _read_number(row, "low"), _read_number(row, "high")
+    if not 0 < low <= 1 <= high:
+        raise ValueError(f"unstated low is {low} and high {high}, not around 1")
+    return UnstatedKey(str(row["key"]), str(row["value"]), low, high)
 
 
 def _parse_confidence(value: object) -> Confidence:

@@ -109,6 +109,7 @@ class FrameworkModel:
         cudnn: Whether attention calls cuDNN on devices where that is the fastest kernel.
         selective_ops: Whether selective recomputation saves every second GEMM (torchtitan), not
             all but attention's scores.
+        cuda_graphs: Whether it can replay layers as CUDA graphs.
     """
 
     casts: Literal["weights", "autocast", "fsdp"] = "weights"
@@ -119,6 +120,7 @@ class FrameworkModel:
     adapters: Literal["parallel", "peft"] = "parallel"
     cudnn: bool = False
     selective_ops: bool = False
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.buckets import Split
@@ -56,18 +56,26 @@ def compute_pipeline(
     job: JobConfig, stages: tuple[StageTime, ...], timed: dict[int, tuple[TimedMessage, ...]]
 ) -> PipelineResult:
     """Time the schedule with the stages' times, with and without its messages."""
+    real = time_pipeline(job, stages, compute_transfer_ns(timed))
+    if job.parallel.pp == 1:
+        return PipelineResult(real, 0.0, (0.0,))
+    messages_ns = tuple(
+        sum(e.time.ns for e in timed[s] if _is_pipeline_message(e)) for s in range(job.parallel.pp)
+    )
+    transfers_ns = real.makespan_ns - time_pipeline(job, stages, 0.0).makespan_ns
+    return PipelineResult(real, transfers_ns, messages_ns, (FRACTION, OVERHEAD))
+
+
+def time_pipeline(
+    job: JobConfig, stages: tuple[StageTime, ...], transfer_ns: float
+) -> PipelineTime:
+    """The schedule with the stages' times and messages of this time between them."""
     layout, costs = job.parallel, list_chunk_costs(job, stages)
     if layout.pp == 1:
-        single_rank = PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
-        return PipelineResult(single_rank, 0.0, (0.0,))
-    shape = (layout.schedule, layout.pp, job.microbatches, layout.chunks)
-    free = compute_pipeline_time(*shape, costs)
-    real = compute_pipeline_time(*shape, costs, compute_transfer_ns(timed))
-    messages_ns = tuple(
-        sum(e.time.ns for e in timed[s] if _is_pipeline_message(e)) for s in range(layout.pp)
+        return PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
+    return compute_pipeline_time(
+        layout.schedule, layout.pp, job.microbatches, layout.chunks, costs, transfer_ns
     )
-    transfers_ns = real.makespan_ns - free.makespan_ns
-    return PipelineResult(real, transfers_ns, messages_ns, (FRACTION, OVERHEAD))
 
 
 def list_chunk_costs(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:
@@ -247,9 +255,6 @@ def compute_stage_time(
     once_ns = _sum_ns(copies) if is_kept_gathered(job) else 0.0
     if not once_ns:
         passes = tuple(one + copy for one, copy in zip(passes, copies, strict=True))
-    host = tuple(
-        compute_launch_time(job, chunk.layers, chunk.expert_layers) for chunk in stage.chunks
-    )
     is_cpu = load_device(job.hardware.family).processor
     messages = tuple(each for each in timed if each.message.strategy != "pp")
     m = count_rank_microbatches(job)
@@ -271,11 +276,7 @@ def compute_stage_time(
     comm = _split_by_chunk(
         job, stage, communication, weight_ns / backward_ns if backward_ns else 0.0
     )
-    waits = (compute_expert_wait(job, chunk.expert_layers) for chunk in stage.chunks)
-    idle = tuple(
-        compute_host_wait(a + b, c, is_cpu) + wait
-        for a, b, c, wait in zip(passes, comm, host, waits, strict=True)
-    )
+    idle = compute_idle_time(job, stage, passes, comm)
     return StageTime(
         stage=stage,
         passes=passes,
@@ -293,6 +294,23 @@ def compute_stage_time(
             *(TRANSFERS,) * bool(job.offloaded),
             HOST,
         ),
+    )
+
+
+def compute_idle_time(
+    job: JobConfig, stage: StageConfig, passes: Sequence[LayerPass], comm: Sequence[LayerPass]
+) -> tuple[LayerPass, ...]:
+    """How long the device waits for launches in each chunk's microbatch, from the compute and the
+    exposed communication of its passes."""
+    is_cpu = load_device(job.hardware.family).processor
+    return tuple(
+        compute_host_wait(
+            compute + exposed,
+            compute_launch_time(job, chunk.layers, chunk.expert_layers),
+            is_cpu,
+        )
+        + compute_expert_wait(job, chunk.expert_layers)
+        for compute, exposed, chunk in zip(passes, comm, stage.chunks, strict=True)
     )
 
 

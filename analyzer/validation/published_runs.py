@@ -52,14 +52,21 @@ JOB_TABLES = ("model", "parallel", "training", "hardware")
 def build_stated_job(row: PublishedRow) -> JobConfig:
     """The job of a row: columns such as model.layers are keys of job.toml, empty ones left out.
 
-    Raises DataError or UsageError as read_job.
+    Keys in the column guessed have a value that the publisher did not state: the job takes it as
+    it takes a default, so that other values are plausible too. Raises DataError or UsageError as
+    read_job, and DataError for a guessed key without a value.
     """
     tables: dict[str, dict[str, Any]] = {name: {} for name in JOB_TABLES}
     for column in row.values:
         table, _, key = column.partition(".")
         if key and row.has_value(column):
             tables[table][key] = _parse_value(row.read_text(column))
-    return decode_job(TomlTable(f"{row.table}.csv, {row.id}", "", tables))
+    job = decode_job(TomlTable(f"{row.table}.csv, {row.id}", "", tables))
+    guessed = row.read_text("guessed").split() if row.has_value("guessed") else []
+    if unknown := [key for key in guessed if not row.has_value(key)]:
+        problem = f"{row.id} has no value of {unknown[0]}, which it calls guessed"
+        raise DataError(f"{row.table}.csv", problem, "name columns of the row")
+    return replace(job, stated=job.stated.difference(guessed) if job.stated else None)
 
 
 @lru_cache(maxsize=4096)
@@ -310,6 +317,8 @@ def list_cases(published: Published) -> CaseList:
             except StepsplitError as error:
                 left_out.append(f"{row.id}: {error}")
             else:
+                if table != REPORTS_TABLE:
+                    cases = tuple(map(_name_recipe, cases))
                 built.extend(cases)
     return CaseList(tuple(built), tuple(left_out))
 
@@ -318,6 +327,12 @@ def list_cases(published: Published) -> CaseList:
 def list_published_cases() -> CaseList:
     """All cases of the package's tables. Cached: there are hundreds, each a job to decode."""
     return list_cases(Published())
+
+
+def _name_recipe(case: Case) -> Case:
+    """A run of the authors of the program or the GPU, who tuned and published it."""
+    training = replace(case.job.training, recipe=case.table)
+    return replace(case, job=replace(case.job, training=training))
 
 
 # Traces of CCL-Bench -> jobs.

@@ -215,6 +215,8 @@ class Check:
             there is none.
         note: Why the check is skipped, or a remark on its rows; "" if none.
         left_out: Records that cannot be modelled, each with the reason.
+        sources: Publishers of the rows, if the check counts them; its rows are then those of other
+            checks, in another order.
 
     Examples:
         >>> from stepsplit.analyzer import Check
@@ -231,6 +233,7 @@ class Check:
     baseline: tuple[float, ...] | None = None
     note: str = ""
     left_out: tuple[str, ...] = ()
+    sources: int = 0
 
     @property
     def skipped(self) -> bool:

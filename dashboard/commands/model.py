@@ -54,6 +54,8 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
 
     console = make_console()
     console.print(build_prediction_screen(job, prediction))
+    for note in job.notes:
+        console.print(f"read {note}", markup=False, highlight=False)
     if explain:
         from stepsplit.analyzer.model.explain import explain as explained
         from stepsplit.analyzer.model.formulas import find_misleading_rules

@@ -12,9 +12,11 @@ from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job, list_hardware_names
+from stepsplit.analyzer.model.features import KEY_FEATURES
 from stepsplit.analyzer.model.plan_space import Candidate, Plan
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.prediction_process import predict_in_process
+from stepsplit.analyzer.model.unstated import SHOWN, describe_unstated
 from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import ComparedStage, Gap, JobTables
 from stepsplit.analyzer.units import (
@@ -70,13 +72,15 @@ def build_model_page(view: View, chosen: AddressQuery) -> list[Component]:
     gap = report.gap.shown
     bars = [NamedSplit("measured", gap.measured), NamedSplit("predicted", gap.predicted)]
     return [
-        _build_controls(view, job, report.gap, chosen),
+        _build_controls(view, job, report.gap, chosen, changed),
         *_build_outcome(changed, bars, gap),
         *build_plan(view, changed, chosen),
     ]
 
 
-def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) -> html.Section:
+def _build_controls(
+    view: View, job: JobConfig, gap: Gap, chosen: AddressQuery, changed: ChangedJob
+) -> html.Section:
     now = {
         "tp": job.parallel.tp, "pp": job.parallel.pp, "cp": job.parallel.cp,
         "dp_replicate": job.parallel.dp_replicate, "dp_shard": job.parallel.dp_shard,
@@ -108,6 +112,7 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
     parts: list[Component] = [
         *build_mismatch(view.report),
         html.Div(menus, className="choices"),
+        *_build_open_menus(changed, chosen),
         *build_caveats(view.report, gap),
     ]
     if view.offers_job:
@@ -115,6 +120,24 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
         button = build_job_button(view.run_id, view.name)
         parts.append(html.P([button, html.Span(f" {words}", className="note")]))
     return build_section("Change the job", note, *parts)
+
+
+def _build_open_menus(changed: ChangedJob, chosen: AddressQuery) -> list[Component]:
+    """What the job does not state and moves its step most, to be stated here."""
+    unstated = () if changed.prediction is None else changed.prediction.unstated
+    asked = [one.key for one in unstated[:SHOWN]]
+    menus = []
+    for feature in KEY_FEATURES:
+        choices, picked = feature.list_choices(), chosen.find_text(feature.key)
+        has_menu = feature.name in _TABLE
+        if choices and not has_menu and (feature.key in asked or picked in choices):
+            names = {UNSTATED: UNSTATED, **{word: word for word in choices}}
+            shown = picked if picked in choices else UNSTATED
+            label = feature.key.rpartition(".")[2].replace("_", " ")
+            menus.append(build_menu(feature.key, names, shown, UNSTATED, label))
+    words = describe_unstated(unstated)
+    parts: list[Component] = [html.P(words, className="note")] if words else []
+    return [*parts, *([html.Div(menus, className="choices")] if menus else [])]
 
 
 def _build_outcome(
@@ -190,6 +213,8 @@ SIZES = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch", "global_ba
 
 UNCHANGED = "as recorded"
 
+UNSTATED = "not stated"
+
 _TABLE = {"micro_batch": "training", "global_batch": "training", "recompute": "training"}
 
 _ALIASES = {
@@ -231,6 +256,11 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
         own[key] = value
         for alias in _ALIASES.get(key, ()):
             own.pop(alias, None)
+    for feature in KEY_FEATURES:
+        if (word := chosen.find_text(feature.key)) in feature.list_choices():
+            section, _, key = feature.key.partition(".")
+            is_flag = word in ("true", "false")
+            tables.setdefault(section, {})[key] = word == "true" if is_flag else word
     # Only an interleaved pipeline has chunks, of which it needs two.
     parallel = tables.setdefault("parallel", {})
     is_interleaved = parallel.get("schedule") == "interleaved" and parallel.get("pp") != 1

@@ -348,7 +348,7 @@ def _build_stages_table(stages: tuple[ExplainedStage, ...]) -> Table:
 EQUALITIES = "equalities"
 
 _TOPICS = {
-    "step time": ("step time",), "memory": ("memory", "activations"),
+    "step time": ("step time",), "same steps": ("confidence",), "memory": ("memory", "activations"),
     "measured steps": ("measured step",),
 }  # fmt: skip
 
@@ -374,6 +374,9 @@ def build_validation_screen(checks: Sequence[Check], every_row: bool = False) ->
             parts.append(_build_equality_table(own) if is_equal else _build_limit_table(own, group))
             parts += [*_build_baseline_table(own), *_list_notes(own), Text()]
     for check in found:
+        if check.sources:
+            # The rows of other checks.
+            continue
         rows = check.rows if every_row else select_worst_rows(check)
         if rows:
             what = "not equal" if check.measure == "equality" else "largest errors"
@@ -407,7 +410,11 @@ def _build_equality_table(checks: Sequence[Check]) -> Table:
 
 def _build_limit_table(checks: Sequence[Check], name: str) -> Table:
     has_bands = any(check.banded for check in checks)
-    table = _build_table(name, "rows", "result", "limit", *["in band"] * has_bands, "verdict")
+    has_sources = any(check.sources for check in checks)
+    table = _build_table(
+        name, "rows", *["sources"] * has_sources, "result", "limit", *["in band"] * has_bands,
+        "verdict",
+    )  # fmt: skip
     for check in checks:
         bar = (
             (" / ".join(f"{100 * value:.1f}" for value in check.bar) + " %")
@@ -418,6 +425,7 @@ def _build_limit_table(checks: Sequence[Check], name: str) -> Table:
         table.add_row(
             _trim_name(check),
             str(len(check.reported)),
+            *[str(check.sources)] * has_sources,
             _format_result(check, check.result),
             bar,
             *[inside] * has_bands,

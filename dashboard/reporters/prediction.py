@@ -18,6 +18,7 @@ from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, Unit, Ve
 from stepsplit.analyzer.model.memory import estimate_allocated_band
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
+from stepsplit.analyzer.model.unstated import describe_unstated
 from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
@@ -44,7 +45,10 @@ def build_prediction_screen(job: JobConfig, prediction: Prediction) -> Renderabl
         mfu, hfu = units.format_percent(prediction.mfu), units.format_percent(prediction.hfu)
         utilization = f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
     text.append(f"   {rate}/GPU   {utilization}", style="not bold")
-    parts += [text, _build_memory_line(job, prediction)]
+    parts.append(text)
+    if open_keys := describe_unstated(prediction.unstated):
+        parts.append(Text(open_keys, style="yellow"))
+    parts.append(_build_memory_line(job, prediction))
     parts += [Text(), build_split_table(prediction), _build_memo(prediction)]
     parts += [Text(), _build_pipeline_line(job, prediction), build_stages_table(prediction)]
     if prediction.communication:

@@ -46,7 +46,8 @@ def row(one: Check) -> str:
     baseline = f"| {percents(one.baseline)} |" if one.baseline else "| |"
     inside = f" {one.inside} of {len(one.banded)} |" if one.banded else " |"
     measure, bar = one.measure.replace("/", " / "), percents(one.bar) if one.bar else "none"
-    cells = (one.name, str(len(one.reported)), measure, bar, percents(one.result))
+    publishers = f" of {one.sources} publishers" if one.sources else ""
+    cells = (one.name, f"{len(one.reported)}{publishers}", measure, bar, percents(one.result))
     return f"| {' | '.join(cells)} {baseline}{inside}"
 
 

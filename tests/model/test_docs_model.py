@@ -239,7 +239,8 @@ def as_written(check: Check) -> list[str]:
     measure = check.measure.replace("/", " / ")
     known = [percents(check.bar) or "none", percents(check.result), percents(check.baseline or ())]
     inside = f"{check.inside} of {len(check.banded)}" if check.banded else ""
-    return [check.name, str(len(check.reported)), measure, *known, inside]
+    publishers = f" of {check.sources} publishers" if check.sources else ""
+    return [check.name, f"{len(check.reported)}{publishers}", measure, *known, inside]
 
 
 def percents(ratios: tuple[float, ...]) -> str:

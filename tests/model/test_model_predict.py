@@ -186,7 +186,7 @@ def test_utilization_is_flops_over_time_and_peak() -> None:
 def test_a_run_like_the_fitted_ones_has_high_confidence() -> None:
     found = predict(llama(ParallelConfig(tp=2, dp_replicate=4)))
     assert (found.confidence, found.notes) == ("high", ())
-    band = find_error_band(RunKind("ampere", "dense", "16-bit", "replicated"), "high")
+    band = find_error_band(RunKind("report", "ampere", "megatron", "dense"), "high")
     assert 0.05 < band.error < 0.2
     limits_ns = band.find_limits(found.split.step_ns)
     assert (found.low_ns, found.high_ns) == tuple(map(round, limits_ns))
@@ -279,10 +279,8 @@ def test_a_kind_without_enough_runs_leaves_a_medium_confidence() -> None:
     dense = llama(ParallelConfig(tp=4), cuda_graph="step")
     experts = replace(dense.model, experts=Experts(4, 2, 2048))
     (note,) = distances(replace(dense, model=experts))
-    assert note == (
-        "too few published runs of this kind (ampere experts 16-bit replicated) for a band of its"
-        " own"
-    )
+    kind = "ampere megatron experts report"
+    assert note == f"too few published runs of this kind ({kind}) for a band of its GPUs"
 
 
 def test_a_step_that_waits_for_its_launches_is_a_caveat() -> None:
@@ -340,22 +338,27 @@ def test_hardware_without_published_runs_is_a_caveat() -> None:
 
 
 def test_a_kind_with_few_runs_borrows_the_band_of_a_wider_one() -> None:
-    narrow = RunKind("hopper", "dense", "8-bit", "sharded")
+    narrow = RunKind("report", "hopper", "megatron", "dense")
+    of_family = replace(narrow, framework="")
     known = (
-        StepBand(0.2, 30, 4),
-        StepBand(0.1, 12, 3, RunKind("hopper", "dense")),
-        StepBand(0.01, 8, 2, RunKind("hopper", "dense", "8-bit")),
-        StepBand(0.02, 20, 1, narrow),
+        StepBand(0.2, 30, 4, RunKind("report")),
+        StepBand(0.1, 12, 4, of_family),
+        StepBand(0.01, 8, 4, narrow),
     )
     bands: dict[tuple[RunKind, RunConfidence], StepBand] = {
-        (band.kind, "high"): band for band in known
+        (band.kind, "medium"): band for band in known
     }
-    bands[RunKind(), "low"] = StepBand(0.4, 10, 2)
-    assert find_error_band(narrow, "high", bands).error == 0.1
+    bands[RunKind("report"), "low"] = StepBand(0.4, 10, 4, RunKind("report"))
     assert find_error_band(narrow, "medium", bands).error == 0.1
     assert find_error_band(narrow, "low", bands).error == 0.4
-    assert find_error_band(RunKind("volta", "experts"), "high", bands).error == 0.2
+    assert find_error_band(replace(narrow, family="volta"), "medium", bands).error == 0.2
     assert find_error_band(narrow, "high", {}).error == 0.5
+    # Enough runs of few publishers are too few.
+    bands[narrow, "medium"] = StepBand(0.02, 20, 3, narrow)
+    assert find_error_band(narrow, "medium", bands).error == 0.1
+    # A lower confidence is no narrower.
+    bands[of_family, "low"] = StepBand(0.05, 10, 4, of_family)
+    assert find_error_band(narrow, "low", bands).error == 0.1
 
 
 def test_an_invalid_job_is_rejected() -> None:

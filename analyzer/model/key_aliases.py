@@ -1,0 +1,143 @@
+"""Keys of a job.toml as other programs name them: one table, and what each becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stepsplit.analyzer.model.config_decode import Mistakes, TomlTable, format_toml_lines
+
+Convert = Callable[[object], Mapping[str, object]]
+"""A value -> the keys of the same table that say the same; itself under its own name if there are
+none, so that it is refused as an unknown key or an invalid value."""
+
+
+def _rename(key: str) -> Convert:
+    return lambda value: {key: value}
+
+
+def _read_checkpointing(value: object) -> Mapping[str, object]:
+    """true and false of most programs, the modes of torchtitan."""
+    if isinstance(value, bool):
+        return {"recompute": "full" if value else "none"}
+    return {"recompute": value}
+
+
+def _read_fsdp(value: object) -> Mapping[str, object]:
+    """The ranks that shard the weights, or that they do."""
+    if isinstance(value, bool):
+        return {"zero": 3} if value else {}
+    return {"dp_shard": value}
+
+
+def _read_dropout(value: object) -> Mapping[str, object]:
+    """The probability: whether there is any is what takes time and memory."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return {"dropout": value > 0}
+    return {"dropout": value}
+
+
+_GPUS = {
+    "a100": "a100-sxm-80gb", "h100": "h100-sxm", "h200": "h200-sxm", "b200": "b200-sxm",
+    "b300": "b300-sxm", "v100": "v100-sxm-32gb",
+}  # fmt: skip
+"""Presets of GPUs that are usually meant by these names."""
+
+
+def _read_gpu(value: object) -> Mapping[str, object]:
+    return {"preset": _GPUS.get(value.lower(), value.lower()) if isinstance(value, str) else value}
+
+
+ALIASES: Mapping[str, Mapping[str, Convert]] = {
+    "model": {
+        "num_layers": _rename("layers"),
+        "num_hidden_layers": _rename("layers"),
+        "hidden_size": _rename("hidden"),
+        "num_attention_heads": _rename("heads"),
+        "num_key_value_heads": _rename("kv_heads"),
+        "num_query_groups": _rename("kv_heads"),
+        "intermediate_size": _rename("ffn"),
+        "ffn_hidden_size": _rename("ffn"),
+        "vocab_size": _rename("vocab"),
+        "head_dim": _rename("head_size"),
+        "tie_word_embeddings": _rename("tied"),
+    },
+    "parallel": {
+        "fsdp": _read_fsdp,
+        "ddp": _rename("dp_replicate"),
+        "tensor_parallel": _rename("tp"),
+        "tensor_model_parallel_size": _rename("tp"),
+        "pipeline_parallel": _rename("pp"),
+        "pipeline_model_parallel_size": _rename("pp"),
+        "context_parallel": _rename("cp"),
+        "context_parallel_size": _rename("cp"),
+        "expert_parallel": _rename("ep"),
+        "expert_model_parallel_size": _rename("ep"),
+        "data_parallel": _rename("dp"),
+        "data_parallel_size": _rename("dp"),
+        "vpp": _rename("chunks"),
+        "virtual_pipeline_model_parallel_size": _rename("chunks"),
+        "zero_stage": _rename("zero"),
+        "sp": _rename("sequence_parallel"),
+    },
+    "training": {
+        "mbs": _rename("micro_batch"),
+        "micro_batch_size": _rename("micro_batch"),
+        "per_device_train_batch_size": _rename("micro_batch"),
+        "gbs": _rename("global_batch"),
+        "global_batch_size": _rename("global_batch"),
+        "gas": _rename("microbatches"),
+        "gradient_accumulation_steps": _rename("microbatches"),
+        "seq_length": _rename("seq_len"),
+        "sequence_length": _rename("seq_len"),
+        "precision": _rename("dtype"),
+        "activation_checkpointing": _read_checkpointing,
+        "gradient_checkpointing": _read_checkpointing,
+        "dropout": _read_dropout,
+        "flash_attn": _rename("flash_attention"),
+    },
+    "hardware": {"gpu": _read_gpu, "device": _read_gpu},
+}
+"""By table of a job.toml: a key of other programs, and what it is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormalizedTable:
+    """A job's tables with our keys, and what of it was read as what: "training: mbs = 1 as
+    micro_batch = 1"."""
+
+    table: TomlTable
+    notes: tuple[str, ...] = ()
+
+
+def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable:
+    """Replaces the keys of other programs in the tables of a job with ours.
+
+    A key stands for nothing but itself if what it stands for is in the table too: that is a
+    mistake, as is every value that our key may not have.
+    """
+    sections: dict[str, Any] = dict(table.values)
+    notes = []
+    for name, aliases in ALIASES.items():
+        values = table.get_subtable(name).values
+        converted: dict[str, object] = {}
+        for key, value in values.items():
+            ours = aliases[key](value) if key in aliases else {key: value}
+            for other, read in ours.items():
+                if other != key and (other in values or other in converted):
+                    if converted.get(other, values.get(other)) == read:
+                        continue
+                    problem = f"says the same as {other}, with another value"
+                    mistakes.append(
+                        table.get_subtable(name).build_error(key, problem, "remove one of them")
+                    )
+                    continue
+                converted[other] = read
+            # 0.0 equals False, but is not what our key takes.
+            if repr(ours) != repr({key: value}):
+                (said,), read = format_toml_lines({key: value}), ", ".join(format_toml_lines(ours))
+                notes.append(f"{name}: {said} as {read or 'nothing'}")
+        if values:
+            sections[name] = converted
+    return NormalizedTable(replace(table, values=sections), tuple(notes))

@@ -21,7 +21,7 @@ class PathPart:
     Examples:
         >>> report = analyze("sample_traces/tp2_pp2")
         >>> sum(part.ns for part in report.critical_path if part.bucket == "compute")
-        526965904
+        479590111
     """
 
     step: int
@@ -45,7 +45,7 @@ class PathStep:
     Examples:
         >>> report = analyze("sample_traces/tp2_pp2")
         >>> [row.end_ns - row.start_ns for row in report.path_steps]
-        [205392950, 211505143, 193900128, 193884229, 204092305]
+        [205392950, 184869335, 173537733, 176108535, 178687827]
     """
 
     step: int

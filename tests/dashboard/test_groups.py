@@ -370,7 +370,7 @@ def test_axes_have_the_names_that_a_run_states() -> None:
     stated = JOBS["tiny"]
     reports = [
         renamed(stated, {"tp": "cp"}),
-        renamed(stated, {"tp": "dp_shard", "pp": "cp"}),
+        renamed(stated, {"tp": "dp_shard"}),
         stated,
     ]
 

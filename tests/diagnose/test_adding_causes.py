@@ -68,7 +68,7 @@ def test_an_entry_is_a_finding_of_every_report(tmp_path: Path) -> None:
     assert (found.gain_ns, found.measured_ns, found.steps) == (40_000, 40_000, (1,))
     assert found.message == (
         "ranks 0, 1 are sleeping and mask each other (fixing one of 2 saves at most 0.00 ms): "
-        "rank 0 sleeps on its device"
+        "rank 0 sleeps on its device; from a single step"
     )
 
 

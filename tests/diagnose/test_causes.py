@@ -616,7 +616,7 @@ def test_a_reduction_in_the_forward_is_extra_and_costs_what_all_wait_for_it(
     assert (extra.gain_ns, extra.ranks, extra.steps) == (99_500, (), (1,))
     assert extra.message == (
         "extra reductions on dp_replicate in the forward, where data parallelism needs none: "
-        "1 per step of 4.00 kB"
+        "1 per step of 4.00 kB; from a single step"
     )
 
 
@@ -635,7 +635,7 @@ def test_a_reduction_after_the_backward_of_more_bytes_than_all_gradients_is_extr
     assert extra.gain_ns == pytest.approx(190_000, abs=1_000)
     assert extra.message == (
         "extra reductions on dp_replicate after the backward: 1 per step of 400 kB, while all "
-        "gradients are 40.0 kB"
+        "gradients are 40.0 kB; from a single step"
     )
     assert "no_overlap" not in [one.code for one in found], "no bucket of gradients"
 
@@ -697,7 +697,7 @@ def test_small_gradient_buckets_cost_their_latency(tmp_path: Path) -> None:
     (small,) = [one for one in found if one.code == "small_collectives"]
     assert small.message == (
         "small collectives on dp_replicate: 12 per step of 136 kB on average, 60.5 % of their "
-        "time is latency; merge them into larger buckets"
+        "time is latency; merge them into larger buckets; from a single step"
     )
     assert small.gain_ns == pytest.approx(145_200, rel=0.03)
     assert "no_overlap" not in [one.code for one in found], "it is exposed as they are small"

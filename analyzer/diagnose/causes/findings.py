@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -22,6 +23,8 @@ from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 MAX_FINDINGS = 5
+
+_NAMED_STEP = re.compile(r"\bstep \d+\b|\b1 of \d+ steps\b")
 
 MAX_REPLAYED_CALLS, MAX_REPLAYED_CALLS_AT_ONCE = 1_500_000, 20_000_000
 """Upper limits of a replay, node by node and, of many ranks, by whole levels: a million calls take
@@ -106,8 +109,8 @@ def find_bottlenecks(
         # The profiler slows all the work of a CPU alike; on a device its time goes with it.
         if cause.with_profiler and on_device:
             finding = _leave_out_profiler(context, finding)
-        # What happened once may not happen again, whatever the cause.
-        if len(finding.steps or numbers) == 1:
+        # What happened once may not happen again, whatever the cause; many name their step.
+        if len(finding.steps or numbers) == 1 and not _NAMED_STEP.search(finding.message):
             finding = replace(finding, message=f"{finding.message}; from a single step")
         if finding.gain_ns >= least_ns:
             finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))

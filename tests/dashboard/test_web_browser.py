@@ -163,7 +163,7 @@ def test_the_overviews_numbers_are_the_reports(shared: Shared, browser) -> None:
         "collective": format_percent(collective + p2p + skew),
         "bubble": format_percent(bubble),
         "other": format_percent(sum(others)),
-        "bubble_fraction": format_percent(report.pipeline.bubble_fraction),
+        "pipeline bubble": format_percent(report.pipeline.bubble_fraction),
         "MFU": format_percent(report.mfu),
     }
 

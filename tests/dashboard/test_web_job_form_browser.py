@@ -208,6 +208,10 @@ def test_the_page_is_where_it_was_after_the_analysis(folder: Path, url: str, bro
 
     open_form(page, "section [data-job]")
     page.locator("#job-parallel-zero").fill("1")
+    for key, value in SIZES.items():
+        page.locator(f"#job-model-{key}").fill(value)
+    page.locator("#job-training-seq_len").fill("32")
+    page.locator("#job-training-micro_batch").fill("1")
     page.locator("#job-send").click()
     page.locator(".status").first.wait_for()
     page.wait_for_selector(".tabs .on")

@@ -25,7 +25,7 @@ from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts,
 from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
 from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
-from stepsplit.analyzer.split.microbatch_slots import count_chunks, find_slots
+from stepsplit.analyzer.split.microbatch_slots import count_chunks, find_slots, read_slots
 from stepsplit.analyzer.split.overlap import Overlap, compute_overlaps
 from stepsplit.analyzer.split.phases import infer_phases
 from stepsplit.analyzer.split.pipeline import (
@@ -190,7 +190,7 @@ def _match_and_align(traces: Sequence[RankTrace]) -> tuple[MatchedCalls, Alignme
 
 _FITS_BETTER = 0.02
 """By how much microbatches of unequal length may leave less of a bubble than equal ones. If it is
-less by more, the work was ordered as by another schedule, whose ideal is unknown."""
+less by more, work without marks was ordered as by another schedule, whose ideal is unknown."""
 
 
 def _infer_schedule(
@@ -213,7 +213,8 @@ def _infer_schedule(
     ideal = ideal_bubble(name, len(line), detected.microbatches, detected.chunks, detected.times_ns)
     measured = sum(one.bubble_ns for one in bubbles) / max(1, sum(one.window_ns for one in bubbles))
     if ideal is not None and ideal > measured + _FITS_BETTER:
-        ideal = None
+        marked = any(read_slots(rank.trace, layout) for rank in ranks)
+        ideal = ideal if configured or marked else None
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
 
 

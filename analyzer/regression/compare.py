@@ -209,8 +209,6 @@ OTHER = "other"
 CallKind = tuple[str, str, str | None, int | None]
 """Axis, op, dtype and message_bytes, by which calls of two runs are matched."""
 
-_JOIN = " + "
-
 
 def compare_collectives(
     baseline: Report, candidate: Report, by_axis: bool = True

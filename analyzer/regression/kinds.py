@@ -13,11 +13,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.regression.checks import Budget, Cause
 from stepsplit.analyzer.regression.metrics import KIND_METRIC, KindMetrics, RunMetrics, Value
-from stepsplit.analyzer.split.step_kinds import HEADLINE, KindCalls
-
-_SAME_WORK, _OTHER_WORK = 1.02, 1.1
-"""Steps that run numbers of kernels by at most the first factor apart may be of one kind, those by
-more than the second are of two; as `mark_more_work` tells them apart within a run."""
+from stepsplit.analyzer.split.step_kinds import HEADLINE, KindCalls, is_equal_work
 
 
 class KindPair(Struct, frozen=True):
@@ -178,7 +174,7 @@ def _do_same(run: RunMetrics, calls: Sequence[KindCalls], kernels: float) -> boo
         return False
     if not run.kernels or not kernels:
         return True
-    return max(run.kernels, kernels) <= _OTHER_WORK * min(run.kernels, kernels)
+    return is_equal_work(run.kernels, kernels)
 
 
 def describe_unequal_mix(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
@@ -58,10 +59,13 @@ def build_kind_rows(
 ) -> tuple[StepKindRow, ...]:
     """A row for each kind of steps; () if all are of one."""
     complete = [row for row in steps if row.kind != "partial"]
-    ranks = len({row.rank for row in complete})
+    ranks, total_ns = len({row.rank for row in complete}), sum(row.step_ns for row in complete)
+    by_step: dict[int, list[StepRow]] = defaultdict(list)
+    for row in complete:
+        by_step[row.step].append(row)
     built = []
     for kind in kinds:
-        own = [row for row in complete if row.step in kind.steps]
+        own = [row for step in kind.steps for row in by_step[step]]
         mean = compute_mean_split(own)
         built.append(
             StepKindRow(
@@ -69,7 +73,7 @@ def build_kind_rows(
                 len(kind.steps),
                 kind.steps,
                 mean.step_ns,
-                sum(row.step_ns for row in own) / (sum(row.step_ns for row in complete) or 1),
+                sum(row.step_ns for row in own) / (total_ns or 1),
                 mean.compute_ns,
                 mean.collective_ns,
                 mean.p2p_ns,

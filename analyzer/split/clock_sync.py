@@ -55,6 +55,8 @@ class _ClockJoin:
             matched.shared[linked], self._domain[matched.trace[linked]], count
         )
         self._of_host: dict[str, Clock] = {}
+        # The ranks of a host have its clock, and its probe.
+        self._probed = {trace.host: trace.probed_clock for trace in traces}
         self._unlinked: list[int] = []
 
     def join_next(self) -> None:
@@ -159,8 +161,8 @@ class _ClockJoin:
         """The bounds of the offset by the probes of this rank's host and of each aligned one."""
         if (own := self._traces[trace].probed_clock) is None:
             return
-        for known, clock in self.clocks.items():
-            if (other := self._traces[known].probed_clock) is not None:
+        for host, clock in self._of_host.items():
+            if (other := self._probed.get(host)) is not None:
                 offset_ns = clock.offset_ns + own.offset_ns - other.offset_ns
                 within_ns = own.within_ns + other.within_ns + (clock.sigma_ns or 0)
                 yield Bounds(offset_ns - within_ns, offset_ns + within_ns)

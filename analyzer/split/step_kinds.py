@@ -167,8 +167,9 @@ def find_step_kinds(
     calls, and run equally many kernels.
     """
     complete = [[w for w in own.windows if w.kind != "partial"] for own in steps]
-    numbers = sorted(set.intersection(*({w.step for w in own} for own in complete)))
-    others = sorted({w.step for own in complete for w in own if w.kind == "other"} & set(numbers))
+    common = set.intersection(*({w.step for w in own} for own in complete))
+    numbers = sorted(common)
+    others = sorted({w.step for own in complete for w in own if w.kind == "other"} & common)
     if not others or len(others) == len(numbers):
         return ()
     calls: dict[int, Counter[tuple[str, str]]] = defaultdict(Counter)
@@ -178,7 +179,7 @@ def find_step_kinds(
         layout.find_axis(group) or group.description or UNKNOWN_AXIS for group in matched.groups
     ]
     for i, (trace, own) in enumerate(zip(traces, complete, strict=True)):
-        windows = [w for w in own if w.step in set(numbers)]
+        windows = [w for w in own if w.step in common]
         rows = matched.slice_trace(i)
         issued = trace.calls.issued_ns
         begun = np.where(_are_marked(windows) & (issued >= 0), issued, matched.start_ns[rows])
@@ -201,7 +202,7 @@ def find_step_kinds(
             (
                 level
                 for (same, level), known in alike.items()
-                if same == key and _are_close(kernels[known[0]], kernels[number])
+                if same == key and is_equal_work(kernels[known[0]], kernels[number])
             ),
             len(alike),
         )
@@ -237,7 +238,8 @@ def find_step_kinds(
     )
 
 
-def _are_close(one: float, other: float) -> bool:
+def is_equal_work(one: float, other: float) -> bool:
+    """Whether steps with so many kernels may be of one kind."""
     return max(one, other) <= _MORE_WORK * min(one, other)
 
 

@@ -68,21 +68,18 @@ class AnalysisQueue:
         share = min(max(progress, 0.0), 1.0)
         return self._set(job, progress=share, progress_note=clean_text(note, 200))
 
-    def complete(self, job: AnalysisJob, report: Report) -> bool:
-        """Ends the job with its saved report. False if it no longer belongs to this worker."""
+    def complete(self, job: AnalysisJob, result: Report | Hang) -> bool:
+        """Ends the job with its saved report, or what its dumps show of a hang. False if it no
+        longer belongs to this worker."""
         with self._database.begin_write() as connection:
             is_owner = _end_job(connection, job, state="done", progress=1.0)
-            if is_owner:
-                record_done(connection, job.run_id, report)
-        return is_owner
-
-    def complete_hang(self, job: AnalysisJob, hang: Hang) -> bool:
-        """Ends the job with its saved hang. False if it no longer belongs to this worker."""
-        with self._database.begin_write() as connection:
-            is_owner = _end_job(connection, job, state="done", progress=1.0)
-            if is_owner:
-                record_hang(connection, job.run_id, hang)
-        return is_owner
+            if not is_owner:
+                return False
+            if isinstance(result, Hang):
+                record_hang(connection, job.run_id, result)
+            else:
+                record_done(connection, job.run_id, result)
+        return True
 
     def fail(self, job: AnalysisJob, message: str) -> bool:
         """Ends the job with an error. False if it no longer belongs to this worker."""

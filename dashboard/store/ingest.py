@@ -16,6 +16,7 @@ from stepsplit.analyzer.analysis import Analysis, examine_with_inferred_job
 from stepsplit.analyzer.diagnose.hang.result import Hang, to_json as hang_to_json
 from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.readers.workers import Progress
+from stepsplit.analyzer.report.report import Report
 from stepsplit.collectors.formats.run_spec import MESH_FILE, Mesh
 from stepsplit.collectors.safe_io.regular_file import read_regular
 from stepsplit.dashboard.store.analysis_queue import AnalysisJob
@@ -68,25 +69,14 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
                 store.jobs.record_progress(job, share, note)
 
         analysis = analyze(uploads, throttle_progress(notify))
+        result: Report | Hang
         if isinstance(analysis, Hang):
+            result = analysis
             # Its texts name no file by its path.
             store.artifacts.save_hang(job.run_id, hang_to_json(analysis))
-            is_owner = store.jobs.complete_hang(job, analysis)
-            clean_up(store, job, is_owner)
-            return "done" if is_owner else "lost"
-        # The report with warnings and caveats that name files as they were uploaded.
-        warnings = tuple(
-            structs.replace(one, message=_strip_folder(store, job, one.message))
-            for one in analysis.report.warnings
-        )
-        gap = analysis.report.gap
-        if gap is not None:
-            gap = structs.replace(gap, notes=tuple(_strip_folder(store, job, n) for n in gap.notes))
-        report = structs.replace(analysis.report, warnings=warnings, gap=gap)
-        store.artifacts.save(job.run_id, report, analysis.tables)
-        if analysis.job_draft is not None:
-            store.artifacts.save_job(job.run_id, analysis.job_draft.text.encode())
-        is_owner = store.jobs.complete(job, report)
+        else:
+            result = _save_analysis(store, job, analysis)
+        is_owner = store.jobs.complete(job, result)
         outcome = "done"
     except StepsplitError as error:
         # The job.toml of a run that cannot be analyzed, so that its form can correct it.
@@ -106,6 +96,23 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
         outcome = "failed"
     clean_up(store, job, is_owner)
     return outcome if is_owner else "lost"
+
+
+def _save_analysis(store: Store, job: AnalysisJob, analysis: Analysis) -> Report:
+    """Saves the report, with warnings and caveats that name files as they were uploaded, and
+    returns it."""
+    warnings = tuple(
+        structs.replace(one, message=_strip_folder(store, job, one.message))
+        for one in analysis.report.warnings
+    )
+    gap = analysis.report.gap
+    if gap is not None:
+        gap = structs.replace(gap, notes=tuple(_strip_folder(store, job, n) for n in gap.notes))
+    report = structs.replace(analysis.report, warnings=warnings, gap=gap)
+    store.artifacts.save(job.run_id, report, analysis.tables)
+    if analysis.job_draft is not None:
+        store.artifacts.save_job(job.run_id, analysis.job_draft.text.encode())
+    return report
 
 
 def throttle_progress(

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import Change
+from stepsplit.analyzer.diagnose.graph.replay import Change, StepGains
 from stepsplit.analyzer.report.report import Basis, BasisKind, EventRef, Finding, Settle
 from stepsplit.analyzer.trace import Bool
 
@@ -101,7 +101,8 @@ def replay_remedy(
     message: str,
     ranks: tuple[int, ...] = (),
     events: tuple[EventRef, ...] = (),
-    gain_ns: int | None = None,
+    gains: StepGains | None = None,
+    at_most_ns: int | None = None,
     would_settle: tuple[Settle, ...] = (),
     is_doubtful: bool = False,
     names_steps: bool = False,
@@ -118,15 +119,16 @@ def replay_remedy(
         message: the finding in one sentence.
         ranks: the ranks to blame; () for all.
         events: examples to look at.
-        gain_ns: what the replay says, if it is known already.
+        gains: what the replay says, if it is known already.
+        at_most_ns: what the gain cannot exceed; None for no limit.
         would_settle: what would settle its doubts.
         is_doubtful: whether it is inferred for want of evidence.
         names_steps: whether the message says in which steps it is.
     """
-    gains_ns = context.compute_step_gains_ns(change(context.graph))
-    if gain_ns is None:
-        gain_ns = round(float(gains_ns.rows.mean()))
-    by_step, numbers = gains_ns.by_step, gains_ns.numbers
+    if gains is None:
+        gains = context.compute_step_gains(change(context.graph))
+    gain_ns = gains.mean_ns if at_most_ns is None else min(gains.mean_ns, at_most_ns)
+    by_step, numbers = gains.by_step, gains.numbers
     spread_ns = None
     if len(by_step) > 1:
         spread_ns = round(float(by_step.std(ddof=1)))

@@ -61,9 +61,6 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
             f"an all_reduce of {units.format_size(size)} says which were used, exposed for "
             f"{units.format_milliseconds(exposed_ns)}"
         )
-    # Of the last bucket and the bitmap, which are launched together, one holds up the rank in the
-    # graph: without the bitmap it would not wait for the bucket either.
-    gain_ns = min(context.compute_gain_ns(remove(context.graph)), search_ns + exposed_ns)
     yield replay_remedy(
         context,
         remove,
@@ -77,7 +74,9 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
             "parameters get no gradient"
         ),
         events=context.list_longest_calls(bitmaps) if len(bitmaps) else (),
-        gain_ns=gain_ns,
+        # Of the last bucket and the bitmap, which are launched together, one holds up the rank in
+        # the graph: without the bitmap it would not wait for the bucket either.
+        at_most_ns=search_ns + exposed_ns,
     )
 
 

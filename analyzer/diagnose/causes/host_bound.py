@@ -49,7 +49,7 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
             f"{what} {units.format_percent(share)} of the step{where} (host-bound); "
             f"{explain_idle(host.list_causes(causes))}{describe_place(context, rest, common=True)}"
         ),
-        gain_ns=min(context.compute_gain_ns(remove(context.graph)), most_ns),
+        at_most_ns=most_ns,
     )
 
 

@@ -52,7 +52,7 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
         + describe_place(context, own.list_spans()),
         ranks=() if len(ranks) == len(context.ranks) else tuple(numbers),
         events=_list_longest(context, named.idle),
-        gain_ns=named.gain_ns,
+        gains=named.gains,
         names_steps="{steps}" in text,
     )
 

@@ -14,6 +14,7 @@ from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import (
     ReplayContext,
+    StepGains,
     WeightedSpans,
     measure_spans,
     reduce_work,
@@ -70,14 +71,14 @@ class NamedIdle(Struct, frozen=True):
         removed_ns: How much of it would go in each row of the steps.
         mean_ns: The mean of that over the counted steps of each rank.
         cut_ns: How much would go before each node of the graph.
-        gain_ns: What the mean step gains without it.
+        gains: What the steps gain without it.
     """
 
     idle: HostIdle
     removed_ns: Float
     mean_ns: Float
     cut_ns: Int64
-    gain_ns: int
+    gains: StepGains
 
     def remove(self, graph: DependencyGraph) -> DependencyGraph:
         """The graph without it."""
@@ -110,7 +111,9 @@ class HostTime:
         )
         found = {cause: _measure_named(context, idle, cause) for cause in NAMED}
         least_ns = MIN_GAIN_SHARE * context.mean_ns
-        named = {cause: one for cause, one in found.items() if one and one.gain_ns >= least_ns}
+        named = {
+            cause: one for cause, one in found.items() if one and one.gains.mean_ns >= least_ns
+        }
         rest = context.graph
         for one in named.values():
             rest = one.remove(rest)
@@ -206,8 +209,8 @@ def _measure_named(context: ReplayContext, idle: HostIdle, cause: str) -> NamedI
     if not (mean_ns > MIN_LATE_SHARE * context.mean_ns).any():
         return None
     cut_ns = _measure_cut(context, idle, removed_ns / np.maximum(spent_ns, 1))
-    gain_ns = context.compute_gain_ns(reduce_work(context.graph, "idle", cut_ns))
-    return NamedIdle(idle, removed_ns, mean_ns, cut_ns, gain_ns)
+    gains = context.compute_step_gains(reduce_work(context.graph, "idle", cut_ns))
+    return NamedIdle(idle, removed_ns, mean_ns, cut_ns, gains)
 
 
 def _measure_cut(context: ReplayContext, idle: HostIdle, part: Float) -> Int64:

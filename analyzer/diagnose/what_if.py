@@ -53,7 +53,6 @@ from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
-from stepsplit.analyzer.split.microbatch_slots import read_slots
 from stepsplit.analyzer.split.run import (
     RunSplit,
     Schedule as MeasuredSchedule,
@@ -235,7 +234,7 @@ def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> floa
     """
     schedule, layout = context.split.schedule, context.split.layout
     known = schedule is not None and context.split.stage_bubbles
-    marked = any(read_slots(rank.trace, layout) for rank in context.split.ranks)
+    marked = any(rank.slots.are_marked for rank in context.split.ranks)
     if change.kind == "microbatches" and layout.pipelines and not marked:
         # Slots by the order of messages end with kernels, wherever the messages are.
         with suppress(*([UsageError] if known else [])):

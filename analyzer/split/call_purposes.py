@@ -8,13 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import (
-    Intervals,
-    is_inside,
-    list_distinct,
-    make_empty_intervals,
-    union,
-)
+from stepsplit.analyzer.arrays import Intervals, is_inside, make_empty_intervals, union
+from stepsplit.analyzer.split.work import mask_families
 from stepsplit.analyzer.trace import COMPILES, Bool, Category, Events, Int64, RankTrace
 
 # What the calls of a rank are for, from the ranges of autograd and of frameworks around them.
@@ -150,9 +145,7 @@ def find_backward_spans(trace: RankTrace) -> Intervals:
         return make_empty_intervals()
     # The thread of the training script marks the steps and runs the optimizer.
     marks = events.match_prefix("ProfilerStep#") & events.is_category(Category.ANNOTATION)
-    names = list_distinct(events.name_id[kernels[computes]]).tolist()
-    optimizers = [name for name in names if trace.kinds.find_family(name) == "optimizer"]
-    updates = computes & np.isin(events.name_id[kernels], optimizers)
+    updates = mask_families(trace, {"optimizer"})[kernels]
     script = next(
         (
             thread

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.split.axis_signatures import Counts, Usage
 from stepsplit.analyzer.split.call_purposes import (
     DDP_FORWARD,
@@ -28,7 +27,7 @@ from stepsplit.analyzer.split.mesh_groups import (
     remove_lines,
 )
 from stepsplit.analyzer.split.message_patterns import Exchanges
-from stepsplit.analyzer.split.work import PRODUCT_FAMILIES
+from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, mask_families
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Calls, Group, Int64, RankTrace
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
@@ -342,13 +341,9 @@ def _add_neighbors(found: Mapping[Group, _GroupCalls], trace: RankTrace) -> None
     rows, called = rows[called >= 0], called[called >= 0]
     if not len(rows):
         return
-    work = np.flatnonzero(trace.kinds.computes)
+    work = np.flatnonzero(mask_families(trace, PRODUCT_FAMILIES))
     issued = find_issued_ns(work)
-    names = list_distinct(events.name_id[work]).tolist()
-    family = {name: trace.kinds.find_family(name) for name in names}
-    layers = [name for name in names if family[name] in PRODUCT_FAMILIES]
-    chosen = np.isin(events.name_id[work], layers) & (issued >= 0)
-    work, issued = work[chosen], issued[chosen]
+    work, issued = work[issued >= 0], issued[issued >= 0]
     if not len(work):
         return
     # The kernels of a graph have one launch; among them the order on the device counts.
@@ -358,10 +353,9 @@ def _add_neighbors(found: Mapping[Group, _GroupCalls], trace: RankTrace) -> None
     after = np.empty(len(event), dtype=np.int64)
     after[order] = before_call
     after = after[len(work) :]
-    name = events.name_id[work[order[order < len(work)]]]
-    attends = np.isin(name, [one for one in layers if family[one] == "attention"])
-    experts = [n for n in layers if family[n] == "moe" or _GROUPED.search(events.names[n])]
-    groups = np.isin(name, experts)
+    work = work[order[order < len(work)]]
+    attends = mask_families(trace, {"attention"})[work]
+    groups = (mask_families(trace, {"moe"}) | events.match_names(_GROUPED))[work]
     before, after = np.maximum(after - 1, 0), np.minimum(after, len(work) - 1)
     exchanges = calls.op[rows] == _EXCHANGE
     near_attention = attends[after] | (exchanges & attends[before])

@@ -52,6 +52,11 @@ class DetectedSlots(Struct, frozen=True):
     source: str | None
     are_whole: bool = True
 
+    @property
+    def are_marked(self) -> bool:
+        """Whether annotations mark them."""
+        return self.source == "annotations"
+
 
 def find_slots(trace: RankTrace, layout: RankLayout, chunks: int = 1) -> DetectedSlots:
     """The slots marked by annotations, else those inferred from messages; chunks is the number of
@@ -207,7 +212,6 @@ def _order_slots(
     if messages is None:
         return ()
     step = _find_host_step(messages.issued_ns, steps)
-    has_backwards = len(find_backward_spans(trace)) > 0
     slots = []
     for number in np.unique(work.step).tolist():
         rows, own = np.flatnonzero(work.step == number), step == number
@@ -216,7 +220,7 @@ def _order_slots(
             gap=np.searchsorted(messages.issued_ns[own], work.launch_ns[rows], side="right"),
             took_ns=work.end_ns[rows] - work.start_ns[rows],
             backward=work.autograd[rows],
-            has_backwards=has_backwards,
+            has_backwards=work.has_backwards,
         )
         for one in order_passes(launched, messages.kind[own].tolist(), place):
             part = rows[one.first : one.after]
@@ -229,7 +233,8 @@ def _order_slots(
 class _Work(Struct, frozen=True):
     """The events of a rank's slots, by launch time; columns of one length.
 
-    step is the host's step; autograd marks launches by autograd.
+    step is the host's step; autograd marks launches by autograd, all False if has_backwards is,
+    where backwards are not known.
     """
 
     row: Int64
@@ -238,6 +243,7 @@ class _Work(Struct, frozen=True):
     end_ns: Int64
     step: Int64
     autograd: Bool
+    has_backwards: bool
 
 
 def _has_several_chunks(trace: RankTrace, line: Sequence[int]) -> bool:
@@ -264,13 +270,15 @@ def _collect_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
     order = np.argsort(launched, kind="stable")
     order = order[counts[order]]
     rows, launched = rows[order], launched[order]
+    backwards = find_backward_spans(trace)
     return _Work(
         row=rows,
         launch_ns=launched,
         start_ns=events.start_ns[rows],
         end_ns=events.ends_of(rows),
         step=step[order],
-        autograd=is_inside(find_backward_spans(trace), launched),
+        autograd=is_inside(backwards, launched),
+        has_backwards=len(backwards) > 0,
     )
 
 

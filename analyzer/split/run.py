@@ -25,7 +25,7 @@ from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts,
 from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
 from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
-from stepsplit.analyzer.split.microbatch_slots import count_chunks, find_slots, read_slots
+from stepsplit.analyzer.split.microbatch_slots import DetectedSlots, count_chunks, find_slots
 from stepsplit.analyzer.split.overlap import Overlap, compute_overlaps
 from stepsplit.analyzer.split.phases import infer_phases
 from stepsplit.analyzer.split.pipeline import (
@@ -148,7 +148,7 @@ def split_run(
     if (
         schedule is not None
         and schedule.name == _UNKNOWN
-        and not all(rank.has_whole_slots for rank in ranks)
+        and not all(rank.slots.are_whole for rank in ranks)
     ):
         notes += (_SPLIT_UNKNOWN,)
     return RunSplit(
@@ -213,7 +213,7 @@ def _infer_schedule(
     ideal = ideal_bubble(name, len(line), detected.microbatches, detected.chunks, detected.times_ns)
     measured = sum(one.bubble_ns for one in bubbles) / max(1, sum(one.window_ns for one in bubbles))
     if ideal is not None and ideal > measured + _FITS_BETTER:
-        marked = any(read_slots(rank.trace, layout) for rank in ranks)
+        marked = any(rank.slots.are_marked for rank in ranks)
         ideal = ideal if configured or marked else None
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
 
@@ -221,7 +221,7 @@ def _infer_schedule(
 def _is_split_unknown(name: str | None, line: Sequence[RankSplit]) -> bool:
     """Whether the order is that of a schedule with whole backwards, which on some rank may be
     split: with their weight gradients elsewhere it would be a zero-bubble schedule."""
-    return name in ("1f1b", "interleaved") and not all(rank.has_whole_slots for rank in line)
+    return name in ("1f1b", "interleaved") and not all(rank.slots.are_whole for rank in line)
 
 
 _SPLIT_UNKNOWN = Note(
@@ -358,7 +358,7 @@ class RankSplit:
     """The split of one rank: steps and grids on the common clock, everything else on its own clock.
 
     steps and grids have one entry per window, axis and phase one entry per exposed row.
-    has_whole_slots: see DetectedSlots.are_whole.
+    slots are on its own clock.
     """
 
     trace: RankTrace
@@ -369,7 +369,7 @@ class RankSplit:
     attribution: Attribution
     steps: tuple[StepSplit, ...]
     grids: tuple[StepGrid, ...]
-    has_whole_slots: bool
+    slots: DetectedSlots
     axis: tuple[str | None, ...]
     phase: tuple[str, ...]
     clock: Clock
@@ -436,7 +436,7 @@ def split_rank(
             for i, window in enumerate(windows.windows)
         ),
         grids=grids,
-        has_whole_slots=detected.are_whole,
+        slots=detected,
         axis=tuple(axes[group] for group in exposed_groups),
         phase=tuple(phases[call] for call in attribution.exposed.call.tolist()),
         clock=clock,

@@ -214,29 +214,56 @@ def compare_collectives(
     baseline: Report, candidate: Report, by_axis: bool = True
 ) -> tuple[CallsChange, ...]:
     """A row for each kind of call in either run; without by_axis for each op, dtype and size."""
-    first = 0 if by_axis else 1
-    one, other = _collect_call_rows(baseline), _collect_call_rows(candidate)
+    one, other = (_collect_call_stats(report, by_axis) for report in (baseline, candidate))
     rows = []
-    for matched in dict.fromkeys(kind[first:] for kind in (*one, *other)):
-        before, own = (
-            [kind for kind in kinds if kind[first:] == matched] for kinds in (one, other)
-        )
-        axis, candidate_axis = name_axes([kind[0] for kind in before], [kind[0] for kind in own])
-        stats = (
-            _merge_calls([row for kind in before for row in one[kind]], baseline),
-            _merge_calls([row for kind in own for row in other[kind]], candidate),
-        )
-        rows.append(CallsChange(axis, *(before or own)[0][1:], *stats, candidate_axis))
+    for kind in dict.fromkeys((*one, *other)):
+        before, own = one.get(kind), other.get(kind)
+        axis, candidate_axis = name_axes(before.axes if before else (), own.axes if own else ())
+        stats = before.stats if before else None, own.stats if own else None
+        rows.append(CallsChange(axis, *kind[1:], *stats, candidate_axis))
     return tuple(sorted(rows, key=order_by_change))
 
 
-def _collect_call_rows(report: Report) -> Mapping[CallKind, Sequence[CollectiveRow]]:
+class _CallsOfKind(msgspec.Struct, frozen=True):
+    """The calls of one kind in one run, and the axes that have them."""
+
+    axes: tuple[str, ...]
+    stats: CallStats
+
+
+def _collect_call_stats(report: Report, by_axis: bool) -> Mapping[CallKind, _CallsOfKind]:
+    """The calls by kind, whose axis is "" without by_axis: groups merged, by the medians of their
+    medians."""
     groups = {group.id: group for group in report.groups}
-    same: dict[CallKind, list[CollectiveRow]] = defaultdict(list)
+    same: dict[CallKind, dict[str, list[CollectiveRow]]] = defaultdict(lambda: defaultdict(list))
     for row in report.collectives:
         axis = format_axis(groups.get(row.group))
-        same[axis, row.op, row.dtype, row.message_bytes].append(row)
-    return same
+        kind = (axis if by_axis else "", row.op, row.dtype, row.message_bytes)
+        same[kind][axis].append(row)
+    ranks, steps = set(report.run.ranks), len({row.step for row in report.steps})
+    unmatched = {one.axis for one in report.coverage if one.holds == "estimated"}
+    # A collective counts once for each recorded member; a message counts once per end, and so does
+    # each call on an axis without matched calls.
+    members = {
+        id_: len(set(group.ranks) & ranks) or 1
+        for id_, group in groups.items()
+        if group.axis not in unmatched
+    }
+    found = {}
+    for kind, by_own_axis in same.items():
+        rows = [row for of_axis in by_own_axis.values() for row in of_axis]
+        rates = [row.busbw_bytes_per_s for row in rows if row.busbw_bytes_per_s is not None]
+        calls = sum(
+            row.count * (1 if row.op in MESSAGES else members.get(row.group, 1)) for row in rows
+        )
+        stats = CallStats(
+            count=calls / (len(report.run.ranks) * steps),
+            transfer_ns=int(median(row.transfer_ns_median for row in rows)),
+            wait_ns=int(median(row.wait_ns_median for row in rows)),
+            busbw_bytes_per_s=median(rates) if rates else None,
+        )
+        found[kind] = _CallsOfKind(tuple(by_own_axis), stats)
+    return found
 
 
 def name_axes(baseline: Sequence[str], candidate: Sequence[str]) -> tuple[str, str | None]:
@@ -249,30 +276,6 @@ def name_axes(baseline: Sequence[str], candidate: Sequence[str]) -> tuple[str, s
 def format_axis(group: AxisGroup | None) -> str:
     """The axis of the group, else its description."""
     return (group and (group.axis or group.description)) or UNKNOWN
-
-
-def _merge_calls(rows: Sequence[CollectiveRow], report: Report) -> CallStats | None:
-    """The calls of one kind: groups merged, by the medians of their medians; None if none."""
-    if not rows:
-        return None
-    groups = {group.id: group for group in report.groups}
-    rates = [row.busbw_bytes_per_s for row in rows if row.busbw_bytes_per_s is not None]
-    steps = len(report.run.ranks) * len({row.step for row in report.steps})
-    unmatched = {one.axis for one in report.coverage if one.holds == "estimated"}
-    total_calls = 0
-    for row in rows:
-        # A collective counts once for each recorded member; a message counts once per end, and so
-        # does each call on an axis without matched calls.
-        callers, group = 1, groups.get(row.group)
-        if group is not None and row.op not in MESSAGES and group.axis not in unmatched:
-            callers = len(set(group.ranks) & set(report.run.ranks)) or 1
-        total_calls += row.count * callers
-    return CallStats(
-        count=total_calls / steps,
-        transfer_ns=int(median(row.transfer_ns_median for row in rows)),
-        wait_ns=int(median(row.wait_ns_median for row in rows)),
-        busbw_bytes_per_s=median(rates) if rates else None,
-    )
 
 
 # The exposed communication of both runs by axis.

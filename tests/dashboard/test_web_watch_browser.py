@@ -130,6 +130,8 @@ def test_the_page_rests_while_it_is_not_visible(url: str, browser: Any) -> None:
     page = browser.new_page()
     page.goto(url + PAGE)
     _wait_for_charts(page)
+    # Under load, what the page loaded last comes after its charts.
+    page.wait_for_load_state("networkidle")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
 

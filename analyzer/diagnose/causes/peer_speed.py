@@ -26,9 +26,14 @@ def measure_peer_speed(context: ReplayContext) -> Float:
         if compare_sent_tokens(context, rank) > MORE_TOKENS
     }
     lost: dict[int, int] = defaultdict(int)
+    slowest: dict[int, float] = defaultdict(lambda: 1.0)
     for one in context.slow_kernels:
         lost[one.rank] += one.lost_ns if one.rank not in tokens else 0
+        slowest[one.rank] = max(slowest[one.rank], one.ratio)
     lost_ns = np.array([lost[rank] for rank in context.ranks.tolist()], dtype=np.int64)
+    # Kernels that overlap lose more together than the step does: no rank is slower than its
+    # slowest kernel.
+    least = 1 / np.array([slowest[rank] for rank in context.ranks.tolist()])
     # The mean compute of each rank over the counted steps.
     compute, counted = context.select_bucket_ns("compute"), context.counted
     count = np.bincount(of_row[counted], minlength=len(context.ranks))
@@ -38,7 +43,7 @@ def measure_peer_speed(context: ReplayContext) -> Float:
         mine = context.stage == stage
         if len(np.unique(of_row[mine])) > 1:
             share[mine] -= share[mine].min()
-    ratio = np.clip(1 - share, 0.0, 1.0)
+    ratio = np.clip(1 - share, least[of_row], 1.0)
     for index, pace in find_slow_devices(context.split).items():
         if int(context.ranks[index]) not in tokens:
             ratio[of_row == index] = pace

@@ -794,7 +794,7 @@ def test_causes_of_which_each_hardly_adds_to_the_others_leave_one() -> None:
             return gains[graph.changed]
 
     remedies = [Remedy(finding(rank), lambda graph: Graph(graph.changed + 1)) for rank in range(3)]
-    assert unmask(Context(), remedies).findings == (finding(0), finding(1), finding(2))
+    assert unmask(Context(), remedies).remedies == tuple(remedies)
 
 
 def finding(rank: int) -> Finding:

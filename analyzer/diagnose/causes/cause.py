@@ -36,12 +36,14 @@ class Remedy(Struct, frozen=True):
         change: The change; None where the saving is computed and not replayed.
         as_set: What ranks with it are, where several mask each other ("ranks 1 and 2 are ...").
         is_doubtful: Whether what it says is inferred, as the recording has no evidence of it.
+        names_steps: Whether its message says in which steps it is.
     """
 
     finding: Finding
     change: Change | None
     as_set: str = ""
     is_doubtful: bool = False
+    names_steps: bool = False
 
     def apply(self, graph: DependencyGraph) -> DependencyGraph:
         """The graph with the cause fixed."""
@@ -86,7 +88,7 @@ class CauseEntry:
             if not one.is_doubtful:
                 basis = replace(basis, kind=self.basis)
             finding = replace(one.finding, code=self.code, basis=basis)
-            remedies.append(Remedy(finding, one.change, self.as_set))
+            remedies.append(replace(one, finding=finding, as_set=self.as_set))
         return remedies
 
 
@@ -138,6 +140,7 @@ def replay_remedy(
             pass
         elif by_step[most] >= _NEARLY_ALL * np.maximum(by_step, 0).sum() > 0:
             message += f"; nearly all of it in step {numbers[most]}"
+            names_steps = True
         elif gain_ns < _SIGMAS * spread_ns / math.sqrt(len(by_step)):
             message += f"; within its spread between steps ({units.format_milliseconds(spread_ns)})"
             would_settle = (*would_settle, "more_steps")
@@ -160,4 +163,4 @@ def replay_remedy(
             would_settle=would_settle,
         ),
     )
-    return Remedy(finding, change, is_doubtful=is_doubtful)
+    return Remedy(finding, change, is_doubtful=is_doubtful, names_steps=names_steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -23,8 +22,6 @@ from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord
 
 MAX_FINDINGS = 5
-
-_NAMED_STEP = re.compile(r"\bstep \d+\b|\b1 of \d+ steps\b")
 
 MAX_REPLAYED_CALLS, MAX_REPLAYED_CALLS_AT_ONCE = 1_500_000, 20_000_000
 """Upper limits of a replay, node by node and, of many ranks, by whole levels: a million calls take
@@ -80,8 +77,10 @@ def find_bottlenecks(
     found = [remedy for cause in CAUSES for remedy in cause.list_remedies(context)]
     # Causes of single ranks may mask each other; one of the whole job stands for itself.
     masking = unmask(context, [remedy for remedy in found if remedy.as_set])
-    findings = [*masking.findings, *(one.finding for one in found if not one.as_set)]
-    most_ns = {one.code: one.gain_ns for one in sorted(findings, key=lambda one: one.gain_ns)}
+    remedies = [*masking.remedies, *(one for one in found if not one.as_set)]
+    most_ns: dict[str, int] = {}
+    for one in remedies:
+        most_ns[one.finding.code] = max(one.finding.gain_ns, most_ns.get(one.finding.code, 0))
     of_code = {cause.code: cause for cause in CAUSES}
     on_device = split.ranks[0].trace.on_device
     numbers = np.unique(graph.steps.step[context.counted])
@@ -92,7 +91,8 @@ def find_bottlenecks(
         for rank, lack in lacks
         if rank is not None and lack is Lack.KERNELS and (rank, Lack.FILE) not in lacks
     }
-    for finding in findings:
+    for remedy in remedies:
+        finding = remedy.finding
         cause = of_code[finding.code]
         ranks = finding.ranks or tuple(context.ranks.tolist())
         if finding.bucket == "idle" and 2 * len(lossy.intersection(ranks)) > len(ranks):
@@ -104,13 +104,13 @@ def find_bottlenecks(
             continue
         # Last what gains nothing before another cause is fixed, and the time of a CPU between ops,
         # most of which cannot be removed.
-        is_hidden = any(finding is one for one in masking.hidden)
+        is_hidden = any(remedy is one for one in masking.hidden)
         is_last = cause.last_on_cpu and not on_device
         # The profiler slows all the work of a CPU alike; on a device its time goes with it.
         if cause.with_profiler and on_device:
             finding = _leave_out_profiler(context, finding)
-        # What happened once may not happen again, whatever the cause; many name their step.
-        if len(finding.steps or numbers) == 1 and not _NAMED_STEP.search(finding.message):
+        # What happened once may not happen again, whatever the cause.
+        if len(finding.steps or numbers) == 1 and not remedy.names_steps:
             finding = replace(finding, message=f"{finding.message}; from a single step")
         if finding.gain_ns >= least_ns:
             finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))

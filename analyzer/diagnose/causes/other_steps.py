@@ -69,6 +69,7 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
             message=message,
         ),
         None,
+        names_steps=True,
     )
 
 

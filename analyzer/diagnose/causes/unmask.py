@@ -12,7 +12,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import Remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
-from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Finding
+from stepsplit.analyzer.report.report import MIN_GAIN_SHARE
 
 _MASKED = 1.1
 """Causes mask each other if fixing all gains more than this multiple of fixing each alone."""
@@ -25,15 +25,15 @@ _MAX_MASKS = 3
 
 
 class Unmasked(Struct, frozen=True):
-    """The findings of single ranks and links. hidden are those among them that gain next to nothing
+    """The remedies of single ranks and links. hidden are those among them that gain next to nothing
     alone; their gain is what they save once the largest cause is fixed."""
 
-    findings: tuple[Finding, ...]
-    hidden: tuple[Finding, ...] = ()
+    remedies: tuple[Remedy, ...]
+    hidden: tuple[Remedy, ...] = ()
 
 
 def unmask(context: CauseContext, remedies: Sequence[Remedy]) -> Unmasked:
-    """The findings of single ranks and links, those that mask each other as sets.
+    """The remedies of single ranks and links, those that mask each other as sets.
 
     Causes of one kind whose joint gain exceeds the sum of their own gains are one finding, also if
     that shows only once the largest cause is fixed. A cause that the largest one masks says what it
@@ -44,7 +44,7 @@ def unmask(context: CauseContext, remedies: Sequence[Remedy]) -> Unmasked:
     if not joined:
         return Unmasked(())
     if joined[0].finding.gain_ns < MIN_GAIN_SHARE * context.mean_ns:
-        return Unmasked(tuple(one.finding for one in _join_masked(context, joined)))
+        return Unmasked(tuple(_join_masked(context, joined)))
     top, *others = joined
     groups = _group_by_code(others)
     if any(len(alike) > 1 for alike in groups):
@@ -54,9 +54,11 @@ def unmask(context: CauseContext, remedies: Sequence[Remedy]) -> Unmasked:
     masks = [top, *others][:_MAX_MASKS]
     behind = [_find_behind_any(context, masks, remedy) for remedy in others]
     hidden = [
-        new for new, old in zip(behind, others, strict=True) if new.gain_ns > old.finding.gain_ns
+        new
+        for new, old in zip(behind, others, strict=True)
+        if new.finding.gain_ns > old.finding.gain_ns
     ]
-    return Unmasked((top.finding, *behind), tuple(hidden))
+    return Unmasked((top, *behind), tuple(hidden))
 
 
 def _group_by_code(remedies: Sequence[Remedy]) -> list[list[Remedy]]:
@@ -124,7 +126,12 @@ def _join_remedies(context: CauseContext, members: Sequence[Remedy], gain_ns: in
             f"{first.message}"
         ),
     )
-    return Remedy(finding, lambda graph: _apply_all(graph, members), members[0].as_set)
+    return Remedy(
+        finding,
+        lambda graph: _apply_all(graph, members),
+        members[0].as_set,
+        names_steps=members[0].names_steps,
+    )
 
 
 def _describe_host(context: CauseContext, ranks: Sequence[int]) -> str:
@@ -158,32 +165,32 @@ def _join_if_fixed(
 
 def _measure_gain(context: CauseContext, remedy: Remedy) -> Remedy:
     gain_ns = context.compute_gain_ns(remedy.apply(context.graph))
-    return Remedy(replace(remedy.finding, gain_ns=gain_ns), remedy.change, remedy.as_set)
+    return replace(remedy, finding=replace(remedy.finding, gain_ns=gain_ns))
 
 
-def _find_behind_any(context: CauseContext, masks: Sequence[Remedy], remedy: Remedy) -> Finding:
-    """The finding behind the largest cause; if that does not mask it and it gains next to nothing
+def _find_behind_any(context: CauseContext, masks: Sequence[Remedy], remedy: Remedy) -> Remedy:
+    """The remedy behind the largest cause; if that does not mask it and it gains next to nothing
     alone, behind the next ones. A cause of one rank gains at most what it costs that rank."""
     least = MIN_GAIN_SHARE * context.mean_ns
     if len(remedy.finding.ranks) == 1 and _estimate_cost_ns(remedy) < least / 2:
-        return remedy.finding
+        return remedy
     for mask in masks:
         if mask is remedy or mask.finding.gain_ns < least:
             continue
         found = _find_behind(context, mask, remedy)
-        if found is not remedy.finding or remedy.finding.gain_ns >= least:
+        if found is not remedy or remedy.finding.gain_ns >= least:
             return found
-    return remedy.finding
+    return remedy
 
 
-def _find_behind(context: CauseContext, top: Remedy, remedy: Remedy) -> Finding:
-    """The finding; if the largest cause masks it, with what it gains once that one is fixed, which
+def _find_behind(context: CauseContext, top: Remedy, remedy: Remedy) -> Remedy:
+    """The remedy; if the largest cause masks it, with what it gains once that one is fixed, which
     is its gain if it gains next to nothing alone."""
     finding = remedy.finding
     gain = context.compute_gain_ns(remedy.apply(top.apply(context.graph))) - top.finding.gain_ns
     least = MIN_GAIN_SHARE * context.mean_ns
     if gain < least or gain <= _MASKED * max(finding.gain_ns, 0):
-        return finding
+        return remedy
     # Without ranks, the largest costs all of them.
     ranks, once = top.finding.ranks, "once the largest bottleneck is fixed"
     if len(ranks) == 1:
@@ -192,7 +199,7 @@ def _find_behind(context: CauseContext, top: Remedy, remedy: Remedy) -> Finding:
         once = f"once ranks {units.format_number_list(ranks)} are fixed"
     if finding.gain_ns >= least:
         then = f"{units.format_milliseconds(gain)} {once}"
-        return replace(finding, message=f"{finding.message}; saves {then}")
+        return replace(remedy, finding=replace(finding, message=f"{finding.message}; saves {then}"))
     alone = units.format_milliseconds(max(finding.gain_ns, 0))
     text = f"{finding.message}; saves {alone} alone, the rest {once}"
-    return replace(finding, gain_ns=gain, message=text)
+    return replace(remedy, finding=replace(finding, gain_ns=gain, message=text))

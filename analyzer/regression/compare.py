@@ -415,59 +415,30 @@ def find_peak_bytes(report: Report) -> int | None:
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-# JSON with the schema "stepsplit.compare/1".
-#
-# baseline, candidate   one run each: name, steps (number of full ones), median_ns, low_ns, high_ns,
-#                       mean (the split: seven buckets and the memos), bubble_fraction,
-#                       peak_allocated_bytes, mfu, microbatches and tokens_per_s (of one GPU), null
-#                       if unknown
-# step                  for the median step: difference_ns (candidate - baseline), ratio
-#                       (candidate / baseline), within_noise (null: too few steps)
-# settings              name, baseline, candidate: configuration differences, null if unknown
-# buckets               bucket, baseline_ns, candidate_ns, difference_ns: means per step and rank;
-#                       the differences add up to that of the mean step
-# exposed               axis, bucket, baseline_ns, candidate_ns: means per step and rank; and
-#                       candidate_axis, null if it is the same
-# collectives           axis, candidate_axis, op, dtype, message_bytes; baseline and candidate with
-#                       count (calls per step and rank), transfer_ns, wait_ns and busbw_bytes_per_s,
-#                       null on a side without such calls
-# kernels               family, baseline_ns, candidate_ns, baseline_count, candidate_count: per step
-#                       and rank
-# findings              code, ranks, message (the candidate's if both have it), baseline_ns,
-#                       candidate_ns: the gain of fixing it, 0 on a side without it
-# meshes_differ         whether one mesh has an axis that the other lacks: collectives are then
-#                       compared by op, dtype and size, and exposed by bucket
-#
-# Rows are sorted by the size of the change.
+# JSON with the schema "stepsplit.compare/1": ComparisonFile.
 
 _HINT = "compare the runs again"
 
 
-class _Step(msgspec.Struct, frozen=True):
-    difference_ns: int
-    ratio: float | None
-    within_noise: bool | None
-
-
-class _Bucket(msgspec.Struct, frozen=True):
-    bucket: str
-    baseline_ns: int
-    candidate_ns: int
-    difference_ns: int
-
-
 def to_json(comparison: RunComparison) -> bytes:
     """The comparison as JSON text."""
-    fields = msgspec.to_builtins(comparison)
-    sides = {"baseline": fields.pop("baseline"), "candidate": fields.pop("candidate")}
-    step = _Step(comparison.difference_ns, comparison.ratio, comparison.within_noise)
-    buckets = [
-        _Bucket(row.bucket, row.baseline_ns, row.candidate_ns, row.difference_ns)
-        for row in comparison.buckets
-    ]
-    settings = fields.pop("settings")
-    body = {"schema": SCHEMA, **sides, "step": step, "settings": settings, "buckets": buckets}
-    return msgspec.json.format(msgspec.json.encode(body | fields), indent=1) + b"\n"
+    one = comparison
+    file = ComparisonFile(
+        baseline=one.baseline,
+        candidate=one.candidate,
+        step=StepChange(one.difference_ns, one.ratio, one.within_noise),
+        settings=one.settings,
+        buckets=tuple(
+            BucketRow(row.bucket, row.baseline_ns, row.candidate_ns, row.difference_ns)
+            for row in one.buckets
+        ),
+        exposed=one.exposed,
+        collectives=one.collectives,
+        kernels=one.kernels,
+        findings=one.findings,
+        meshes_differ=one.meshes_differ,
+    )
+    return msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
 
 
 def from_json(text: bytes, source: object = "compare.json") -> RunComparison:
@@ -792,6 +763,67 @@ class RunComparison:
             and all(row.baseline_ns == row.candidate_ns for row in rows)
             and all(row.baseline == row.candidate for row in self.collectives)
         )
+
+
+class StepChange(msgspec.Struct, frozen=True):
+    """The change of the median step.
+
+    Attributes:
+        difference_ns: candidate - baseline, in ns.
+        ratio: candidate / baseline; None if the baseline is 0.
+        within_noise: whether the change is within the noise of the steps; None if they are too few.
+    """
+
+    difference_ns: int
+    ratio: float | None
+    within_noise: bool | None
+
+
+class BucketRow(msgspec.Struct, frozen=True):
+    """The means of a bucket per step and rank, in ns.
+
+    Attributes:
+        bucket: one of `BUCKETS`.
+        baseline_ns: mean in the baseline.
+        candidate_ns: mean in the candidate.
+        difference_ns: candidate - baseline; they add up to the difference of the mean step.
+    """
+
+    bucket: str
+    baseline_ns: int
+    candidate_ns: int
+    difference_ns: int
+
+
+class ComparisonFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A comparison as JSON. Rows are sorted by the size of the change.
+
+    Attributes:
+        schema: version of the JSON, "stepsplit.compare/1".
+        baseline: summary of the baseline.
+        candidate: summary of the candidate.
+        step: change of the median step.
+        settings: configuration differences.
+        buckets: the seven buckets.
+        exposed: exposed communication by axis and bucket, per step and rank.
+        collectives: calls by axis, op, dtype and size, per step and rank; null on a side without.
+        kernels: compute by kernel family, per step and rank.
+        findings: bottlenecks by cause and ranks; the gain of fixing each, 0 on a side without it.
+        meshes_differ: whether one mesh has an axis that the other lacks: collectives are then
+            compared by op, dtype and size, and exposed by bucket.
+    """
+
+    schema: str = SCHEMA
+    baseline: Side
+    candidate: Side
+    step: StepChange
+    settings: tuple[Setting, ...]
+    buckets: tuple[BucketRow, ...]
+    exposed: tuple[ExposedChange, ...]
+    collectives: tuple[CallsChange, ...]
+    kernels: tuple[FamilyChange, ...]
+    findings: tuple[FindingChange, ...]
+    meshes_differ: bool
 
 
 def order_by_change(row: Change | CallsChange) -> float:

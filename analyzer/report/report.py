@@ -542,7 +542,18 @@ class Finding(Struct, frozen=True):
 
 
 class PredictedMemory(Struct, frozen=True):
-    """Predicted peak bytes on one rank of a stage, by category, and their sum."""
+    """Predicted peak bytes on one rank of a stage, by category, and their sum.
+
+    Attributes:
+        stage: pp coordinate.
+        weights_bytes: weights.
+        gradients_bytes: gradients.
+        optimizer_bytes: optimizer states.
+        activations_bytes: saved activations.
+        transient_bytes: temporary buffers.
+        other_bytes: other memory.
+        total_bytes: their sum.
+    """
 
     stage: int
     weights_bytes: int
@@ -555,7 +566,23 @@ class PredictedMemory(Struct, frozen=True):
 
 
 class PredictedCalls(Struct, frozen=True):
-    """One kind of communication of a stage: calls per rank and step, and their total time."""
+    """One kind of communication of a stage: calls per rank and step, and their total time.
+
+    Attributes:
+        strategy: why it is sent, such as "sp".
+        op: operation, such as "all_gather".
+        axis: mesh axis of its groups.
+        stage: pp coordinate.
+        phase: phase of the step, such as "forward".
+        count: calls per rank and step.
+        message_bytes: bytes of a call, as nccl-tests count them.
+        input_bytes: bytes that a rank puts into a call.
+        wire_bytes: bytes that a rank sends in a call.
+        time_ns: time of all calls of a step.
+        time_ns_low: lower end of its band.
+        time_ns_high: upper end of its band.
+        exposed_ns: the part of time_ns that compute does not overlap.
+    """
 
     strategy: str
     op: str
@@ -573,14 +600,34 @@ class PredictedCalls(Struct, frozen=True):
 
 
 class PredictedBubble(Struct, frozen=True):
-    """The pipeline bubble as a fraction of the pipeline time, and relative to useful time."""
+    """The predicted pipeline bubble.
+
+    Attributes:
+        bubble_fraction: bubble / pipeline time.
+        bubble_overhead: bubble / useful time.
+    """
 
     bubble_fraction: float
     bubble_overhead: float
 
 
 class PredictedSplit(Struct, frozen=True, kw_only=True):
-    """A predicted step by bucket; stage is omitted in the row of the slowest stage."""
+    """A predicted step by bucket, in ns.
+
+    Attributes:
+        stage: pp coordinate; omitted in the row of the slowest stage.
+        compute_ns: compute kernels.
+        collective_ns: exposed collective transfers.
+        p2p_ns: exposed message transfers.
+        skew_ns: waits for a rank of the same pipeline stage.
+        bubble_ns: waits for a rank of another pipeline stage.
+        copy_ns: memory copies.
+        idle_ns: idle time.
+        step_ns: the sum of the seven buckets.
+        overlapped_ns: communication overlapped by compute; part of compute_ns.
+        bubble_covered_ns: communication inside the pipeline bubble.
+        fused_ns: kernels that compute and communicate; part of compute_ns.
+    """
 
     stage: int | UnsetType = UNSET
     compute_ns: int
@@ -597,7 +644,13 @@ class PredictedSplit(Struct, frozen=True, kw_only=True):
 
 
 class FormulaRow(Struct, frozen=True):
-    """A formula used by the prediction, and its publication."""
+    """A formula used by the prediction, and its publication.
+
+    Attributes:
+        id: identifier, such as "parameters.total".
+        citation: where it is published.
+        text: the formula.
+    """
 
     id: str
     citation: str
@@ -605,7 +658,31 @@ class FormulaRow(Struct, frozen=True):
 
 
 class PredictionRow(Struct, frozen=True):
-    """The complete prediction as stored in report.json."""
+    """The complete prediction as stored in report.json. Bytes and splits are per rank, FLOPs of the
+    whole job.
+
+    Attributes:
+        schema: version of the JSON, "stepsplit.prediction/1".
+        parameters: parameters of the model.
+        parameters_per_stage: parameters on one rank of each pipeline stage.
+        memory: peak memory of one rank of each stage.
+        model_flops: FLOPs of a step without recomputation.
+        hardware_flops: FLOPs of a step with recomputation.
+        communication: communication of each stage.
+        pipeline: pipeline bubble.
+        splits: the split of each stage.
+        split: the split of the slowest stage.
+        mfu: model FLOPs utilization, 0..1; None if the peak at the dtype is unknown.
+        hfu: hardware FLOPs utilization, likewise.
+        tokens_per_s_per_gpu: throughput of one GPU.
+        fits: whether every stage fits in the device memory.
+        formulas: the formulas used.
+        confidence: "calibrated", "high", "medium" or "low".
+        low_ns: lower end of the step time's error band.
+        high_ns: upper end of the step time's error band.
+        convention: how model FLOPs are counted.
+        notes: the reasons for a medium or low confidence.
+    """
 
     schema: str
     parameters: int
@@ -630,7 +707,14 @@ class PredictionRow(Struct, frozen=True):
 
 
 class JobTables(Struct, frozen=True):
-    """The tables of a job.toml, with configured and inferred keys."""
+    """The tables of a job.toml, with configured and inferred keys.
+
+    Attributes:
+        model: the model.
+        parallel: the parallel layout.
+        training: batch, dtype, optimizer, framework.
+        hardware: devices and links.
+    """
 
     model: dict[str, object]
     parallel: dict[str, object]

@@ -240,6 +240,7 @@ COMMANDS = {
     "reduce": ["RECORDING --out reduced"],
     "retry": [f"ID {STORE}"],
     "runs": [STORE, f"--tag TEXT {STORE}"],
+    "schema": ["TEXT"],
     "token": [f"list {STORE}", f"revoke TEXT {STORE}"],
     "upload": ["RECORDING --to URL"],
     "validate": ["PUBLISHED"],

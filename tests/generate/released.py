@@ -1,4 +1,4 @@
-"""Writes tests/released/VERSION: a report, its tables, a baseline and a store of this version.
+"""Writes tests/released/VERSION: a report, tables, a baseline, a store, schemas of this version.
 
 cd tests && python -m generate.released, once for each release; the next versions open them
 (tests/dashboard/test_released.py). A folder of an earlier version is never written again.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from support.builders import GpuTrace
 
+from generate.docs_schemas import write_schemas
 from stepsplit.analyzer.analysis import examine
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.store import Store
@@ -41,6 +42,7 @@ def write_released(folder: Path) -> None:
         with closing(sqlite3.connect(database)) as connection:
             (folder / "store.sql").write_text("\n".join(connection.iterdump()) + "\n")
     report = folder / "artifacts" / run_id
+    write_schemas(folder / "schemas")
     assert cli.run(["baseline", str(report), "--out", str(folder / "baseline.json")]) == 0
 
 

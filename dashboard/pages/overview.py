@@ -152,10 +152,26 @@ def build_mismatch(report: Report) -> list[html.P]:
     return [html.P(one, className="mismatch") for one in messages]
 
 
+_MOST_TIMES = 3.0
+"""A model that is off by this factor says little about the step, whatever the reason."""
+
+
 def build_caveats(report: Report, gap: Gap) -> list[html.P]:
-    """The other caveats of the comparison with the model."""
+    """The other caveats of the comparison with the model; first by how many times it is off."""
     mismatches = {one.message for one in report.warnings if one.code == JOB_MISMATCH}
-    notes = (one for one in gap.notes if one not in mismatches)
+    notes = [one for one in gap.notes if one not in mismatches]
+    measured, predicted = gap.shown.measured, gap.shown.predicted
+    shorter_ns, longer_ns = sorted((measured.step_ns, predicted.step_ns))
+    is_off = shorter_ns and longer_ns >= _MOST_TIMES * shorter_ns
+    # A mismatch and a guess of the device's speed say so already.
+    if is_off and not mismatches and not any(" times the " in one for one in notes):
+        times = f"{longer_ns / shorter_ns:.1f} times"
+        if measured.step_ns > predicted.step_ns:
+            idle = format_percent(measured.idle_ns / measured.step_ns)
+            words = f"the measured step is {times} the predicted one, and {idle} of it is idle"
+        else:
+            words = f"the predicted step is {times} the measured one"
+        notes.insert(0, f"{words}: what the model says of its parts does not hold for this run")
     return [html.P(f"caveat: {one}", className="note") for one in notes]
 
 
@@ -362,7 +378,10 @@ _EXPOSED = ("comm", "skew", "bubble")
 
 def build_blame_table(report: Report) -> list[html.Section]:
     """Waiting time caused by each rank."""
-    windows = len(select_full_steps(report.steps))
+    # Waits are blamed in the steps that are full on any rank, on all ranks that have them.
+    full = select_full_steps(report.steps)
+    numbers = {row.step for row in full}
+    windows = sum(row.step in numbers for row in report.steps)
     if not report.blame or not windows:
         return []
     rows = [
@@ -377,6 +396,8 @@ def build_blame_table(report: Report) -> list[html.Section]:
         for row in report.blame
     ]
     note = "waiting time caused per step, mean over ranks and full steps"
+    if windows > len(full):
+        note += ", with the ranks on which such a step is partial"
     note += format_hidden_rows(report.blame)
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused per step")
     return [build_section("Blame", note, build_table(heads, rows))]

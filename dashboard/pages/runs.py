@@ -10,7 +10,14 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.units import format_date, format_milliseconds, format_signed_percent
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.headline import round_shares
+from stepsplit.analyzer.units import (
+    format_date,
+    format_milliseconds,
+    format_percent,
+    format_signed_percent,
+)
 from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.components import (
     BUBBLE,
@@ -35,6 +42,7 @@ from stepsplit.dashboard.pages.tables import (
     Content,
     SortHead,
     build_count_cell,
+    build_number_cell,
     build_share_cell,
     build_table,
     build_time_cell,
@@ -52,6 +60,9 @@ _COLUMN_ORDER = (
 
 _COMMON_COLUMNS = ("name", "added", "verdict")
 """Columns that are shown for runs without metrics too."""
+
+_SHARES = {"compute": COMPUTE, "collective": COLLECTIVE, "skew": ("skew",), "bubble": BUBBLE}
+"""The buckets of each column with a share of the mean step."""
 
 _HIDDEN_IF_EMPTY = ("verdict", "mesh", "mfu")
 
@@ -228,19 +239,20 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
     if run.job is not None:
         url = _build_job_url(run.job.key)
         job = dcc.Link(run.job.key, href=url, title=run.job.label, className="job-key")
-    shares = {
-        "compute": COMPUTE,
-        "collective": COLLECTIVE,
-        "skew": ("skew",),
-        "bubble": BUBBLE,
-    }
+    # Rounded together, as on the page of the run.
+    rounded = dict(zip(BUCKETS, round_shares(middle.mean.buckets_ns), strict=True))
     return {
         "job": Cell(job),
         "world": build_count_cell(numbers.world_size),
         "mesh": Cell(numbers.mesh or "unknown"),
         "step": build_time_cell(middle.step_ns),
         "": Cell(build_share_bar(middle.shares)),
-        **{name: build_share_cell(middle.sum_share(*of)) for name, of in shares.items()},
+        **{
+            name: build_number_cell(
+                format_percent(sum(rounded[one] for one in of)), middle.sum_share(*of), "ratio"
+            )
+            for name, of in _SHARES.items()
+        },
         "mfu": Cell(number=True) if numbers.mfu is None else build_share_cell(numbers.mfu),
     }
 

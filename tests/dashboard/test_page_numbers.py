@@ -1,0 +1,234 @@
+"""Every page of every sample and of simulated jobs: a number that occurs twice is the same, and
+what is shown are numbers and words, not gaps in the data or names of fields."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import pytest
+from simulator.engine import simulate
+from simulator.kineto import write_recording
+from simulator.noise import Noise
+from simulator.planted import PLANTED, planted, scenario_of
+from simulator.style import Style
+from support.ground_truth import SEED
+from support.page_text import read_cards, read_chart_text, read_page, read_tables, read_text
+from support.report_builders import analysis
+from support.samples import SAMPLES
+
+from stepsplit.analyzer import examine
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.diagnose.causes import CAUSES
+from stepsplit.analyzer.report import report as rows
+from stepsplit.analyzer.report.report import ComparedStage, Gap, Report
+from stepsplit.analyzer.report.step_rows import list_full_steps
+from stepsplit.analyzer.report.tables import Tables
+from stepsplit.analyzer.units import choose_part_unit_ns, format_milliseconds
+from stepsplit.dashboard.figures.run import draw_split_by_rank
+from stepsplit.dashboard.pages.address import Address, AddressQuery
+from stepsplit.dashboard.pages.compare import compare_page
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.history import METRICS
+from stepsplit.dashboard.pages.overview import build_caveats
+from stepsplit.dashboard.pages.run_pages import RUN_PAGES, build_run_page
+from stepsplit.dashboard.pages.runs import build_runs_page
+from stepsplit.dashboard.store.metrics import METRIC_NAMES, build_headline, compute_job_fingerprint
+from stepsplit.dashboard.store.run_row import RunRow
+
+NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())
+RUN = "abcdef012345"
+
+NO_NUMBER = re.compile(r"\b(?:nan|NaN|None|inf|Infinity|null|undefined|[a-z]+ none ms|rank none)\b")
+"""A gap in the data, shown as if it were a number or a name."""
+
+FIELDS = {
+    field
+    for one in vars(rows).values()
+    if isinstance(one, type) and issubclass(one, msgspec.Struct)
+    for field in one.__struct_fields__
+    if "_" in field
+} | {name for name in (*METRIC_NAMES, *(cause.code for cause in CAUSES)) if "_" in name}
+"""Names of fields, causes and metrics: words for people have no underscore."""
+
+OF_JOBS = {"micro_batch", "global_batch", "seq_len", "head_size", "kv_heads"}
+"""Keys that a user writes in his job.toml."""
+
+
+def build_pages(report: Report, tables: Tables) -> dict[str, object]:
+    """All pages of the run, the list of runs and its comparison with itself, by name."""
+    view = View("a run", report, tables, RUN)
+    row = RunRow(RUN, "a run", 10**18, "done", None, build_headline(report),
+                 job=compute_job_fingerprint(report))  # fmt: skip
+    pages: dict[str, object] = {
+        page.key: build_run_page(view, Address(page.key, RUN, AddressQuery()), row)
+        for page in RUN_PAGES
+    }
+    return pages | {
+        "runs": build_runs_page([row], AddressQuery()),
+        "compare": compare_page(view, view),
+    }
+
+
+def check(report: Report, tables: Tables) -> None:
+    pages = build_pages(report, tables)
+    check_words(pages)
+    check_numbers(report, pages)
+
+
+def check_words(pages: dict[str, object]) -> None:
+    for name, page in pages.items():
+        text = read_page(page)
+        assert NO_NUMBER.findall(text) == [], name
+        words = set(re.findall(r"(?<![\w.:])[a-z]+(?:_[a-z]+)+(?![\w.:(])", read_text(page)))
+        assert sorted(words & FIELDS - OF_JOBS) == [], name
+        assert re.findall(r"profil\w* -[\d.]+ %", text) == [], name
+        assert re.findall(r"stepsplit [a-z]+ --|\$ stepsplit", text) == [], name
+
+
+def check_numbers(report: Report, pages: dict[str, object]) -> None:
+    """Collects what each quantity is said to be, and compares the texts."""
+    said: dict[str, set[str]] = defaultdict(set)
+    # The cards of the model's page are predictions.
+    for page in (page for name, page in pages.items() if name != "model"):
+        for label, (value, note) in read_cards(page).items():
+            if label in ("mean step", "pipeline bubble", "MFU", "peak memory"):
+                said[label].add(value)
+            if label in ("compute", "collective", "bubble"):
+                said[f"{label} share"].add(value)
+            for skew in re.findall(r"of which skew ([\d.]+ %)", note):
+                said["skew share"].add(skew)
+            for ideal in re.findall(r"ideal ([\d.]+ %)", note):
+                said["ideal bubble"].add(ideal)
+            for median in re.findall(r"median ([\d.,]+ ms)", note):
+                said["median step"].add(median)
+            if label in ("baseline", "candidate"):
+                said["median step"].add(value)
+        text = read_text(page)
+        for measured, ideal in re.findall(
+            r"bubble is ([\d.]+ %) of the pipeline window, ideal ([\d.]+ %)", text
+        ):
+            said["pipeline bubble"].add(measured)
+            said["ideal bubble"].add(ideal)
+        for ideal in re.findall(r"dashed: ideal ([\d.]+ %)", text):
+            said["ideal bubble"].add(ideal)
+        for share in re.findall(r"skew ([\d.]+ %) of the step", text):
+            said["skew share"].add(share)
+        for table in read_tables(page):
+            for row in table:
+                if "time split" in row:
+                    said["median step"].add(row["step ▼" if "step ▼" in row else "step"])
+                    said["compute share"].add(row["compute"])
+                    said["collective share"].add(row["collective"])
+                    said["skew share"].add(row["of which skew"])
+                    said["bubble share"].add(row["bubble"])
+    ideal = pages["pipeline"]
+    cards = read_cards(ideal)
+    if "ideal" in cards and cards["ideal"][0] != "unknown":
+        said["ideal bubble"].add(cards["ideal"][0])
+    assert {name: texts for name, texts in said.items() if len(texts) > 1} == {}
+    check_sums(report, pages)
+
+
+def parse_ms(text: str) -> float:
+    return float(text.removesuffix(" ms").replace(",", ""))
+
+
+def check_sums(report: Report, pages: dict[str, object]) -> None:
+    """Parts in a table add up to the whole that another part of the page says."""
+    summary = report.summary
+    assert summary is not None
+    mean_ms = {row.bucket: row.mean_ns / 1e6 for row in summary.buckets}
+    for table in read_tables(pages["collectives"]):
+        heads = set(table[0]) if table else set()
+        if {"axis", "phase", "transfer", "skew", "bubble"} <= heads:
+            for bucket in ("skew", "bubble"):
+                whole = sum(parse_ms(row[bucket]) for row in table)
+                # The rows are rounded together.
+                unit_ms = choose_part_unit_ns(summary.step_ns) / 1e6
+                assert whole == pytest.approx(mean_ms[bucket], abs=1.001 * unit_ms), bucket
+        if "caused per step" in heads:
+            whole = sum(parse_ms(row["caused per step"]) for row in table)
+            numbers = list_full_steps(report.steps)
+            own = [one for one in report.steps if one.step in numbers]
+            waits = sum(one.skew_ns + one.bubble_ns for one in own) / len(own) / 1e6
+            assert whole == pytest.approx(waits, rel=0.01, abs=0.06 * len(table))
+    for table in read_tables(pages["compute"]):
+        if table and {"family", "share of compute"} <= set(table[0]):
+            shares = sum(float(row["share of compute"].removesuffix(" %")) for row in table)
+            assert shares == pytest.approx(100, abs=0.06 * len(table))
+    ranks = {one.rank for one in report.steps}
+    for rank in ranks if len(ranks) <= 64 else ():
+        own = [one for one in report.steps if one.rank == rank and one.kind == "full"]
+        if own:
+            shown = format_milliseconds(sum(one.step_ns for one in own) / len(own))
+            headings = re.findall(
+                rf"<b>rank {rank}</b>[^<]*?mean of (\d+) steps",
+                read_chart_text(draw_split_by_rank(report)),
+            )
+            assert set(headings) == {str(len(own))}, (rank, shown)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_page_of_a_sample(name: str) -> None:
+    made = examine([SAMPLES / name])
+    check(made.report, made.tables)
+
+
+@pytest.mark.parametrize("name", ["tp2_pp2", "h100_pp2"])
+def test_every_page_of_a_sample_that_is_compared_with_the_model(name: str) -> None:
+    made = examine([SAMPLES / name], job="auto")
+    check(made.report, made.tables)
+
+
+def simulate_job(name: str, folder: Path, seed: int = SEED) -> tuple[Report, Tables]:
+    scenario = scenario_of(planted(name, seed), seed)
+    write_recording(scenario, simulate(scenario.job, Noise.of(seed)), folder, Style())
+    made = examine([folder])
+    return made.report, made.tables
+
+
+@pytest.mark.parametrize("name", ["slow_rank fsdp", "uneven_stages pp2", "nothing tp_dp"])
+def test_every_page_of_a_simulated_job(name: str, tmp_path: Path) -> None:
+    check(*simulate_job(name, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("dashboard/pages", "dashboard/figures", "analyzer")
+@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+@pytest.mark.parametrize("name", PLANTED)
+def test_every_page_of_many_simulated_jobs(name: str, seed: int, tmp_path: Path) -> None:
+    check(*simulate_job(name, tmp_path, seed))
+
+
+def test_metrics_have_a_label() -> None:
+    assert set(METRICS) == set(METRIC_NAMES)
+    assert not [one.label for one in METRICS.values() if "_" in one.label]
+    assert len(BUCKETS) == 7
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (1.0, None),
+        (2.9, None),
+        (104.0, "the measured step is 104.0 times the predicted one, and 98.0 % of it is idle"),
+        (1 / 4, "the predicted step is 4.0 times the measured one"),
+    ],
+)
+def test_a_model_that_is_many_times_off_is_a_caveat(times: float, words: str | None) -> None:
+    step_ns = 1_000_000_000
+    measured = Split(step_ns // 50, 0, 0, 0, 0, 0, step_ns - step_ns // 50)
+    predicted = Split(round(step_ns / times), 0, 0, 0, 0, 0, 0)
+    stage = ComparedStage(0, 0, 1, "full", measured, predicted)
+    gap = Gap(stage=0, low_ns=1, high_ns=2, confidence="low", stages=(stage,), rows=(),
+              calls=(), memory=(), notes=("a note",))  # fmt: skip
+    report = analysis().report
+
+    notes = [read_text(one) for one in build_caveats(report, gap)]
+
+    found = [note for note in notes if " times the " in note]
+    assert found == ([] if words is None else [found[0]])
+    assert words is None or found[0].startswith(f"caveat: {words}")

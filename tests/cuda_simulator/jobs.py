@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from simulator.schedules import Action, actions
 
@@ -789,11 +788,3 @@ def build_programs(job: Job) -> list[list[Instruction]]:
         process.program += [BeginStep(job.warmup + job.steps), Synchronize()]
         programs.append(process.program)
     return programs
-
-
-def measure_step_ns(job: Job, ends_ns: Sequence[Sequence[int]]) -> float:
-    """Mean recorded step, from each rank's end of each step."""
-    lengths = [
-        after - before for ends in ends_ns for before, after in pairwise(ends[job.warmup - 1 :])
-    ]
-    return sum(lengths) / len(lengths)

@@ -6,9 +6,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from statistics import mean
 
-from .jobs import COMPUTE_STREAM, Job, build_programs, measure_step_ns
+from .jobs import COMPUTE_STREAM, Job, build_programs
 from .kineto import TraceStyle, write_traces
 from .machine import Latencies, RankTimeline, run_programs
 
@@ -20,17 +22,24 @@ class Simulation:
     job: Job
     timelines: list[RankTimeline]
 
-    @property
-    def step_ns(self) -> float:
-        """Mean recorded step: from the end of one step's last compute kernel to the next one's."""
-        ends_ns = []
+    @cached_property
+    def steps_ns(self) -> dict[int, float]:
+        """The recorded steps by number, means over the ranks: from the end of the last compute
+        kernel of the step before to that of its own."""
+        lengths: dict[int, list[int]] = {}
         for timeline in self.timelines:
             ends: dict[int, int] = {}
             for run in timeline.kernels:
                 if run.kernel.stream == COMPUTE_STREAM:
                     ends[run.step] = run.end_ns
-            ends_ns.append(list(ends.values()))
-        return measure_step_ns(self.job, ends_ns)
+            for number in range(self.job.warmup, self.job.warmup + self.job.steps):
+                lengths.setdefault(number, []).append(ends[number] - ends[number - 1])
+        return {number: mean(own) for number, own in lengths.items()}
+
+    @property
+    def step_ns(self) -> float:
+        """Mean recorded step."""
+        return mean(self.steps_ns.values())
 
     def write(self, folder: Path, style: TraceStyle | None = None) -> None:
         write_traces(self.job, self.timelines, folder, style)

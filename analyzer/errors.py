@@ -83,15 +83,19 @@ _DEEP_KEY = re.compile(rb"""(?<![\w.'"-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*
 
 def read_toml(path: str | Path, hint: str = "fix that line") -> dict[str, Any]:
     """The tables of a TOML file; hint is the fix of a damaged one. Raises DataError."""
+    return parse_toml(Path(path), read_file(path), hint)
+
+
+def read_file(path: str | Path) -> bytes:
+    """The bytes of a config file, one more than it may have at most. Raises DataError."""
     path = Path(path)
     # What a shell hands over, as <(...) or -, is a pipe that the user has made.
     is_handed_over = path.is_relative_to("/dev") or path.is_relative_to("/proc")
     try:
         with path.open("rb") if is_handed_over else open_regular(path) as file:
-            text = file.read(_MAX_TOML_BYTES + 1)
+            return file.read(_MAX_TOML_BYTES + 1)
     except OSError as error:
         raise DataError(path, error.strerror or "unreadable", "check the path") from None
-    return parse_toml(path, text, hint)
 
 
 def parse_toml(where: object, text: bytes, hint: str = "fix that line") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (
+    MAX_STAGE_PAIRS,
     RANK_ORDER,
     Axis,
     Experts,
@@ -45,11 +46,13 @@ from stepsplit.analyzer.model.config_decode import (
 from stepsplit.analyzer.model.config_limits import Natural
 from stepsplit.analyzer.model.framework_defaults import choose_weight_dtype, framework_defaults
 from stepsplit.analyzer.model.hardware_config import (
+    HARDWARE_KEYS,
     decode_hardware,
     list_hardware_kinds,
     load_link,
     read_hardware_file,
 )
+from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
 from stepsplit.analyzer.model.key_aliases import replace_key_aliases
 from stepsplit.analyzer.model.profile import (
     PRESETS,
@@ -78,26 +81,57 @@ _EXAMPLE_HINT = (
 _SECTIONS = dict.fromkeys(("model", "parallel", "training", "hardware"), dict[str, object])
 
 
-def read_job(path: str | Path) -> JobConfig:
+def read_job(
+    path: str | Path, *more: str | Path, kind: str = "", settings: Sequence[str] = ()
+) -> JobConfig:
     """Reads and checks a job config.
 
     Args:
-        path: Path of a job.toml with the tables [model], [parallel], [training] and [hardware].
+        path: Path of a job.toml with the tables [model], [parallel], [training] and [hardware], or
+            of a config of another program: config.json of Hugging Face, Megatron-LM's arguments, a
+            TOML of torchtitan, DeepSpeed's JSON, overrides of a Megatron-Bridge recipe.
+        more: Further files of the same job; a later one wins over an earlier one.
+        kind: What kind of file path is ("job", "hugging-face", "deepspeed", "torchtitan",
+            "megatron-bridge", "megatron"); "" (default): recognized by its content.
+        settings: Keys and values that win over all files: "seq_len=8192". Default: none.
 
     Returns:
         The job, with presets and the framework's defaults filled in.
 
     Raises:
-        DataError: The file is missing, not valid TOML, has invalid keys (all are listed), or
-            describes a job that violates a constraint.
-        UsageError: The file has no [hardware].
+        DataError: A file is missing, not valid, has invalid keys (all are listed), leaves out what
+            a prediction needs, or describes a job that violates a constraint.
+        UsageError: The file has no [hardware], or kind or a setting is unknown.
 
     Examples:
         >>> job = read_job("job.toml")
         >>> job.parallel.world_size
         64
     """
-    return decode_job(read_table(path))
+    return decode_tables(read_tables((path, *more), kind, settings))
+
+
+def read_tables(
+    paths: Sequence[str | Path],
+    kind: str = "",
+    settings: Sequence[str] = (),
+    is_planned: bool = False,
+) -> JobSource:
+    """Reads the files of a job as one table; is_planned: without a layout, which a search chooses.
+
+    Raises as read_job.
+    """
+    keys = {
+        "model": MODEL_KEYS, "parallel": PARALLEL_KEYS, "training": TRAINING_KEYS,
+        "hardware": (*HARDWARE_KEYS, "preset"),
+    }  # fmt: skip
+    return read_job_tables(paths, kind, settings, keys, is_planned)
+
+
+def decode_tables(tables: JobSource) -> JobConfig:
+    """Decodes and checks the tables of a job. Raises as read_job."""
+    job = decode_job(tables.table)
+    return replace(job, notes=(*tables.notes, *job.notes)) if tables.notes else job
 
 
 SEARCHED = (
@@ -107,15 +141,20 @@ SEARCHED = (
 """Keys of [parallel] that a search for layouts chooses itself."""
 
 
-def read_job_to_plan(path: str | Path, keep: frozenset[str] = frozenset()) -> JobConfig:
-    """Reads a job config whose layout will be searched, except for the keys in keep.
+def decode_job_to_plan(tables: JobSource, keep: frozenset[str] = frozenset()) -> JobConfig:
+    """Decodes a job config whose layout will be searched, except for the keys in keep.
 
     The search also tries what the file states. Of a layout that is not valid for the model
     layers_per_stage is left out (unless pp is kept), else all that is not kept. Raises as read_job.
     """
-    table = replace_key_aliases(read_table(path), Mistakes()).table
+    job = _decode_to_plan(tables.table, keep)
+    return replace(job, notes=(*tables.notes, *job.notes)) if tables.notes else job
+
+
+def _decode_to_plan(table: TomlTable, keep: frozenset[str]) -> JobConfig:
     with suppress(DataError):
         return decode_job(table)
+    table = replace_key_aliases(table, Mistakes()).table
     layout = table.get_subtable("parallel").values
     if "pp" not in keep and "layers_per_stage" in layout:
         layout = {key: value for key, value in layout.items() if key != "layers_per_stage"}
@@ -149,12 +188,30 @@ def decode_job(table: TomlTable) -> JobConfig:
     )
     framework = training.values.get("framework", infer_framework(stated.parallel))
     completed_training = complete_training(training, layout, framework, model, hardware)
-    job = JobConfig(
-        model, layout, completed_training, hardware, list_stated_keys(table), stated.notes
-    )
+    notes = stated.notes
+    if (stages := _split_unevenly(model, layout, framework)) is not None:
+        layout = replace(layout, layers_per_stage=stages)
+        notes += (
+            f"parallel: {model.layers} layers on {len(stages)} stages as "
+            f"layers_per_stage = {list(stages)}",
+        )
+    job = JobConfig(model, layout, completed_training, hardware, list_stated_keys(table), notes)
     faults = list_violations(job)
     Mistakes(DataError(table.where, one.problem, one.hint) for one in faults).raise_all()
     return job
+
+
+def _split_unevenly(
+    model: ModelConfig, layout: ParallelConfig, framework: Framework
+) -> tuple[int, ...] | None:
+    """Layers of each stage where stages do not divide them and the framework asks for as many on
+    each: the last ones have one less, as the last one has the head. None if they divide them."""
+    stages = layout.model_stages
+    each, more = divmod(model.layers, stages)
+    is_even = not load_framework(framework).messages.equal_stages or not more
+    if layout.layers_per_stage is not None or is_even or not each or stages > MAX_STAGE_PAIRS:
+        return None
+    return (each + 1,) * more + (each,) * (stages - more)
 
 
 def decode_layout(table: TomlTable) -> ParallelConfig:
@@ -466,6 +523,10 @@ def _infer_zero(stated: Mapping[str, Any], framework: Framework | None) -> int:
 def _infer_data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
     """Infers dp_replicate and dp_shard."""
     stated = table.values
+    replicas, has_world = stated.get("dp_replicate", 1), {"world_size", "gpus"} & stated.keys()
+    if zero == 3 and "dp_shard" not in stated and replicas > 1 and has_world:
+        # The ranks of each replica are those that are left.
+        return replicas, max(1, _count_remaining_ranks(table) // replicas)
     if "dp_replicate" in stated or "dp_shard" in stated:
         return stated.get("dp_replicate", 1), stated.get("dp_shard", 1)
     dp = stated["dp"] if "dp" in stated else _count_remaining_ranks(table)

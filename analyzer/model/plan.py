@@ -106,6 +106,7 @@ def plan(
         tokens=job.training.global_batch * job.training.seq_len,
         price_per_gpu_hour=price_per_gpu_hour,
         pareto=tuple(_list_pareto(job, gpus, keep, rates or Rates(), workers)) if pareto else (),
+        read_as=job.notes,
     )
 
 
@@ -237,6 +238,7 @@ def to_json(plan: Plan) -> str:
         "price_per_gpu_hour": plan.price_per_gpu_hour,
         "cost_per_million_tokens": plan.compute_cost(plan.best, plan.gpus),
         "pareto": [_build_pareto_row(plan, point) for point in plan.pareto],
+        "read_as": plan.read_as,
     }
     parts = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
     return "{\n " + ",\n ".join(parts) + "\n}\n"
@@ -265,6 +267,7 @@ def from_json(text: str, source: object = "plan.json") -> Plan:
                     )
                     for row in body.get("pareto", ())
                 ),
+                read_as=tuple(map(str, body.get("read_as", ()))),
             )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(source, f"not a stepsplit plan ({error})", _HINT) from None

@@ -184,6 +184,7 @@ class Plan:
         price_per_gpu_hour: price of a GPU per hour in any currency, default None.
         pareto: the layouts that no other beats in step time, peak memory and number of GPUs at
             once, by GPUs and step time; default (), when they were not asked for.
+        read_as: what of the job's files was read as which key; default ().
 
     Examples:
         >>> from stepsplit.analyzer import plan, read_job
@@ -201,6 +202,7 @@ class Plan:
     tokens: int = 0
     price_per_gpu_hour: float | None = None
     pareto: tuple[ParetoPoint, ...] = ()
+    read_as: tuple[str, ...] = ()
 
     def compute_cost(self, candidate: Candidate, gpus: int) -> float | None:
         """Price of a million tokens of training; None without a price."""

@@ -152,6 +152,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
             step.parameters, flops, step.memory, step.timed, step.stages, pipeline, step.skew
         ),
         unstated=unstated,
+        read_as=job.notes,
     )
 
 

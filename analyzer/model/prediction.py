@@ -174,6 +174,8 @@ class Prediction:
         formulas: the formulas used, with citations.
         unstated: keys that the job leaves out and that move the step, the one that moves it most
             first; default (), as in a prediction that an earlier version wrote.
+        read_as: what of the job's files was read as which key, such as "training: mbs = 1 as
+            micro_batch = 1"; default ().
 
     Examples:
         >>> from stepsplit.analyzer import predict, read_job
@@ -203,6 +205,7 @@ class Prediction:
     notes: tuple[str, ...]
     formulas: tuple[Formula, ...]
     unstated: tuple[UnstatedKey, ...] = ()
+    read_as: tuple[str, ...] = ()
 
 
 # Prediction <-> JSON. Scripts rely on these keys.
@@ -276,6 +279,7 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
                     Formula(row["id"], row["text"], row["citation"]) for row in body["formulas"]
                 ),
                 unstated=tuple(_parse_unstated(row) for row in body.get("unstated", ())),
+                read_as=tuple(map(str, body.get("read_as", ()))),
             )
     except (KeyError, TypeError, ValueError) as error:
         problem = f"not a stepsplit prediction ({_format_problem(error)})"
@@ -315,6 +319,7 @@ def _build_body(prediction: Prediction) -> dict[str, Any]:
         "unstated": [
             {"key": u.key, "value": u.value, "low": u.low, "high": u.high} for u in one.unstated
         ],
+        "read_as": one.read_as,
     }  # fmt: skip
 
 

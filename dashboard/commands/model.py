@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,11 +21,31 @@ from stepsplit.dashboard.commands.common import (
     write_output,
 )
 
+_files_argument = click.argument(
+    "job_files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+
+_kind_option = click.option(
+    "--from", "kind", metavar="KIND", default="",
+    help="What FILE is: job, hugging-face, megatron, torchtitan, deepspeed or megatron-bridge. "
+         "Default: recognized.",
+)  # fmt: skip
+
+_set_option = click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True,
+    help="A key of job.toml that wins over the files, such as gpu=h100; may be repeated.",
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from stepsplit.dashboard.reporters.console import SafeConsole
+
 # stepsplit model: predicts step time, split and memory of a job.toml.
 
 
 @click.command()
-@click.argument("job_file", metavar="job.toml", type=click.Path(path_type=Path))
+@_files_argument
+@_kind_option
+@_set_option
 @click.option(
     "--json", "json_file", metavar="FILE",
     help="Write the prediction as JSON; - for standard output, without the screen.",
@@ -32,18 +54,28 @@ from stepsplit.dashboard.commands.common import (
     "--explain", is_flag=True,
     help="Show each formula with the numbers of this job, and rules of thumb that differ.",
 )  # fmt: skip
-def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
+def model_command(
+    job_files: tuple[Path, ...],
+    kind: str,
+    settings: tuple[str, ...],
+    json_file: str | None,
+    explain: bool,
+) -> None:
     """Predict time, split, memory and communication of a step.
 
-    job.toml describes the model, the parallel layout, the batch and the hardware, by preset or by
-    numbers. Does not run the job.
+    FILE is a job.toml, which describes the model, the parallel layout, the batch and the hardware,
+    by preset or by numbers; or a config that you have: Hugging Face config.json, Megatron-LM's
+    arguments (a script, flags or YAML), torchtitan's TOML, DeepSpeed's JSON, overrides of a
+    Megatron-Bridge recipe. Several are read as one job, the later over the earlier. Does not run
+    the job.
     """
-    from stepsplit.analyzer.model.config_file import read_job
-    from stepsplit.analyzer.model.predict import predict, read_rates
+    from stepsplit.analyzer.model.config_file import decode_tables, read_tables
+    from stepsplit.analyzer.model.predict import predict, read_hardware_rates
     from stepsplit.analyzer.model.prediction import prediction_to_json
 
-    job = read_job(job_file)
-    prediction = predict(job, read_rates(job_file, job.hardware))
+    tables = read_tables(job_files, kind, settings)
+    job = decode_tables(tables)
+    prediction = predict(job, read_hardware_rates(tables.table, job.hardware))
     if put_json(prediction, prediction_to_json, json_file):
         return
     # The screen needs rich, which takes longer to import than a prediction.
@@ -54,8 +86,7 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
 
     console = make_console()
     console.print(build_prediction_screen(job, prediction))
-    for note in job.notes:
-        console.print(f"read {note}", markup=False, highlight=False)
+    print_notes(console, job.notes)
     if explain:
         from stepsplit.analyzer.model.explain import explain as explained
         from stepsplit.analyzer.model.formulas import find_misleading_rules
@@ -64,11 +95,19 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
         console.print(build_formula_listing(formulas, find_misleading_rules(formulas)))
 
 
+def print_notes(console: SafeConsole, notes: Sequence[str]) -> None:
+    """Print what of the files was read as what."""
+    for note in notes:
+        console.print(f"read {note}")
+
+
 # stepsplit plan: searches the fastest layout for a job.toml and a number of GPUs.
 
 
 @click.command()
-@click.argument("job_file", metavar="job.toml", type=click.Path(path_type=Path))
+@_files_argument
+@_kind_option
+@_set_option
 @click.option("--gpus", metavar="N", type=int, required=True, help="Number of GPUs.")
 @click.option(
     "--top", metavar="K", type=click.IntRange(min=1), default=8, show_default=True,
@@ -95,7 +134,9 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
     help="Write the plan as JSON; - for standard output, without the screen.",
 )  # fmt: skip
 def plan_command(
-    job_file: Path,
+    job_files: tuple[Path, ...],
+    kind: str,
+    settings: tuple[str, ...],
     gpus: int,
     top: int,
     keep: tuple[str, ...],
@@ -106,27 +147,31 @@ def plan_command(
 ) -> None:
     """Find the fastest layout that fits, and why others are slower.
 
-    job.toml gives model, sequence length, batch, precision, framework and hardware. The search
+    FILE is a job.toml, or a config of another program as for model: it gives model, sequence
+    length, batch, precision, framework and hardware. The search
     covers parallel sizes, ZeRO stage, pipeline schedule, microbatch size and recomputation. Does
     not run the job.
     """
-    from stepsplit.analyzer.model.config_file import read_job_to_plan
+    from stepsplit.analyzer.model.config_file import decode_job_to_plan, read_tables
     from stepsplit.analyzer.model.plan import plan, to_json
     from stepsplit.analyzer.model.plan_space import KEYS
-    from stepsplit.analyzer.model.predict import read_rates
+    from stepsplit.analyzer.model.predict import read_hardware_rates
 
     kept = frozenset(key.strip() for word in keep for key in word.split(","))
     for key in sorted(kept - set(KEYS)):
         raise UsageError(
             f"--keep {key!r} is not a setting of the search; choose from {', '.join(KEYS)}"
         )
-    job = read_job_to_plan(job_file, kept)
-    rates = read_rates(job_file, job.hardware)
+    tables = read_tables(job_files, kind, settings, is_planned=True)
+    job = decode_job_to_plan(tables, kept)
+    rates = read_hardware_rates(tables.table, job.hardware)
     result = plan(job, gpus, kept, top, rates, price, pareto, workers or count_cores())
     if not put_json(result, to_json, json_file):
         from stepsplit.dashboard.reporters.plan import build_plan_screen
 
-        make_console().print(build_plan_screen(job, result), soft_wrap=False)
+        console = make_console()
+        console.print(build_plan_screen(job, result), soft_wrap=False)
+        print_notes(console, job.notes)
 
 
 # stepsplit calibrate: fits the hardware constants of a machine to recorded runs.

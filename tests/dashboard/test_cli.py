@@ -196,8 +196,9 @@ HELP = {
     ("doctor",): ["--json FILE", "--help"],
     ("export",): ["--perfetto FILE", "--workers N", "--rules FILE", "--help"],
     ("gather",): ["--out DIR"],
-    ("model",): ["--json FILE", "--explain", "--help"],
+    ("model",): ["--from KIND", "--set KEY=VALUE", "--json FILE", "--explain", "--help"],
     ("plan",): [
+        "--from KIND", "--set KEY=VALUE",
         "--gpus N", "--top K", "--keep KEY", "--pareto", "--price-per-gpu-hour X", "--workers N",
         "--json FILE",
         "--help",

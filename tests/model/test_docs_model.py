@@ -130,7 +130,7 @@ def test_the_prediction_of_the_readme_is_what_the_command_prints(tmp_path: Path)
 
 def test_the_error_of_the_page_is_that_of_the_command() -> None:
     (refused,) = blocks(part("What a step should cost"))[2:]
-    refused_text = refusal(RUN.read_text().replace("pp = 4", "pp = 3"))
+    refused_text = refusal(RUN.read_text().replace("micro_batch = 1", "micro_batch = 3"))
     assert f"stepsplit: {refused_text}\n" == refused
 
 

@@ -25,11 +25,12 @@ from stepsplit.analyzer.model.config_file import (
     PARALLEL_KEYS,
     TRAINING_KEYS,
     decode_job,
+    decode_job_to_plan,
     load_hardware,
     load_model,
     parse_job,
     read_job,
-    read_job_to_plan,
+    read_tables,
 )
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, load_efficiency, load_link
 from stepsplit.analyzer.model.memory import compute_memory, compute_peak_bytes
@@ -649,26 +650,26 @@ def test_a_batch_is_asked_for_in_either_of_its_keys() -> None:
 
 
 def test_a_layout_that_will_be_searched_need_not_fit_the_model(tmp_path: Path) -> None:
-    """61 layers on 16 stages, and layers_per_stage of another search."""
+    """61 layers on 64 stages, and layers_per_stage of another search."""
     path = tmp_path / "job.toml"
     text = (
-        '[model]\npreset = "deepseek-v3"\n[parallel]\npp = 16\nep = 64\ndp = 128\n'
+        '[model]\npreset = "deepseek-v3"\n[parallel]\npp = 64\nep = 64\ndp = 128\n'
         "bucket_bytes = 1000\n{}[training]\nseq_len = 8\nmicro_batch = 1\n"
         'global_batch = 1024\n[hardware]\npreset = "h100-sxm"\n'
     )
     path.write_text(text.format(""))
-    with pytest.raises(DataError, match=r"layers \(61\) must be divisible by pp \(16\)"):
+    with pytest.raises(DataError, match=r"layers \(61\) must be >= pp \(64\)"):
         read_job(path)
-    found = read_job_to_plan(path)
+    found = decode_job_to_plan(read_tables((path,)))
     assert (found.parallel.pp, found.parallel.dp, found.parallel.ep) == (1, 1, 1)
     assert (found.training.framework, found.parallel.bucket_bytes) == ("megatron", 1000)
-    with pytest.raises(DataError, match=r"layers \(61\) must be divisible by pp \(16\)"):
-        read_job_to_plan(path, frozenset({"pp"}))
-    path.write_text(text.format("layers_per_stage = [60, 1]\n").replace("pp = 16", "pp = 2"))
+    with pytest.raises(DataError, match=r"layers \(61\) must be >= pp \(64\)"):
+        decode_job_to_plan(read_tables((path,)), frozenset({"pp"}))
+    path.write_text(text.format("layers_per_stage = [60, 1]\n").replace("pp = 64", "pp = 2"))
     for keep in (frozenset({"pp"}), frozenset[str]()):
-        assert read_job_to_plan(path, keep).parallel.layers_per_stage == (60, 1)
+        assert decode_job_to_plan(read_tables((path,)), keep).parallel.layers_per_stage == (60, 1)
     path.write_text(text.format("layers_per_stage = [60, 1]\n"))
-    assert read_job_to_plan(path).parallel.layers_per_stage is None
+    assert decode_job_to_plan(read_tables((path,))).parallel.layers_per_stage is None
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:

@@ -1,0 +1,218 @@
+"""The tables of a job from one or more files and settings of the command line, later ones first."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepsplit.analyzer.errors import DataError, UsageError, parse_toml, read_file
+from stepsplit.analyzer.model.config_decode import (
+    Mistakes,
+    TomlTable,
+    find_nearest_words,
+    format_toml_lines,
+    join_choices,
+)
+from stepsplit.analyzer.model.job_files import KINDS
+from stepsplit.analyzer.model.job_files.job_file import JobFile, JobFileKind, JobTablesBuilder
+from stepsplit.analyzer.model.key_aliases import ALIASES, replace_key_aliases
+
+JOB_KIND = "job"
+"""The word of --from for a job.toml."""
+
+SETTINGS = "--set"
+
+_EXCLUSIVE = {
+    "training": (("global_batch", "microbatches"),),
+    "parallel": (
+        ("dp", "dp_shard", "dp_replicate"), ("gpus", "world_size"),
+        ("pp", "layers_per_stage"), ("chunks", "layers_per_stage"),
+    ),
+}  # fmt: skip
+"""Keys that say the same or depend on each other: one of a later file removes earlier others."""
+
+_REQUIRED = (
+    ("model", (), "model=llama-3.1-8b"),
+    ("model", ("layers",), "layers=32"),
+    ("model", ("hidden",), "hidden=4096"),
+    ("model", ("heads",), "heads=32"),
+    ("model", ("vocab",), "vocab=128256"),
+    ("training", ("seq_len",), "seq_len=8192"),
+    ("training", ("micro_batch",), "micro_batch=1"),
+    ("training", ("global_batch", "microbatches"), "global_batch=64"),
+    ("parallel", ("gpus", "world_size", "dp", "dp_shard", "dp_replicate"), "gpus=8"),
+    ("hardware", ("preset", "file", "memory_bytes"), "gpu=h100"),
+)
+"""What a job has to say: a table, keys of which one suffices (none: any), and an example."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSource:
+    """The tables of a job, and what of other programs' files was read as what."""
+
+    table: TomlTable
+    notes: tuple[str, ...] = ()
+
+
+def read_job_tables(
+    paths: Sequence[str | Path],
+    kind: str,
+    settings: Sequence[str],
+    keys: Mapping[str, Collection[str]],
+    is_planned: bool = False,
+) -> JobSource:
+    """Read the files and settings of a job as one table.
+
+    A later file wins over an earlier one, and a setting over all files. keys: those of each table.
+    is_planned: whether a search will choose the number of ranks. A single job.toml is returned as
+    it is.
+
+    Raises:
+        DataError: A file is missing, of no known kind, or damaged; or the files of other programs
+            leave out what a prediction needs: all of it is named.
+        UsageError: kind is unknown, or a setting is not KEY=VALUE.
+    """
+    words = (JOB_KIND, *(each.name for each in KINDS))
+    if kind and kind not in words:
+        raise UsageError(f"--from {kind!r} is unknown; write {join_choices(words)}")
+    files = [JobFile(str(path), read_file(path)) for path in paths]
+    kinds = [_find_kind(file, kind if file is files[0] else "") for file in files]
+    if len(files) == 1 and kinds[0] is None and not settings:
+        return JobSource(parse_table_of(files[0]))
+    merged: dict[str, Any] = {}
+    where, notes = files[0].path, list[str]()
+    for file, own in zip(files, kinds, strict=True):
+        if own is None:
+            mistakes = Mistakes()
+            normalized = replace_key_aliases(parse_table_of(file), mistakes)
+            mistakes.raise_all()
+            where = file.path if "hardware" in normalized.table.values else where
+            notes += normalized.notes
+            _merge(merged, normalized.table.values)
+        else:
+            builder = JobTablesBuilder()
+            own.read(file, builder)
+            stated = dict(builder.list_stated())
+            if not stated:
+                raise file.build_error(
+                    f"says nothing of a job as {own.title}", "check the file, or give --from"
+                )
+            notes += _describe(file, own, builder)
+            _merge(merged, stated)
+    notes += _merge_settings(merged, settings, keys)
+    if any(kinds):
+        _check_required(files, merged, ("parallel",) if is_planned else ())
+    return JobSource(TomlTable(where, "", merged), tuple(notes))
+
+
+def parse_table_of(file: JobFile) -> TomlTable:
+    return TomlTable(file.path, "", parse_toml(file.path, file.content))
+
+
+def _find_kind(file: JobFile, kind: str) -> JobFileKind | None:
+    """None for a job.toml, which a file is that nothing else recognizes."""
+    if kind:
+        return next((each for each in KINDS if each.name == kind), None)
+    return next((each for each in KINDS if each.recognize(file)), None)
+
+
+def _describe(file: JobFile, kind: JobFileKind, builder: JobTablesBuilder) -> list[str]:
+    """What was read, in a line for each table, and what was not."""
+    name = Path(file.path).name
+    notes = [
+        f"{name} ({kind.title}): {section}: {', '.join(format_toml_lines(keys))}"
+        for section, keys in builder.list_stated()
+    ]
+    return notes + [f"{name}: not read: {one}" for one in builder.omitted]
+
+
+def _merge(merged: dict[str, Any], tables: Mapping[str, Any]) -> None:
+    for name, values in tables.items():
+        if not isinstance(values, Mapping) or not isinstance(merged.get(name, {}), dict):
+            merged[name] = values
+            continue
+        before = merged.setdefault(name, {})
+        if "preset" in values or "file" in values:
+            # Another model or device: nothing of the former one is left.
+            before.clear()
+        for group in _EXCLUSIVE.get(name, ()):
+            if set(group) & values.keys():
+                for key in group:
+                    before.pop(key, None)
+        before.update(values)
+
+
+def _merge_settings(
+    merged: dict[str, Any], settings: Sequence[str], keys: Mapping[str, Collection[str]]
+) -> list[str]:
+    stated: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not name or not text:
+            raise UsageError(f"{SETTINGS} {setting!r} is not KEY=VALUE; write seq_len=8192")
+        section, key = _find_key(name.strip(), keys)
+        *tables, last = key.split(".")
+        own: dict[str, Any] = stated.setdefault(section, {})
+        for table in tables:
+            own = own.setdefault(table, {})
+            if not isinstance(own, dict):
+                raise UsageError(f"{SETTINGS} {setting!r}: {table} has a value already")
+        own[last] = _parse_value(text.strip())
+    mistakes = Mistakes()
+    normalized = replace_key_aliases(TomlTable(SETTINGS, "", stated), mistakes)
+    mistakes.raise_all()
+    _merge(merged, normalized.table.values)
+    return list(normalized.notes)
+
+
+def _find_key(name: str, keys: Mapping[str, Collection[str]]) -> tuple[str, str]:
+    """The table and the key that a setting names: "parallel.tp", or "tp" alone."""
+    section, _, key = name.partition(".")
+    if section in keys and key:
+        return section, key
+    if name == "model":
+        return "model", "preset"
+    known = {one: [*own, *ALIASES.get(one, ())] for one, own in keys.items()}
+    found = [one for one, own in known.items() if section in own]
+    if len(found) == 1:
+        return found[0], name
+    if found:
+        choices = join_choices([f"{one}.{name}" for one in found])
+        raise UsageError(f"{SETTINGS} {name} is a key of several tables; write {choices}")
+    every = sorted({key for own in known.values() for key in own})
+    near = join_choices(find_nearest_words(name, every))
+    raise UsageError(f"{SETTINGS} {name}: unknown key; write {near}")
+
+
+def _parse_value(text: str) -> object:
+    """A value as TOML writes it, else a word."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def _check_required(
+    files: Sequence[JobFile], merged: Mapping[str, Any], searched: Collection[str]
+) -> None:
+    """Raises one DataError that names all that is missing, with an example of each."""
+    names, examples = [], []
+    for section, keys, example in _REQUIRED:
+        values = merged.get(section, {})
+        is_whole = section in searched or not isinstance(values, Mapping)
+        if is_whole or (values if not keys else any(key in values for key in keys)):
+            continue
+        if section == "model" and keys and (not values or "preset" in values):
+            continue
+        names.append(f"{section}.{keys[0]}" if keys else section)
+        examples.append(f"{SETTINGS} {example}")
+    if names:
+        where = " and ".join(file.path for file in files)
+        raise DataError(
+            where,
+            f"{'do' if len(files) > 1 else 'does'} not state {', '.join(names)}",
+            f"add {' '.join(examples)} with your values, or name a job.toml with them as well",
+        )

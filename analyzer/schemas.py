@@ -52,10 +52,12 @@ class PredictionFile(PredictionRow, frozen=True, kw_only=True):
 
     Attributes:
         unstated: keys that the job leaves out and that move the step, the largest first.
+        read_as: what of the job's files was read as which key.
     """
 
     memory: tuple[StageMemoryFile, ...]
     unstated: tuple[UnstatedKey, ...] = ()
+    read_as: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,11 @@ def format_per_step(number: float) -> str:
     return f"{number:,.1f}".removesuffix(".0")
 
 
+def format_calls(per_step: float) -> str:
+    """Calls of a kind in most full steps: 0.25 -> "0.2", 0.0 -> "some steps": in most it has none."""
+    return format_per_step(per_step) if per_step else "some steps"
+
+
 def format_flops(work: int | float) -> str:
     """Work (not a rate): 300_000_000_000_000 -> "300 TFLOP"."""
     return _format_scaled(

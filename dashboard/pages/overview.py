@@ -34,10 +34,10 @@ from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
+    format_calls,
     format_milliseconds,
     format_milliseconds_range,
     format_parts,
-    format_per_step,
     format_percent,
     format_signed_percent,
     group_consecutive,
@@ -445,7 +445,7 @@ def _build_collective_row(kind: SameCalls, groups: Mapping[int, GroupRow]) -> li
         Cell(_format_groups(kind, groups)),
         Cell(first.op if first.dtype is None else f"{first.op} {first.dtype}"),
         build_size_cell(first.message_bytes),
-        build_number_cell(format_per_step(calls), calls),
+        build_number_cell(format_calls(calls), calls),
         _build_range_cell([row.transfer_ns_median for row in kind.rows], build_time_cell),
         _build_range_cell([row.wait_ns_median for row in kind.rows], build_time_cell),
         _build_range_cell(kind.busbw_bytes_per_s, build_rate_cell),

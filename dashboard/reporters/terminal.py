@@ -448,7 +448,7 @@ def build_collectives_table(report: Report) -> Table:
             kind.axis,
             kind.rows[0].op,
             units.format_size(size) if size is not None else units.UNKNOWN,
-            units.format_per_step(median(kind.per_step)),
+            units.format_calls(median(kind.per_step)),
             units.format_milliseconds(median(row.transfer_ns_median for row in kind.rows)),
             units.format_milliseconds(median(row.wait_ns_median for row in kind.rows)),
             units.format_gigabytes_per_second(median(rates)) if rates else units.UNKNOWN,

@@ -11,8 +11,9 @@ from support.report_builders import analysis
 from support.samples import analyze_recording
 
 from stepsplit.analyzer.report.report import MemoryRow, Report
+from stepsplit.analyzer.split.bandwidth import StepCallsRow
 from stepsplit.analyzer.split.strategy import Strategy
-from stepsplit.dashboard.reporters.terminal import build_report_screen
+from stepsplit.dashboard.reporters.terminal import build_collectives_table, build_report_screen
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 
@@ -91,3 +92,15 @@ def test_the_screen_shows_how_much_of_the_gaps_is_ambiguous() -> None:
     text = " ".join(shown(250, msgspec.structs.replace(report, steps=rows)))
     assert "ambiguous gaps: 1.23 ms" in text
     assert "steps are estimates (ranks or ends of calls missing)" in text
+
+
+@pytest.mark.parametrize(("calls", "said"), [(0, "some steps"), (6, "3")])
+def test_calls_that_most_steps_do_not_have_stand_without_a_number(calls: int, said: str) -> None:
+    report = analysis().report
+    counted = tuple(
+        StepCallsRow(row.group, row.op, row.dtype, row.message_bytes, calls, 0, 6)
+        for row in report.collectives
+    )
+    table = build_collectives_table(msgspec.structs.replace(report, step_calls=counted))
+    first = [next(iter(column.cells)) for column in table.columns]
+    assert first[1:4] == ["all_reduce", "33.6 MB", said]

@@ -40,6 +40,7 @@ from stepsplit.dashboard.pages.components import (
     build_link,
     build_menu,
     build_section,
+    build_text_field,
 )
 from stepsplit.dashboard.pages.page import (
     ODD_DATA,
@@ -48,6 +49,7 @@ from stepsplit.dashboard.pages.page import (
     StorePage,
     build_problem,
 )
+from stepsplit.dashboard.pages.run_columns import COLUMNS, build_cells, filter_runs
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
@@ -66,8 +68,11 @@ from stepsplit.dashboard.store.run_row import RunRow
 
 MAX_COMPARED = 12
 
-MAX_MENU_RUNS = 100
-"""The newest runs, of which menus have an entry each."""
+MAX_FOUND = 10
+"""Runs of a search that are listed."""
+
+_FOUND_COLUMNS = ("name", "added", "job", "mesh", "step", "split")
+"""Of the list of runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,44 +102,67 @@ def select_runs(rows: Sequence[RunRow], chosen: AddressQuery) -> RunSelection:
     return RunSelection(tuple(runs[:MAX_COMPARED]), True, n_unknown, n_over)
 
 
-def build_compare_url(run_ids: Sequence[str]) -> str:
-    """The address of the comparison of these runs, baseline first."""
-    if len(run_ids) == 2:
-        return "/compare" + format_query(dict(zip(("baseline", "candidate"), run_ids, strict=True)))
-    return "/compare" + format_query({"runs": ",".join(run_ids)})
+def build_compare_url(run_ids: Sequence[str], others: Mapping[str, object] | None = None) -> str:
+    """The address of the comparison of these runs, baseline first, with other choices."""
+    runs: dict[str, object] = {"runs": ",".join(run_ids)}
+    if 1 <= len(run_ids) <= 2:
+        runs = dict(zip(("baseline", "candidate"), run_ids, strict=False))
+    return "/compare" + format_query({**runs, **(others or {})})
 
 
 def build_run_pickers(
     rows: Sequence[RunRow], selection: RunSelection, chosen: AddressQuery
 ) -> html.Div:
-    """Two menus, or a list with buttons, that choose the runs; and a menu that adds one."""
-    done = [run for run in rows if run.headline is not None and run.headline.median_step]
+    """The chosen runs with buttons that change them, and a search for those to add."""
     picked = [run.id for run in selection.runs]
-    add = []
-    if (len(picked) > 1 or selection.is_list) and len(picked) < MAX_COMPARED:
-        # A menu whose entries are the addresses with one run more.
-        now = ",".join(picked)
-        others = [run for run in done if run.id not in picked][:MAX_MENU_RUNS]
-        names = {now: "choose a run"} | {
-            ",".join((*picked, run.id)): _format_run(run) for run in others
-        }
-        add = [build_menu("runs", names, now, "", "add a run")]
-    if selection.is_list:
-        items = []
-        for at, own in enumerate(selection.runs):
-            others_ids = [*picked[:at], *picked[at + 1 :]]
-            role: Content = html.Span("baseline", className="pill")
-            if at:
-                first = build_compare_url([own.id, *others_ids])
-                role = _build_button("use as baseline", own.name, first)
-            remove = _build_button("remove", own.name, build_compare_url(others_ids))
-            items.append(html.Li([html.Span(_format_run(own)), " ", role, " ", remove]))
-        return html.Div([html.Ol(items), *add, *_build_notes(selection)], className="pickers")
-    sides = {side: chosen.find_text(side) or "" for side in ("baseline", "candidate")}
-    listed = [run for n, run in enumerate(done) if n < MAX_MENU_RUNS or run.id in sides.values()]
-    names = {"": "choose a run"} | {run.id: _format_run(run) for run in listed}
-    menus = [build_menu(side, names, run_id, "") for side, run_id in sides.items()]
-    return html.Div([*menus, *add], className="pickers")
+    items = []
+    for at, own in enumerate(selection.runs):
+        others_ids = [*picked[:at], *picked[at + 1 :]]
+        role: Content = html.Span("baseline", className="pill")
+        if at:
+            first = build_compare_url([own.id, *others_ids])
+            role = _build_button("use as baseline", own.name, first)
+        remove = _build_button("remove", own.name, build_compare_url(others_ids))
+        items.append(html.Li([html.Span(_format_run(own)), " ", role, " ", remove]))
+    parts: list[Component] = [html.Ol(items)] if items else []
+    parts += _build_notes(selection)
+    if len(picked) < MAX_COMPARED:
+        finder = _build_finder(rows, selection, chosen)
+        asked = chosen.find_text("find") is not None
+        is_open = asked or len(picked) < 2
+        summary = html.Summary("add a run")
+        parts.append(html.Details([summary, *finder], open=is_open, className="more finder"))
+    return html.Div(parts, className="pickers")
+
+
+def _build_finder(
+    rows: Sequence[RunRow], selection: RunSelection, chosen: AddressQuery
+) -> list[Component]:
+    """A search over all finished runs, and a button for each that it finds; those of the job of the
+    chosen runs come first, the newest first."""
+    picked = [run.id for run in selection.runs]
+    done = [run for run in rows if run.headline is not None and run.headline.median_step]
+    found = [run for run in filter_runs(done, chosen.find_text("find")) if run.id not in picked]
+    jobs = {run.job_key for run in selection.runs if run.job_key}
+    found.sort(key=lambda run: run.job_key not in jobs)
+    field = build_text_field("find", chosen.find_text("find") or "", "search names, tags, jobs")
+    if not found:
+        return [field, html.P("No other finished run matches this search.", className="message")]
+    # A candidate that is chosen alone stays the candidate.
+    is_baseline = not picked or (not selection.is_list and not chosen.find_text("baseline"))
+    kept = {"find": chosen.find_text("find")}
+    body = []
+    for run in found[:MAX_FOUND]:
+        ids = [run.id, *picked] if is_baseline else [*picked, run.id]
+        words = "use as baseline" if is_baseline else "compare with" if len(ids) == 2 else "add"
+        add = _build_button(words, run.name, build_compare_url(ids, kept if len(ids) < 2 else {}))
+        body.append([Cell(add), *build_cells(run, _FOUND_COLUMNS)])
+    heads: list[Content] = [html.Span("choice", className="unseen")]
+    heads += [COLUMNS[name].head for name in _FOUND_COLUMNS]
+    left = len(found) - len(body)
+    note = f"{left:,} more: search to see them" if left else ""
+    return [field, html.Div(build_table(heads, body), className="scroll"),
+            html.P(note, className="note")]  # fmt: skip
 
 
 def _format_run(run: RunRow) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from dash import html
+from dash import dcc, html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.report.report import Report
@@ -109,6 +109,20 @@ class StorePage:
     def key(self) -> str:
         """Its name in addresses."""
         return self.title.lower()
+
+
+TICK_MS = 10_000
+
+
+def build_live_frame(content: Component, mark: str) -> html.Div:
+    """The content with a clock; assets/watch.js stops it while the page is not visible."""
+    return html.Div(
+        [
+            dcc.Interval(id="watch-tick", interval=TICK_MS),
+            dcc.Store(id="watch-mark", data=mark),
+            html.Div(content, id="watch-live"),
+        ]
+    )
 
 
 ODD_DATA = (

@@ -17,6 +17,7 @@ from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
 from stepsplit.analyzer.model.config_file import RECOMPUTES, list_hardware_names, list_model_names
 from stepsplit.analyzer.model.hardware_config import list_link_names
 from stepsplit.analyzer.model.profile import list_frameworks
+from stepsplit.dashboard.pages.address import format_query
 from stepsplit.dashboard.store.job_files import JOB_FILE
 from stepsplit.dashboard.store.run_row import RunRow
 
@@ -84,9 +85,12 @@ def build_run_labels(run: RunRow, rights: RunRights) -> list[Component]:
     return shown
 
 
-def build_tags(run: RunRow) -> list[html.Span]:
-    """The tags of the run."""
-    return [html.Span(f"{tag.key}={tag.value}", className="tag") for tag in run.tags]
+def build_tags(run: RunRow) -> list[dcc.Link]:
+    """The tags of the run; each leads to the runs that have it."""
+    texts = [f"{tag.key}={tag.value}" for tag in run.tags]
+    return [
+        dcc.Link(text, href="/" + format_query({"tag": text}), className="tag") for text in texts
+    ]
 
 
 # The form of a job.toml: its keys in groups, with the values of a text.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -10,61 +11,52 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.headline import round_shares
-from stepsplit.analyzer.units import (
-    format_date,
-    format_milliseconds,
-    format_percent,
-    format_signed_percent,
-)
-from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
+from stepsplit.analyzer.units import format_date, format_milliseconds, format_signed_percent
+from stepsplit.dashboard.pages.address import AddressQuery, format_query
 from stepsplit.dashboard.pages.components import (
-    BUBBLE,
-    COLLECTIVE,
-    COMPUTE,
     JobRun,
     build_aria_label,
-    build_check_pill,
     build_legend,
     build_link,
     build_menu,
     build_progress_bar,
-    build_share_bar,
     build_state_pill,
     build_text_field,
     label_jobs,
 )
-from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage, compute_fingerprint
-from stepsplit.dashboard.pages.run_actions import build_tags
-from stepsplit.dashboard.pages.tables import (
-    Cell,
-    Content,
-    SortHead,
-    build_count_cell,
-    build_number_cell,
-    build_share_cell,
-    build_table,
-    build_time_cell,
+from stepsplit.dashboard.pages.page import (
+    PageContent,
+    PageRequest,
+    StorePage,
+    build_live_frame,
+    compute_fingerprint,
 )
+from stepsplit.dashboard.pages.run_actions import RunRights
+from stepsplit.dashboard.pages.run_columns import (
+    COLUMNS,
+    NAME,
+    NEWEST,
+    TAG,
+    build_cells,
+    choose_columns,
+    filter_runs,
+    find_column,
+    has_tags,
+    list_tag_keys,
+    read_median_step,
+    sort_runs,
+    split_tags,
+)
+from stepsplit.dashboard.pages.tables import Cell, Content, SortHead, build_table
 from stepsplit.dashboard.store.run_row import RunRow
 
 # The list of runs, searched and sorted by URL parameters, and the upload zone.
 
 MAX_LISTED = 100
+"""Runs of a page of the list."""
 
-_COLUMN_ORDER = (
-    "name", "added", "verdict",
-    "job", "world", "mesh", "step", "", "compute", "collective", "skew", "bubble", "mfu",
-)  # fmt: skip
-
-_COMMON_COLUMNS = ("name", "added", "verdict")
-"""Columns that are shown for runs without metrics too."""
-
-_SHARES = {"compute": COMPUTE, "collective": COLLECTIVE, "skew": ("skew",), "bubble": BUBBLE}
-"""The buckets of each column with a share of the mean step."""
-
-_HIDDEN_IF_EMPTY = ("verdict", "mesh", "mfu")
+MAX_TAGS = 60
+"""Tags in a menu."""
 
 GROUP_ROWS = 10
 """Runs of a job that are listed below its heading; a link leads to all of them."""
@@ -117,144 +109,230 @@ def _build_field(label: str, field_id: str, example: str, **more: Any) -> html.L
     return html.Label([f"{label}: ", dcc.Input(id=field_id, placeholder=example, **more)])
 
 
+_ALL = RunRights()
+
+
+@dataclass(frozen=True, slots=True)
+class RunsPage:
+    """What the list shows: all runs, those that match the address, and the choices in it."""
+
+    runs: Sequence[RunRow]
+    matches: Sequence[RunRow]
+    chosen: AddressQuery
+    rights: RunRights
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.chosen.find_text("group") == "job"
+
+    @property
+    def sort(self) -> str:
+        return self.chosen.find_text("sort") or NEWEST
+
+    @property
+    def ordered(self) -> list[RunRow]:
+        return sort_runs(self.matches, self.sort)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the table, which is that of all runs, not of the page shown: the next page
+        has the same."""
+        return choose_columns(self.matches, self.chosen.find_text("columns"))
+
+    def build_url(self, **changes: object) -> str:
+        """The address with some choices changed; it shows the first page of the list."""
+        return "/" + format_query({**self.chosen.values, "page": None, **changes})
+
+
+def select_runs_page(runs: Sequence[RunRow], chosen: AddressQuery, rights: RunRights) -> RunsPage:
+    """The runs that match the search, the tags and the job of the address."""
+    matches, tags = filter_runs(runs, chosen.find_text("q")), split_tags(chosen.find_text("tag"))
+    job = chosen.find_text("job")
+    matches = [run for run in matches if has_tags(run, tags) and job in (None, run.job_key)]
+    return RunsPage(runs, matches, chosen, rights)
+
+
 def build_runs_page(
-    runs: Sequence[RunRow], chosen: AddressQuery, *, may_upload: bool = True
+    runs: Sequence[RunRow], chosen: AddressQuery, rights: RunRights = _ALL, mark: str = ""
 ) -> html.Div:
-    """The list of runs that match the URL, newest first by default."""
+    """The list of runs that match the URL, newest first by default; it updates by itself."""
     if not runs:
         upload = " Drop a recording above, or create one with stepsplit demo."
-        hint = "No runs yet." + (upload if may_upload else "")
+        hint = "No runs yet." + (upload if rights.edit else "")
         return html.Div([html.H1("Runs"), html.P(hint, className="card empty")])
-    matches = filter_runs(runs, chosen.find_text("q"))
-    job = chosen.find_text("job")
-    if job is not None:
-        matches = [run for run in matches if run.job_key == job]
-    if chosen.find_text("group") == "job" and matches:
-        return html.Div([_build_heading(runs, chosen), *_build_groups(matches, chosen)])
-    ordered = sort_runs(matches, chosen.find_text("sort") or NEWEST)
-    columns = choose_columns(ordered[:MAX_LISTED])
-    rows = [_build_row(run, columns) for run in ordered[:MAX_LISTED]]
-    n_hidden = len(ordered) - len(rows)
-    note = f"{n_hidden:,} more runs: search or sort to see them" if n_hidden else ""
-    body: Component = html.Div(
-        build_table(_build_table_head(chosen, columns), rows), className="card scroll"
+    page = select_runs_page(runs, chosen, rights)
+    live = build_live_frame(build_list(page), mark)
+    return html.Div([*_build_heading(page), live, *_build_selection(rights)])
+
+
+def build_list(page: RunsPage) -> html.Div:
+    """The table of runs, or one for each job."""
+    if page.matches and page.is_grouped:
+        return html.Div(_build_groups(page))
+    if not page.matches:
+        return html.Div(html.P("No run matches this search.", className="card empty"))
+    ordered, columns = page.ordered, page.columns
+    n_pages = -(-len(ordered) // MAX_LISTED)
+    at = min(max(page.chosen.parse_int("page") or 1, 1), n_pages)
+    first = MAX_LISTED * (at - 1)
+    shown = ordered[first : first + MAX_LISTED]
+    table = build_table(
+        _build_table_head(page, columns), [_build_row(run, columns, page.rights) for run in shown]
     )
-    if not rows:
-        body = html.P("No run matches this search.", className="card empty")
-    return html.Div([_build_heading(runs, chosen), body, html.P(note, className="note")])
+    count = f"{len(ordered):,} run{'' if len(ordered) == 1 else 's'}"
+    if len(ordered) < len(page.runs):
+        count = f"{len(ordered):,} of {len(page.runs):,} runs"
+    foot: list[Component] = [html.Span(count)]
+    if n_pages > 1:
+        kept = {**page.chosen.values, "page": None}
+        foot = [html.Span(f"{first + 1:,} to {first + len(shown):,} of {count}")]
+        for words, number in (("previous", at - 1), ("next", at + 1)):
+            url = "/" + format_query({**kept, "page": number if number > 1 else None})
+            if 1 <= number <= n_pages:
+                foot.append(dcc.Link(f"{words} page", href=url))
+        foot.append(html.Span(f"page {at} of {n_pages}"))
+    pager = html.Nav(foot, className="pager run-pager", **build_aria_label("pages of the list"))
+    return html.Div([html.Div(table, className="card scroll"), pager])
 
 
-def _build_heading(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
+def _build_heading(page: RunsPage) -> list[Component]:
+    chosen = page.chosen
     search = build_text_field("q", chosen.find_text("q") or "", "search names, tags, jobs")
     group = chosen.find_text("group")
-    menu = build_menu("group", {"": "no groups", "job": "by job"}, group or "", "", "group")
-    hint = html.Span("", id="compare-hint", className="note", role="status")
-    clear = html.Button("clear selection", id="clear-picks", type="button", className="button",
-                        hidden=True)  # fmt: skip
-    compare = html.A("compare selected", href="/compare", id="compare-link", className="button off")
-    picks = html.Span([hint, clear, compare], className="picks")
-    head = html.Div([html.H1("Runs"), search, menu, build_legend(), picks], className="heading")
+    menus = [build_menu("group", {"": "no groups", "job": "by job"}, group or "", "", "group")]
+    # A menu whose entries are the tags of the address and one more.
+    now = split_tags(chosen.find_text("tag"))
+    known = Counter(f"{tag.key}={tag.value}" for run in page.matches for tag in run.tags)
+    # By key and value; a tag that all of them have tells them not apart.
+    others = sorted(one for one, n in known.items() if one not in now and n < len(page.matches))
+    if others:
+        names = {",".join(now): "one more" if now else "any"}
+        names |= {",".join([*now, one]): f"{one} ({known[one]:,})" for one in others[:MAX_TAGS]}
+        menus.append(build_menu("tag", names, ",".join(now), "", "tag"))
+    parts: list[Component] = [html.H1("Runs"), search, *menus, _build_column_choice(page)]
+    if page.is_grouped or "split" in page.columns:
+        parts.append(build_legend())
+    lines: list[Component] = [html.Div(parts, className="heading")]
     job = chosen.find_text("job")
-    if job is None:
-        return head
-    label = label_jobs(JobRun(run.job, run.name) for run in runs).get(job, f"no job {job}")
-    kept = {name: chosen.find_text(name) for name in ("q", "sort", "group")}
-    line = [
-        "job ",
-        html.B(label),
-        "   ",
-        build_link("history", "/history" + format_query({"job": job})),
-        "   ",
-        build_link("all jobs", "/" + format_query(kept)),
+    if job is not None:
+        label = label_jobs(JobRun(run.job, run.name) for run in page.runs).get(job, f"no job {job}")
+        line = [
+            "job ", html.B(label), "   ",
+            build_link("history", "/history" + format_query({"job": job})), "   ",
+            build_link("all jobs", page.build_url(job=None)),
+        ]  # fmt: skip
+        lines.append(html.P(line, className="subtitle"))
+    if now:
+        chips = []
+        for one in now:
+            rest = ",".join(tag for tag in now if tag != one)
+            does: Component = html.Span(": remove this filter", className="unseen")
+            chips.append(dcc.Link([one, does], href=page.build_url(tag=rest), className="tag on"))
+        lines.append(html.P(["with ", *chips], className="run-tags"))
+    return lines
+
+
+def _build_column_choice(page: RunsPage) -> html.Details:
+    """A link for each column, which shows or hides it."""
+    shown = page.columns
+    if page.is_grouped:
+        shown = choose_columns(page.matches, page.chosen.find_text("columns"), with_job=False)
+    tags = [f"{TAG}{key}" for key in list_tag_keys(page.matches)[:MAX_TAGS]]
+    items = []
+    for name in dict.fromkeys([*COLUMNS, *shown, *tags]):
+        column = find_column(name)
+        if column is None or name == NAME:
+            continue
+        is_shown = name in shown
+        wanted = [one for one in shown if one != name] if is_shown else [*shown, name]
+        head = f"tag {column.head}" if name.startswith(TAG) else column.head
+        does = html.Span(": hide" if is_shown else ": show", className="unseen")
+        mark = html.Span("✓" if is_shown else "", className="tick")
+        link = dcc.Link([mark, head, does], href=page.build_url(columns=",".join(wanted)))
+        items.append(html.Li(link))
+    if page.chosen.find_text("columns"):
+        items.append(html.Li(dcc.Link("usual columns", href=page.build_url(columns=None))))
+    return html.Details(
+        [html.Summary("columns"), html.Ul(items, className="card")], className="menu"
+    )
+
+
+def _build_selection(rights: RunRights) -> list[Component]:
+    """What is done with the selected runs; assets/choose.js and run_actions.js handle clicks."""
+
+    def build_button(text: str, button_id: str) -> html.Button:
+        return html.Button(text, id=button_id, type="button", className="button")
+
+    parts: list[Component] = [
+        html.Span("", id="compare-hint", className="note", role="status"),
+        build_button("clear selection", "clear-picks"),
+        html.A("compare selected", href="/compare", id="compare-link", className="button off"),
     ]
-    return html.Div([head, html.P(line, className="subtitle")])
+    shown: list[Component] = []
+    if rights.edit:
+        parts.append(build_button("tag", "tag-picks"))
+        named: Any = {"aria-labelledby": "tag-title"}
+        form = [
+            html.H2("Tag the selected runs", id="tag-title"),
+            html.Label(["KEY=VALUE, or KEY to remove it, in lines", dcc.Textarea(id="tag-lines")]),
+            html.Div(
+                [html.Button("Save", id="tag-save", type="button"),
+                 html.Button("Cancel", id="tag-cancel", type="button")],
+                className="drop-buttons",
+            ),
+            html.Div(id="tag-status", className="drop-status failed", role="status"),
+        ]  # fmt: skip
+        shown.append(html.Dialog(form, id="tag-runs", className="card form", **named))
+    if rights.delete:
+        parts.append(build_button("delete", "delete-picks"))
+    return [html.Div(parts, id="picks", className="picks card", hidden=True), *shown]
 
 
-def choose_columns(runs: Sequence[RunRow], with_job: bool = True) -> tuple[str, ...]:
-    """The columns of the list, without those that are empty for all of the runs, and without the
-    job if it is the same for all."""
-    hidden = {name for name in _HIDDEN_IF_EMPTY if all(COLUMNS[name].key(r) is None for r in runs)}
-    if not with_job or len({run.job_key for run in runs if run.headline is not None}) < 2:
-        hidden.add("job")
-    return tuple(name for name in _COLUMN_ORDER if name not in hidden)
-
-
-def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Content | SortHead]:
+def _build_table_head(page: RunsPage, columns: Sequence[str]) -> list[Content | SortHead]:
     """Column headers; a click sorts by the column, a second click reverses the order."""
-    current = chosen.find_text("sort") or NEWEST
-    kept = {key: chosen.find_text(key) for key in ("q", "job", "group")}
-    heads: list[Content | SortHead] = [html.Span("compare", className="unseen")]
+    current = page.sort
+    attributes: Any = {"aria-checked": "false"}
+    every = html.Button("", type="button", className="pick", role="checkbox", id="pick-all",
+                        **attributes, **build_aria_label("select all runs shown"))  # fmt: skip
+    heads: list[Content | SortHead] = [html.Span("select", className="unseen")]
+    if not page.is_grouped:
+        heads = [every]
     for name in columns:
-        if not name:
-            heads.append("time split")
+        column = find_column(name)
+        assert column is not None
+        if not column.is_sorted:
+            heads.append(column.head)
             continue
         # Numbers and dates begin with the largest, names with the first.
         is_first_click = current.removeprefix("-") != name
-        is_text = name in ("name", "mesh", "job")
-        is_down = current == name or (is_first_click and not is_text)
-        where = "/" + format_query({**kept, "sort": f"-{name}" if is_down else name})
-        text = COLUMNS[name].head
+        is_down = current == name or (is_first_click and not column.is_text)
+        where = page.build_url(sort=f"-{name}" if is_down else name)
         if current == name:
-            heads.append(SortHead(build_link(f"{text} ▲", where), "ascending"))
+            heads.append(SortHead(build_link(f"{column.head} ▲", where), "ascending"))
         elif current == f"-{name}":
-            heads.append(SortHead(build_link(f"{text} ▼", where), "descending"))
+            heads.append(SortHead(build_link(f"{column.head} ▼", where), "descending"))
         else:
-            heads.append(SortHead(build_link(text, where)))
+            heads.append(SortHead(build_link(column.head, where)))
     return heads
 
 
-def _build_row(run: RunRow, columns: Sequence[str]) -> list[Cell]:
-    name = dcc.Link(run.name, href=build_page_url(run.id), className="run-link")
-    note = [html.Div(run.note, className="run-note")] if run.note else []
-    added = html.Span(format_date(run.created_unix_ns), className="when")
-    cells = {
-        "name": Cell(html.Div([name, *build_tags(run), *note])),
-        "added": Cell(added),
-        "verdict": Cell(build_check_pill(run)),
-        **_build_number_cells(run),
-    }
-    shown = [cells[name] for name in columns if name in cells]
-    if len(cells) == len(_COMMON_COLUMNS):
+def _build_row(run: RunRow, columns: Sequence[str], rights: RunRights) -> list[Cell]:
+    shown = build_cells(run, columns)
+    if read_median_step(run) is None and len(shown) < len(columns):
         shown.append(Cell(_build_state(run), columns=len(columns) - len(shown)))
-    # The checkbox that selects a run for comparison; assets/choose.js handles clicks.
+    # The checkbox that selects a run; assets/choose.js handles clicks.
     box: Content = ""
-    if run.headline is not None and run.headline.median_step is not None:
+    is_compared = read_median_step(run) is not None
+    if is_compared or rights.edit:
         attributes: Any = {
             "data-pick": run.id,
             "data-added": str(run.created_unix_ns),
+            "data-compared": "1" if is_compared else "",
             "aria-checked": "false",
         }
         box = html.Button("", type="button", className="pick", role="checkbox",
-                          **attributes, **build_aria_label(f"compare {run.name}"))  # fmt: skip
+                          **attributes, **build_aria_label(f"select {run.name}"))  # fmt: skip
     return [Cell(box), *shown]
-
-
-def _build_number_cells(run: RunRow) -> dict[str, Cell]:
-    """The cells with metrics by column; none for a run without metrics."""
-    numbers = run.headline
-    if numbers is None or numbers.median_step is None:
-        return {}
-    middle = numbers.median_step
-    job: Content = ""
-    if run.job is not None:
-        url = _build_job_url(run.job.key)
-        job = dcc.Link(run.job.key, href=url, title=run.job.label, className="job-key")
-    # Rounded together, as on the page of the run.
-    rounded = dict(zip(BUCKETS, round_shares(middle.mean.buckets_ns), strict=True))
-    return {
-        "job": Cell(job),
-        "world": build_count_cell(numbers.world_size),
-        "mesh": Cell(numbers.mesh or "unknown"),
-        "step": build_time_cell(middle.step_ns),
-        "": Cell(build_share_bar(middle.shares)),
-        **{
-            name: build_number_cell(
-                format_percent(sum(rounded[one] for one in of)), middle.sum_share(*of), "ratio"
-            )
-            for name, of in _SHARES.items()
-        },
-        "mfu": Cell(number=True) if numbers.mfu is None else build_share_cell(numbers.mfu),
-    }
 
 
 def _build_job_url(key: str) -> str:
@@ -264,26 +342,26 @@ def _build_job_url(key: str) -> str:
 # The list of runs, grouped by job.
 
 
-def _build_groups(runs: Sequence[RunRow], chosen: AddressQuery) -> list[Component]:
+def _build_groups(page: RunsPage) -> list[Component]:
     """A section for each job, that with the newest run first; unknown jobs are the last."""
-    newest_first = sort_runs(runs, NEWEST)
+    newest_first = sort_runs(page.matches, NEWEST)
     labels = label_jobs(JobRun(run.job, run.name) for run in newest_first)
     groups: dict[str, list[RunRow]] = {key: [] for key in labels}
     for run in newest_first:
         groups[run.job_key or ""].append(run)
     ordered = sorted(groups, key=lambda key: key == "")
-    sections = [_build_group(groups[key], labels[key], chosen) for key in ordered[:MAX_GROUPS]]
+    sections = [_build_group(groups[key], labels[key], page) for key in ordered[:MAX_GROUPS]]
     n_hidden = len(ordered) - len(sections)
     note = f"{n_hidden:,} more jobs: search to see them" if n_hidden else ""
     return [*sections, html.P(note, className="note")]
 
 
-def _build_group(runs: Sequence[RunRow], label: str, chosen: AddressQuery) -> html.Section:
+def _build_group(runs: Sequence[RunRow], label: str, page: RunsPage) -> html.Section:
     """One job: its heading, and below it a table of its runs, which are newest first."""
-    ordered = sort_runs(runs, chosen.find_text("sort") or NEWEST)[:GROUP_ROWS]
-    columns = choose_columns(ordered, with_job=False)
+    ordered = sort_runs(runs, page.sort)[:GROUP_ROWS]
+    columns = choose_columns(ordered, page.chosen.find_text("columns"), with_job=False)
     table = build_table(
-        _build_table_head(chosen, columns), [_build_row(r, columns) for r in ordered]
+        _build_table_head(page, columns), [_build_row(r, columns, page.rights) for r in ordered]
     )
     key = runs[0].job_key
     number = f"{len(runs):,} run{'' if len(runs) == 1 else 's'}"
@@ -303,7 +381,7 @@ def _build_group(runs: Sequence[RunRow], label: str, chosen: AddressQuery) -> ht
 def _build_trend(runs: Sequence[RunRow]) -> list[Component]:
     """The last run of a job, its step against the median of those before, and all as bars."""
     last = f"last {format_date(runs[0].created_unix_ns)}"
-    steps = [ns for run in runs if (ns := _read_step_ns(run))]
+    steps = [middle.step_ns for run in runs if (middle := read_median_step(run))]
     if not steps:
         return [html.Span(last, className="note")]
     texts: list[Content] = [f"{last} · median step ", html.B(format_milliseconds(steps[0]))]
@@ -331,82 +409,23 @@ def _build_state(run: RunRow) -> html.Div:
     return html.Div([*parts, html.Span(message, className="message")])
 
 
-# Filter and order of the list of runs.
-
-Key = Callable[[RunRow], float | str | None]
-
-NEWEST = "-added"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the list: its header and sort key; None sorts last."""
-
-    head: str
-    key: Key
-
-
-def _compute_share(run: RunRow, *buckets: str) -> float | None:
-    middle = run.headline.median_step if run.headline else None
-    return None if middle is None else middle.sum_share(*buckets)
-
-
-def _read_step_ns(run: RunRow) -> float | None:
-    middle = run.headline.median_step if run.headline else None
-    return None if middle is None else middle.step_ns
-
-
-COLUMNS = {
-    "name": Column("run", lambda run: run.name.lower()),
-    "added": Column("added", lambda run: run.created_unix_ns),
-    "verdict": Column("check", lambda run: run.verdict.answer if run.verdict else None),
-    "job": Column("job", lambda run: run.job_key),
-    "world": Column("world", lambda run: run.headline.world_size if run.headline else None),
-    "mesh": Column("mesh", lambda run: (run.headline.mesh if run.headline else None) or None),
-    "step": Column("step", _read_step_ns),
-    "compute": Column("compute", lambda run: _compute_share(run, *COMPUTE)),
-    "collective": Column("collective", lambda run: _compute_share(run, *COLLECTIVE)),
-    "skew": Column("of which skew", lambda run: _compute_share(run, "skew")),
-    "bubble": Column("bubble", lambda run: _compute_share(run, *BUBBLE)),
-    "mfu": Column("MFU", lambda run: run.headline.mfu if run.headline else None),
-}
-
-
-def filter_runs(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
-    """Runs that contain all words of the search in name, tags, mesh, backend, state, id, job or
-    check result."""
-    words, matches = (asked or "").lower().split(), []
-    for run in runs:
-        numbers = run.headline
-        known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
-        known += [run.verdict.answer] if run.verdict else []
-        known += [run.job.key, run.job.label] if run.job else []
-        tags = [f"{tag.key}={tag.value}" for tag in run.tags]
-        text = " ".join([run.name, run.state, run.id, *known, *tags]).lower()
-        if all(word in text for word in words):
-            matches.append(run)
-    return matches
-
-
-def sort_runs(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
-    """Runs sorted by a column, descending with a leading minus; runs without a value last."""
-    column = COLUMNS.get(sort.removeprefix("-"), COLUMNS["added"])
-    keyed = [(column.key(run), run) for run in runs]
-    known = sorted(
-        ((key, run) for key, run in keyed if key is not None),
-        key=lambda pair: (pair[0], pair[1].id),
-        reverse=sort.startswith("-"),
-    )
-    return [run for _, run in known] + [run for key, run in keyed if key is None]
-
-
 # The entry.
 
 
 def _build_page(request: PageRequest) -> PageContent:
     rows = request.store.list_runs()
-    page = build_runs_page(rows, request.address.chosen, may_upload=request.rights.edit)
-    return PageContent(page, any(row.pending for row in rows), compute_fingerprint(rows))
+    mark = compute_fingerprint(rows)
+    page = build_runs_page(rows, request.address.chosen, request.rights, mark)
+    return PageContent(page, any(row.pending for row in rows), mark)
 
 
-PAGE = StorePage("Runs", "/", _build_page, takes_uploads=True)
+def _build_live(request: PageRequest) -> PageContent | None:
+    rows = request.store.list_runs()
+    mark = compute_fingerprint(rows)
+    if mark == request.mark or not rows:
+        return None
+    page = select_runs_page(rows, request.address.chosen, request.rights)
+    return PageContent(build_list(page), fingerprint=mark)
+
+
+PAGE = StorePage("Runs", "/", _build_page, build_live=_build_live, takes_uploads=True)

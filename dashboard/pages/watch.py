@@ -45,7 +45,7 @@ from stepsplit.dashboard.pages.components import (
     build_section,
     build_share_bar,
 )
-from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage
+from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage, build_live_frame
 from stepsplit.dashboard.pages.tables import (
     Cell,
     Content,
@@ -175,22 +175,6 @@ def read_first_hour(watches: WatchStore, run: WatchedRun) -> StepSummary | None:
     slots = watches.read_steps(run.id, WatchRange(first_s, first_s + HOUR_S, HOUR_S))
     own = [one.summary for one in slots if one.incarnation == run.start.incarnation]
     return own[0] if own else None
-
-
-# The frame, which updates by itself.
-
-TICK_MS = 10_000
-
-
-def build_live_frame(content: Component, mark: str) -> html.Div:
-    """The content with a clock; assets/watch.js stops it while the page is not visible."""
-    return html.Div(
-        [
-            dcc.Interval(id="watch-tick", interval=TICK_MS),
-            dcc.Store(id="watch-mark", data=mark),
-            html.Div(content, id="watch-live"),
-        ]
-    )
 
 
 # The list of watched runs.

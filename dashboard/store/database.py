@@ -174,7 +174,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 # Migration to the newest schema, by the process that opens the database first.
 
-VERSION = "0013"
+VERSION = "0014"
 """The newest migration."""
 
 _OLDER = ("0001", "0002", "0003")

@@ -130,6 +130,14 @@ class MedianStep:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstFinding:
+    """The finding of a report with the largest estimated saving per step."""
+
+    words: str
+    gain_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Headline:
     """Headline numbers of a run; steps is the number of steps in median_step, which is None
     without steps.
@@ -145,6 +153,7 @@ class Headline:
     warnings: int
     bubble_fraction: float | None = None
     mfu: float | None = None
+    first_finding: FirstFinding | None = None
 
 
 def build_headline(report: Report) -> Headline:
@@ -158,6 +167,9 @@ def build_headline(report: Report) -> Headline:
         warnings=len(report.warnings),
         bubble_fraction=report.pipeline.bubble_fraction if report.pipeline else None,
         mfu=report.mfu,
+        first_finding=next(
+            (FirstFinding(one.message, one.gain_ns) for one in report.findings), None
+        ),
     )
 
 

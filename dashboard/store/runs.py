@@ -18,8 +18,8 @@ from stepsplit.dashboard.store.metric_tables import record_metrics
 from stepsplit.dashboard.store.metrics import (
     BUCKET_COLUMNS,
     CheckRow,
+    FirstFinding,
     Headline,
-    JobFingerprint,
     MedianStep,
     build_headline,
     compute_job_fingerprint,
@@ -28,7 +28,7 @@ from stepsplit.dashboard.store.metrics import (
 from stepsplit.dashboard.store.run_row import RunEdit, RunRow, State, Tag
 from stepsplit.dashboard.store.schema import DELETED, JOBS, RUNS, TAGS, VERDICTS
 
-NAME_LENGTH, NOTE_LENGTH, ERROR_LENGTH = 200, 1_000, 2_000
+NAME_LENGTH, NOTE_LENGTH, ERROR_LENGTH, FINDING_LENGTH = 200, 1_000, 2_000, 1_000
 
 
 def add_run(connection: Connection, name: str, tags: Iterable[Tag], state: State) -> str:
@@ -116,7 +116,7 @@ def record_done(connection: Connection, run_id: str, report: Report) -> None:
         },
     }
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
-    record_job(connection, run_id, compute_job_fingerprint(report))
+    record_known(connection, run_id, report)
     record_metrics(connection, run_id, report, numbers)
 
 
@@ -126,19 +126,27 @@ def record_hang(connection: Connection, run_id: str, hang: Hang) -> None:
     words = clean_text(hang.verdict or hang.condition, ERROR_LENGTH)
     values = {"state": "done", "error": words, "world_size": len(hang.ranks) + len(hang.no_dump)}
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
-    record_job(connection, run_id, None)
+    record_known(connection, run_id, None)
 
 
-def record_job(connection: Connection, run_id: str, job: JobFingerprint | None) -> None:
-    """Records the job of the run; None if it cannot be known."""
-    values = {"job_key": job.key, "job_label": job.label} if job else {"job_key": ""}
+def record_known(connection: Connection, run_id: str, report: Report | None) -> None:
+    """Records the job and the first finding of the run; without a report both are unknown."""
+    job = None if report is None else compute_job_fingerprint(report)
+    first = None if report is None else build_headline(report).first_finding
+    values = {
+        "job_key": job.key if job else "",
+        "job_label": job.label if job else None,
+        "finding": clean_text(first.words, FINDING_LENGTH) if first else "",
+        "finding_ns": first.gain_ns if first else None,
+    }
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
 
 
-def find_run_without_job(connection: Connection) -> str | None:
-    """A finished run of an earlier stepsplit, whose job was not looked for yet."""
-    without = (RUNS.c.state == "done", RUNS.c.job_key.is_(None))
-    return connection.execute(select(RUNS.c.id).where(*without).limit(1)).scalar()
+def find_incomplete_run(connection: Connection) -> str | None:
+    """A finished run of an earlier stepsplit, whose job or first finding was not looked for yet."""
+    missing = RUNS.c.job_key.is_(None) | RUNS.c.finding.is_(None)
+    wanted = select(RUNS.c.id).where(RUNS.c.state == "done", missing)
+    return connection.execute(wanted.limit(1)).scalar()
 
 
 def record_failure(connection: Connection, run_id: str, message: str) -> None:
@@ -211,7 +219,8 @@ def _read_headline(row: Row[Any]) -> Headline:
     if row.step_ns is not None:
         mean = Split(*(row._mapping[name] for name in BUCKET_COLUMNS))
         middle = MedianStep(row.step_ns, mean, tuple(row._mapping[name] for name in _SHARES))
+    first = FirstFinding(row.finding, row.finding_ns) if row.finding else None
     return Headline(
         row.world_size, row.mesh, row.backend, middle, row.steps, row.warnings,
-        row.bubble_fraction, row.mfu,
+        row.bubble_fraction, row.mfu, first,
     )  # fmt: skip

@@ -38,7 +38,6 @@ from stepsplit.dashboard.store.ids import is_run_id
 from stepsplit.dashboard.store.job_files import JOB_BYTES, JOB_FILE, check_job_text, choose_job_path
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metric_tables import CheckResults, MetricStore
-from stepsplit.dashboard.store.metrics import compute_job_fingerprint
 from stepsplit.dashboard.store.run_row import RunEdit, RunRow, Tag
 from stepsplit.dashboard.store.schema import FILES, JOBS, RUNS
 from stepsplit.dashboard.store.watch import WatchStore
@@ -171,18 +170,18 @@ class Store:
         with self._database.begin_read() as connection:
             return runs.list_runs(connection)
 
-    def fill_next_job(self) -> bool:
-        """Records the job of one run that an earlier stepsplit stored. False if all are known."""
+    def complete_next_run(self) -> bool:
+        """Records job and first finding of one run that an earlier stepsplit stored. False if all
+        are known."""
         with self._database.begin_read() as connection:
-            run_id = runs.find_run_without_job(connection)
+            run_id = runs.find_incomplete_run(connection)
         if run_id is None:
             return False
-        job = None
-        # Without a readable report the job stays unknown.
+        report = None
         with suppress(StepsplitError, OSError):
-            job = compute_job_fingerprint(self.load_report(run_id))
+            report = self.load_report(run_id)
         with self._database.begin_write() as connection:
-            runs.record_job(connection, run_id, job)
+            runs.record_known(connection, run_id, report)
         return True
 
     def find_run(self, run_id: str) -> RunRow | None:

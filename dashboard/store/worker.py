@@ -62,7 +62,7 @@ def run_worker(
         try:
             if not _run_next_job(store, options, analyze):
                 # Runs of an earlier stepsplit, one at a time so that uploads do not wait.
-                is_complete = is_complete or not store.fill_next_job()
+                is_complete = is_complete or not store.complete_next_run()
                 if is_complete:
                     time.sleep(options.poll_s)
         except SQLAlchemyError as error:

@@ -10,11 +10,12 @@ from typing import Any
 
 import fsspec
 import pytest
-from dash import html
+from dash import dcc, html
 from flask.testing import FlaskClient
 from msgspec import structs
 from support.browser_builders import running_server
 from support.dashboard_processes import open_store
+from support.page_text import find_parts, read_text
 from support.report_builders import analysis
 from support.store_builders import ask_page, claimed, found, known_analysis, queued, state, uploaded
 
@@ -22,9 +23,10 @@ from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.pages.address import AddressQuery
-from stepsplit.dashboard.pages.compare import build_run_pickers, select_runs
+from stepsplit.dashboard.pages.compare import MAX_FOUND, build_run_pickers, select_runs
 from stepsplit.dashboard.pages.run_actions import RunRights, build_run_actions, build_run_labels
 from stepsplit.dashboard.pages.runs import build_runs_page
+from stepsplit.dashboard.pages.tables import DataTable
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
@@ -139,24 +141,49 @@ def test_another_machine_reads_the_report_of_the_newest_analysis(tmp_path: Path)
 def test_the_runs_to_compare_are_picked_on_the_page(store: Store) -> None:
     made = analysis()
     names = ("first", "second", "third")
-    first, _, third = (store.import_report(name, made.report, made.tables) for name in names)
+    first, second, third = (store.import_report(name, made.report, made.tables) for name in names)
     queued(store, "waits")
     client = create_server(store).test_client()
 
     rows, chosen = store.list_runs(), AddressQuery({"candidate": third})
     page = build_run_pickers(rows, select_runs(rows, chosen), chosen)
 
-    menus = [part for part in page._traverse() if isinstance(part, html.Select)]
-    assert [[str(one.children).split(",")[0] for one in menu.children] for menu in menus] == [
-        ["choose a run", "third", "second", "first"]
-    ] * 2
-    assert [[one.value for one in menu.children if one.selected] for menu in menus] == [
-        [""],
-        [third],
+    (chosen_runs,) = find_parts(page, html.Ol)
+    assert [read_text(one) for one in find_parts(chosen_runs, dcc.Link)] == ["remove third"]
+    (table,) = find_parts(page, DataTable)
+    shown = [(read_text(row[0].content), row[0].content.href) for row in table.cells]
+    # The chosen candidate stays the candidate.
+    assert shown == [
+        ("use as baseline second", f"/compare?baseline={second}&candidate={third}"),
+        ("use as baseline first", f"/compare?baseline={first}&candidate={third}"),
     ]
     assert "Select runs" in ask_page(client, "/compare", f"?candidate={third}")
     both = ask_page(client, "/compare", f"?baseline={first}&candidate={third}")
-    assert "Difference by bucket" in both and "choose a run" in both
+    assert "Difference by bucket" in both and "add a run" in both
+
+
+def test_any_run_is_found_on_the_page_of_comparisons(store: Store) -> None:
+    made = analysis()
+    ids = [store.import_report(f"run-{n:02}", made.report, made.tables) for n in range(15)]
+    rows = store.list_runs()
+
+    def search(**values: str) -> tuple[list[str], str]:
+        chosen = AddressQuery(values)
+        page = build_run_pickers(rows, select_runs(rows, chosen), chosen)
+        tables = list(find_parts(page, DataTable))
+        links = [row[0].content.href for table in tables for row in table.cells]
+        return links, read_text(page)
+
+    newest, text = search()
+    assert len(newest) == MAX_FOUND and "5 more: search to see them" in text
+    oldest, _ = search(find="run-00")
+    assert oldest == [f"/compare?baseline={ids[0]}&find=run-00"]
+    with_it, _ = search(find="run-01", baseline=ids[0])
+    assert with_it == [f"/compare?baseline={ids[0]}&candidate={ids[1]}"]
+    third, _ = search(find="run-02", baseline=ids[0], candidate=ids[1])
+    assert third == [f"/compare?runs={ids[0]},{ids[1]},{ids[2]}"]
+    none, text = search(find="no such run")
+    assert none == [] and "No other finished run matches" in text
 
 
 def test_what_has_no_files_is_not_analyzed_again(client: FlaskClient, store: Store) -> None:

@@ -80,7 +80,7 @@ def test_a_run_of_dumps_has_no_report_and_is_not_compared(
     assert answer.json == {"error": "no report: the run has Flight Recorder dumps: get hang.json"}
     for path, search in ((f"/run/{run_id}/timeline", ""), ("/compare", f"?baseline={run_id}")):
         assert "cannot be" not in ask_page(client, path, search)
-    assert not store.fill_next_job(), "its job is known to be unknown"
+    assert not store.complete_next_run(), "its job is known to be unknown"
 
 
 def test_dumps_of_a_real_hang(client: FlaskClient, store: Store) -> None:

@@ -211,7 +211,7 @@ TOKEN = "INSERT INTO tokens (id, name, sha256, created_unix_ns) VALUES ('{0}', '
     [
         ("INSERT INTO deleted VALUES ('{0}')", lambda store: store.sweep()),
         (RUN, lambda store: store.list_runs()),
-        (RUN, lambda store: store.fill_next_job()),
+        (RUN, lambda store: store.complete_next_run()),
         (JOB, lambda store: store.jobs.claim("w1")),
         (TOKEN, lambda store: store.tokens.list_tokens()),
     ],

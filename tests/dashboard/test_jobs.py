@@ -188,7 +188,7 @@ def test_a_run_is_stored_with_its_job(store: Store) -> None:
     (run,) = store.list_runs()
     assert run.job == compute_job_fingerprint(made.report)
     assert store.find_run(run_id) == run
-    assert not store.fill_next_job()
+    assert not store.complete_next_run()
 
 
 def test_a_worker_fills_in_the_jobs_of_earlier_runs(
@@ -208,7 +208,7 @@ def test_a_worker_fills_in_the_jobs_of_earlier_runs(
 
     jobs = {run.id: run.job for run in store.list_runs()}
     assert jobs == {ids[0]: compute_job_fingerprint(made.report), ids[1]: None, unfinished: None}
-    assert not store.fill_next_job()
+    assert not store.complete_next_run()
     store.close()
 
 
@@ -224,7 +224,7 @@ def test_runs_of_a_released_version_get_their_job(tmp_path: Path) -> None:
     store = Store.open(f"sqlite:///{tmp_path}/store.db", tmp_path / "artifacts")
     (before,) = store.list_runs()
 
-    assert (store.fill_next_job(), store.fill_next_job()) == (True, False)
+    assert (store.complete_next_run(), store.complete_next_run()) == (True, False)
 
     (after,) = store.list_runs()
     assert (before.job, after.job) == (None, compute_job_fingerprint(store.load_report(after.id)))

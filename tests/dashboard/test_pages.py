@@ -34,8 +34,9 @@ from stepsplit.dashboard.pages.compute import build_memory_page
 from stepsplit.dashboard.pages.history import build_history_page
 from stepsplit.dashboard.pages.model import build_model_page
 from stepsplit.dashboard.pages.overview import build_overview
+from stepsplit.dashboard.pages.run_columns import filter_runs, sort_runs
 from stepsplit.dashboard.pages.run_pages import build_run_page, build_waiting_page
-from stepsplit.dashboard.pages.runs import build_runs_page, filter_runs, sort_runs
+from stepsplit.dashboard.pages.runs import build_runs_page
 from stepsplit.dashboard.pages.store_pages import parse_address
 from stepsplit.dashboard.pages.tables import DataTable
 from stepsplit.dashboard.store.metrics import CheckRow, MetricPoint, build_headline

@@ -194,8 +194,8 @@ def test_two_runs_are_chosen_and_compared(server: str, browser, tmp_path: Path) 
     page = browser.new_page()
 
     page.goto(server)
-    page.locator(".pick").nth(0).click()
-    page.locator(".pick").nth(1).click()
+    page.locator("[data-pick]").nth(0).click()
+    page.locator("[data-pick]").nth(1).click()
     page.locator("#compare-link.on").click()
 
     page.wait_for_url(f"**/compare?baseline={older}&candidate={newer}")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.browser_builders import running_server
 from support.job_builders import key_of, store_runs
+from support.report_builders import analysis
 from support.turns import PAGES
 
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
@@ -97,11 +100,11 @@ def test_selected_runs_stay_selected_while_the_list_is_searched(
     page = open_page(browser, shared.url)
     page.locator("#choose-q").fill("gpt-03")
     page.wait_for_url("**/?q=gpt-03")
-    page.get_by_role("checkbox", name="compare gpt-03").click()
+    page.get_by_role("checkbox", name="select gpt-03").click()
     page.get_by_text("select another run to compare").wait_for()
     page.locator("#choose-q").fill("tiny-02")
     page.wait_for_url("**/?q=tiny-02")
-    box = page.get_by_role("checkbox", name="compare tiny-02")
+    box = page.get_by_role("checkbox", name="select tiny-02")
     box.wait_for()
     assert box.get_attribute("aria-checked") == "false"
     box.click()
@@ -115,10 +118,10 @@ def test_selected_runs_stay_selected_while_the_list_is_searched(
 def test_the_selection_is_limited_and_cleared(shared: Shared, browser: Any) -> None:
     page = open_page(browser, shared.url)
     page.wait_for_selector(".pick")
-    boxes = page.locator(".pick")
+    boxes = page.locator("[data-pick]")
     for at in range(13):
         boxes.nth(at).click()
-    page.get_by_text("at most 12 runs are compared").wait_for()
+    page.get_by_text("at most 12 are compared").wait_for()
     assert not page.locator("#compare-link").is_visible()
     boxes.nth(0).click()
     page.get_by_text("compare 12 selected").wait_for()
@@ -127,15 +130,75 @@ def test_the_selection_is_limited_and_cleared(shared: Shared, browser: Any) -> N
     assert not page.locator("#compare-link, #clear-picks").filter(visible=True).count()
 
 
-def test_a_run_is_added_by_a_menu(shared: Shared, browser: Any) -> None:
+def test_a_run_is_found_and_added(shared: Shared, browser: Any) -> None:
     a, b = shared.ids["gpt"][:2]
     page = open_page(browser, f"{shared.url}/compare?baseline={a}&candidate={b}")
-    add = page.get_by_label("add a run")
-    add.select_option(label=next(x for x in add.inner_text().splitlines() if "m2-00" in x).strip())
-    page.wait_for_url(lambda url: url.endswith(f"={a}%2C{b}%2C{shared.ids['m2'][0]}"))
+    page.get_by_text("add a run").click()
+    page.locator("#choose-find").fill("m2-00")
+    page.wait_for_url("**&find=m2-00")
+    page.get_by_role("link", name="add m2-00").click()
+    page.wait_for_url(lambda url: url.endswith(f"={a},{b},{shared.ids['m2'][0]}"))
     page.locator(".matrix table").first.wait_for()
     page.reload()
     page.locator("#splits .bars .point").nth(2).wait_for(state="attached")
+
+
+def test_selected_runs_are_tagged_and_deleted_together(tmp_path: Path, browser: Any) -> None:
+    made = analysis()
+    with running_server(tmp_path) as url:
+        store = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
+        kept = [Tag("branch", "main"), Tag("old", "1")]
+        names = ("first", "second", "third")
+        ids = [store.import_report(name, made.report, made.tables, kept) for name in names]
+
+        def read_tags() -> dict[str, list[str]]:
+            return {run.name: [f"{tag.key}={tag.value}" for tag in run.tags]
+                    for run in store.list_runs()}  # fmt: skip
+
+        page = open_page(browser, f"{url}/?q=first")
+        page.get_by_role("checkbox", name="select first").click()
+        # The selection is kept in another search, and after a look at a run.
+        page.goto(f"{url}/run/{ids[0]}")
+        page.goto(f"{url}/?q=second")
+        page.get_by_role("checkbox", name="select second").click()
+        page.get_by_text("2 runs selected").wait_for()
+        page.get_by_role("button", name="tag", exact=True).click()
+        page.locator("#tag-lines").fill("release=2.1\nold")
+        page.locator("#tag-save").click()
+        page.get_by_role("link", name="release=2.1").wait_for()
+        assert read_tags() == {
+            "first": ["branch=main", "release=2.1"], "second": ["branch=main", "release=2.1"],
+            "third": ["branch=main", "old=1"],
+        }  # fmt: skip
+
+        page.goto(f"{url}/?tag=release=2.1")
+        page.locator("#pick-all").wait_for()
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.locator("#delete-picks").click()
+        page.get_by_text("No run matches").wait_for()
+        assert list(read_tags()) == ["third"]
+
+        page.goto(url)
+        page.get_by_role("checkbox", name="select third").wait_for()
+        assert not page.locator("#picks").is_visible()
+        # The list shows what was added meanwhile, without a reload.
+        page.evaluate("dash_clientside.set_props('watch-tick', { interval: 200 })")
+        store.import_report("fourth", made.report, made.tables)
+        page.get_by_role("link", name="fourth").wait_for()
+        store.close()
+
+
+def test_columns_are_chosen_by_the_keyboard(shared: Shared, browser: Any) -> None:
+    page = open_page(browser, shared.url)
+    page.wait_for_selector("[data-pick]")
+    press_until(page, "Tab", ".menu summary")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="first finding").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/?columns=*finding")
+    page.locator("th", has_text="first finding").wait_for()
+    page.keyboard.press("Escape")
+    assert page.locator("details.menu[open]").count() == 0
 
 
 def test_the_history_of_a_job_is_chosen(shared: Shared, browser: Any) -> None:
@@ -154,7 +217,8 @@ def test_axe_finds_nothing(shared: Shared, browser: Any, scheme: str, width: int
     from axe_playwright_python.sync_playwright import Axe
 
     paths = {
-        "/?group=job": ".group", "/": ".pick", f"/?job={key_of('tiny')}": ".pick",
+        "/?group=job": ".group", "/": ".pick", "/compare": ".finder .button",
+        "/?columns=added,finding,idle&sort=-step": ".pick", f"/?job={key_of('tiny')}": ".pick",
         f"/compare?runs={shared.four}": "#splits .point", "/history": "#history .trace",
         f"/history?job={key_of('gpt')}": "#history .trace",
     }  # fmt: skip

@@ -294,6 +294,7 @@ def test_tokens_of_older_stores_keep_what_they_may(database_url: str) -> None:
             "ALTER TABLE runs DROP COLUMN note",
             "ALTER TABLE login_failures ADD COLUMN blocked_until_unix_ns BIGINT",
             "ALTER TABLE runs DROP COLUMN job_key", "ALTER TABLE runs DROP COLUMN job_label",
+            "ALTER TABLE runs DROP COLUMN finding", "ALTER TABLE runs DROP COLUMN finding_ns",
             "UPDATE alembic_version SET version_num = '0004'",
         ):  # fmt: skip
             connection.execute(text(command))

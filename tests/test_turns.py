@@ -76,19 +76,21 @@ class Item:
 
 
 @pytest.mark.parametrize("changed", [{"collectors/profiler.py"}, {"constraints-lowest.txt"}])
-def test_the_halves_are_all_files_or_all_run_if_the_versions_changed(
+def test_the_parts_are_all_files_and_fewer_if_the_versions_changed(
     changed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STEPSPLIT_HALF", "1")
+    monkeypatch.setenv("STEPSPLIT_PART", "1")
     monkeypatch.delenv("STEPSPLIT_EVERY", raising=False)
     monkeypatch.setattr(turns, "read_change", lambda: Change("abc", frozenset(changed)))
     items = [Item(Path(f"test_{name}.py")) for name in "aabccd"]
-    halves = []
-    for turn in (0, 1):
-        monkeypatch.setattr(turns, "_find_turn", lambda turns, turn=turn: turn)
-        halves.append([one.path.stem[-1] for one in turns.select_in_turn(items)])
-    is_whole = changed == {"constraints-lowest.txt"}
-    assert halves == ([list("aabccd")] * 2 if is_whole else [list("aacc"), list("bd")])
+    parts = []
+    for turn in range(4):
+        monkeypatch.setattr(turns, "_find_turn", lambda count, turn=turn: turn % count)
+        parts.append("".join(one.path.stem[-1] for one in turns.select_in_turn(items)))
+    if changed == {"constraints-lowest.txt"}:
+        assert parts == ["aacc", "bd", "aacc", "bd"]
+    else:
+        assert parts == ["aa", "b", "cc", "d"]
 
 
 def test_a_path_concerns_what_lies_below_it() -> None:

@@ -27,7 +27,7 @@ PAGES = (
 )  # fmt: skip
 """What the pages of the dashboard are made of."""
 
-_VERSIONS = ("pyproject.toml", "constraints-lowest.txt")
+_VERSIONS = ("constraints-lowest.txt",)
 
 INTEGRATION = (
     "collectors/integrations", "collectors/profiler.py", "collectors/record/rank_files.py",
@@ -75,8 +75,9 @@ def select_in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of the items that run this time."""
     if os.environ.get("STEPSPLIT_EVERY"):
         return list(items)
-    if os.environ.get("STEPSPLIT_HALF") and not read_change().touches(_VERSIONS):
-        files = sorted({item.path for item in items})[_find_turn(2) :: 2]
+    if os.environ.get("STEPSPLIT_PART"):
+        parts = 2 if read_change().touches(_VERSIONS) else 4
+        files = sorted({item.path for item in items})[_find_turn(parts) :: parts]
         items = [item for item in items if item.path in files]
     marked = [item for item in items if item.get_closest_marker("in_turn")]
     turn = set(marked[_find_turn(_TURNS) :: _TURNS])

@@ -161,3 +161,14 @@ def read_meanings(content: type) -> Mapping[str, str]:
             )
             meanings |= {name: " ".join(text.split()) for name, text in found}
     return meanings
+
+
+def list_meanings(name: str) -> tuple[tuple[str, str], ...]:
+    """The fields of this name in all documents, each with what it means."""
+    rows: dict[str, str] = {}
+    for entry in SCHEMAS.values():
+        for own in _list_types(entry.content):
+            meaning = read_meanings(own).get(name)
+            if meaning is not None:
+                rows.setdefault(f"{own.__name__}.{name}", meaning)
+    return tuple(rows.items())

@@ -27,7 +27,6 @@ OTHERS = {
     "overlay_critical_path_analysis": "a method of HTA",
     "parallel_state": "a module of Megatron-LM",
     "t_reference": "a symbol of a formula",
-    "t_report": "a symbol of a formula",
     "tensor_and_data_parallel_with_cp": "a group of Megatron-LM",
     "test_step": "a test in an example",
     "validate_args": "an option of torch.distributed.pipelining",

@@ -159,7 +159,7 @@ def explain_idle(causes: Iterable[IdleCause | IdleRow]) -> str:
         return ""
     cause = max(spent, key=lambda name: spent[name].total())
     idle_ns = spent[cause].total()
-    text = f"{units.format_percent(idle_ns / total)} of it is {IDLE_MEANING[cause]}"
+    text = f"{units.format_percent(idle_ns / total)} of it is {IDLE_MEANING.get(cause, cause)}"
     op, of_op = max(spent[cause].items(), key=lambda item: (bool(item[0]), item[1]))
     if of_op < _WORTH_NAMING * idle_ns or not op:
         return text

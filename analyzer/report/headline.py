@@ -246,6 +246,22 @@ def _sum_by_axis(
     return sums
 
 
+def sum_exposed_by_phase(
+    steps: Iterable[StepRow], exposed: Iterable[ExposedRow]
+) -> dict[tuple[str | None, str], Counter[str]]:
+    """Exposed communication and bubble in the full steps by axis and phase, in ns: "transfer",
+    "skew", "bubble"."""
+    full = {(row.rank, row.step) for row in select_full_steps(steps)}
+    sums: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
+    for row in exposed:
+        if (row.rank, row.step) in full:
+            parts = sums[row.axis, row.phase]
+            parts["transfer"] += row.collective_ns + row.p2p_ns
+            parts["skew"] += row.skew_ns
+            parts["bubble"] += row.bubble_ns
+    return sums
+
+
 def compute_mean_step_ns(steps: Iterable[StepRow]) -> int:
     """The mean step in ns over ranks and full steps; 0 without steps."""
     rows = select_full_steps(steps)

@@ -45,6 +45,9 @@ COMMANDS = {
     "export": CommandEntry("analyze", "Export all ranks of a recording as one Perfetto trace."),
     "gather": CommandEntry("record", "Merge the recordings of several hosts into one folder."),
     "hang": CommandEntry("analyze", "Say which rank a hanging job waits for, and what it does."),
+    "mcp": CommandEntry(
+        "agents", "Serve read-only tools to an agent by the Model Context Protocol."
+    ),
     "model": CommandEntry("model", "Predict time, split, memory and communication of a step."),
     "plan": CommandEntry("model", "Find the fastest layout that fits, and why others are slower."),
     "record": CommandEntry("record", "Record some steps of an unmodified training command."),

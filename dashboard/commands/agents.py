@@ -2,7 +2,52 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
+
+from stepsplit.dashboard.commands.common import (
+    artifacts_option,
+    open_existing_store,
+    print_line,
+    put_json,
+    require_package,
+)
+
+# stepsplit mcp: serves the tools to an agent.
+
+
+@click.command()
+@click.argument(
+    "folders", nargs=-1, metavar="[FOLDER]...", type=click.Path(path_type=Path, file_okay=False)
+)
+@click.option(
+    "--store", "url", metavar="URL", envvar="STEPSPLIT_STORE",
+    help="Also offer the runs of this database.",
+)  # fmt: skip
+@artifacts_option
+def mcp_command(folders: tuple[Path, ...], url: str | None, artifacts: str) -> None:
+    """Serve read-only tools to an agent by the Model Context Protocol.
+
+    The agent's program starts this command and speaks to it on standard input and output. It may
+    read recordings below FOLDER, by default below the current folder, and nothing else; nothing is
+    written. A dashboard offers the same for its runs at /api/v1/mcp, with its tokens and roles.
+    """
+    require_package("mcp", "agents")
+    import os
+
+    from stepsplit.analyzer.errors import UsageError
+    from stepsplit.dashboard.agents.recordings import Recordings
+    from stepsplit.dashboard.agents.server import serve_stdio
+
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: no such folder; name the folder of your recordings")
+    # Nothing is written: not even tables of large traces, to read them sooner the next time.
+    os.environ["STEPSPLIT_CACHE"] = "off"
+    store = None if url is None else open_existing_store(url, artifacts)
+    serve_stdio(Recordings(folders or (Path(),), store))
+
 
 # stepsplit schema: the JSON Schema of what the commands write.
 
@@ -16,7 +61,6 @@ def schema_command(name: str | None) -> None:
     with the commands that write such JSON.
     """
     from stepsplit.analyzer.schemas import SCHEMAS, schema_to_json
-    from stepsplit.dashboard.commands.common import print_line, put_json
 
     if name is None:
         for each, entry in SCHEMAS.items():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import plotly.graph_objects as go
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.regression.compare import BucketChange, RunComparison
 from stepsplit.analyzer.report.headline import compute_mean_split, round_parts, round_shares
+from stepsplit.analyzer.report.path_shares import compute_path_shares
 from stepsplit.analyzer.report.report import UNKNOWN_HOST, Gap, Pipeline, Report
 from stepsplit.analyzer.report.step_rows import StepRow, select_full_steps
 from stepsplit.analyzer.report.tables import PHASES, Boxes
@@ -267,54 +268,10 @@ def _draw_steps(
 
 PATH_HEIGHT = 172
 
-MAX_NAMED_RANKS = 3
-
 _MIN_LABEL_SHARE = 0.06
 """Smallest share of the path with a text inside its bar."""
 
 _TEXT_STYLE = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-
-
-@dataclass(frozen=True, slots=True)
-class PathShare:
-    """A bucket (of one axis, for communication) on the critical path of the average step.
-
-    share: fraction of the path, 0..1. ranks: the ranks with most of it, each with its fraction of
-    this part; others: the number of further ranks.
-    """
-
-    bucket: str
-    axis: str | None
-    ns: float
-    share: float
-    ranks: tuple[tuple[int, float], ...]
-    others: int
-
-    @property
-    def label(self) -> str:
-        return self.bucket if self.axis is None else f"{self.bucket} on {self.axis}"
-
-    @property
-    def ranks_text(self) -> str:
-        """The ranks with most of it, as text."""
-        named = ", ".join(f"rank {rank} {format_percent(part)}" for rank, part in self.ranks)
-        return f"{named}, {self.others:,} more" if self.others else named
-
-
-def compute_path_shares(report: Report) -> tuple[PathShare, ...]:
-    """The critical path by bucket (in the order of BUCKETS) and axis (largest first)."""
-    sums: dict[tuple[str, str | None], Counter[int]] = defaultdict(Counter)
-    for part in report.critical_path:
-        sums[part.bucket, part.axis][part.rank] += part.ns
-    steps = len({part.step for part in report.critical_path})
-    total = sum(ranks.total() for ranks in sums.values())
-    shares = []
-    for (bucket, axis), ranks in sums.items():
-        if own := ranks.total():
-            most = tuple((rank, ns / own) for rank, ns in ranks.most_common(MAX_NAMED_RANKS))
-            others = len(ranks) - len(most)
-            shares.append(PathShare(bucket, axis, own / steps, own / total, most, others))
-    return tuple(sorted(shares, key=lambda one: (BUCKETS.index(one.bucket), -one.ns)))
 
 
 def draw_critical_path(report: Report) -> go.Figure:

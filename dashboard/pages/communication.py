@@ -14,6 +14,7 @@ from stepsplit.analyzer.report.diagnosis_rows import Lateness
 from stepsplit.analyzer.report.report import Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.tables import Boxes
+from stepsplit.analyzer.report.waits import sum_waits_by_owner, sum_waits_by_root
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.overlap import sum_overlaps
 from stepsplit.analyzer.units import format_milliseconds, format_percent, format_size
@@ -25,8 +26,6 @@ from stepsplit.dashboard.figures.communication import (
     draw_bandwidth,
     draw_wait_against_transfer,
     draw_waits_matrix,
-    sum_waits_by_owner,
-    sum_waits_by_root,
 )
 from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles, select_pipeline
 from stepsplit.dashboard.pages.address import AddressQuery

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -18,7 +18,9 @@ from stepsplit.analyzer.report.headline import (
     compute_mean_step_ns,
     describe_lacks,
     round_parts,
+    sum_exposed_by_phase,
 )
+from stepsplit.analyzer.report.path_shares import compute_path_shares
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
     NO_MODEL,
@@ -45,7 +47,6 @@ from stepsplit.analyzer.units import (
 from stepsplit.dashboard.figures.communication import RankGroup
 from stepsplit.dashboard.figures.run import (
     MAX_RANK_BARS,
-    compute_path_shares,
     draw_busy_grid,
     draw_critical_path,
     draw_predicted_and_measured,
@@ -333,14 +334,8 @@ def build_warnings(report: Report) -> list[html.Details]:
 
 def build_exposed_table(report: Report) -> list[html.Section]:
     """Exposed communication and bubble by axis and phase: mean over ranks and full steps."""
-    full = {(row.rank, row.step): row for row in select_full_steps(report.steps)}
-    sums: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for row in report.exposed:
-        if (row.rank, row.step) in full:
-            parts = sums[row.axis or "other", row.phase]
-            parts["comm"] += row.collective_ns + row.p2p_ns
-            parts["skew"] += row.skew_ns
-            parts["bubble"] += row.bubble_ns
+    full = select_full_steps(report.steps)
+    sums = sum_exposed_by_phase(full, report.exposed)
     if not sums:
         return []
     largest = sorted(sums.items(), key=lambda item: -item[1].total())
@@ -349,12 +344,12 @@ def build_exposed_table(report: Report) -> list[html.Section]:
     unit_ns = choose_part_unit_ns(compute_mean_step_ns(report.steps))
     places = [(part, kind) for part in _EXPOSED for kind, _ in largest]
     parts_ns = [sums[kind][part] for part, kind in places]
-    compute_ns = sum(row.compute_ns for row in full.values())
+    compute_ns = sum(row.compute_ns for row in full)
     counts = round_parts([compute_ns, *parts_ns], unit_ns * len(full))[1:]
     shown = dict(zip(places, counts, strict=True))
     rows = [
         [
-            Cell(axis),
+            Cell(axis or "other"),
             Cell(phase),
             *(
                 build_number_cell(
@@ -372,8 +367,8 @@ def build_exposed_table(report: Report) -> list[html.Section]:
     ]
 
 
-_EXPOSED = ("comm", "skew", "bubble")
-"""The columns, in the order of BUCKETS; comm is collective and p2p."""
+_EXPOSED = ("transfer", "skew", "bubble")
+"""The columns, in the order of BUCKETS."""
 
 
 def build_blame_table(report: Report) -> list[html.Section]:

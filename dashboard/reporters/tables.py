@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from stepsplit.dashboard.reporters.console import Text
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.report.report import MemoryRow, Report, Run
-
 
 # Lines of the analyze screen: critical path, slow steps, estimated waits, memory.
 
@@ -37,20 +35,17 @@ def format_overlap(report: Report) -> str:
 
 def format_critical_path(report: Report) -> list[Text]:
     """The largest parts of the critical path of the mean step, and their ranks."""
-    sums: dict[tuple[str, str | None], Counter[int]] = defaultdict(Counter)
-    for part in report.critical_path:
-        sums[part.bucket, part.axis][part.rank] += part.ns
-    total = sum(ranks.total() for ranks in sums.values())
-    if not total or len(report.run.ranks) < 2:
+    from stepsplit.analyzer.report.path_shares import compute_path_shares
+
+    shares = compute_path_shares(report)
+    if not shares or len(report.run.ranks) < 2:
         return []
-    largest = sorted(sums, key=lambda kind: -sums[kind].total())[:_MOST_PARTS]
     shown = []
-    for bucket, axis in largest:
-        ranks = sums[bucket, axis]
-        on = f" on {axis}" if axis and bucket in _COMMUNICATION else ""
-        (most, _), *others = ranks.most_common()
-        whose = f"mostly r{most}" if others else f"r{most}"
-        shown.append(f"{bucket}{on} {units.format_percent(ranks.total() / total)} ({whose})")
+    for one in sorted(shares, key=lambda share: -share.ns)[:_MOST_PARTS]:
+        on = f" on {one.axis}" if one.axis and one.bucket in _COMMUNICATION else ""
+        most = one.ranks[0][0]
+        whose = f"mostly r{most}" if one.ranks[1:] else f"r{most}"
+        shown.append(f"{one.bucket}{on} {units.format_percent(one.share)} ({whose})")
     return [Text(f"critical path: {', '.join(shown)}")]
 
 

@@ -117,7 +117,9 @@ _UPLOADS = (
 )  # fmt: skip
 
 CALLBACKS = "/_dash-update-component"
-"""The callbacks of the pages only read."""
+
+_READS = (CALLBACKS, "agents.answer")
+"""The callbacks of the pages and the tools of agents are asked by POST, and only read."""
 
 
 def find_needed_role(endpoint: str | None, method: str) -> Role:
@@ -125,7 +127,7 @@ def find_needed_role(endpoint: str | None, method: str) -> Role:
     if endpoint in _ADMIN_READS:
         return Role.ADMIN
     # What no route answers is refused later, with a better reason.
-    if method in (*_SAFE_METHODS, "OPTIONS") or endpoint in (None, CALLBACKS, "api.unknown"):
+    if method in (*_SAFE_METHODS, "OPTIONS") or endpoint in (None, *_READS, "api.unknown"):
         return Role.VIEWER
     return Role.UPLOADER if endpoint in _UPLOADS else Role.ADMIN
 

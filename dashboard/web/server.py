@@ -10,6 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from werkzeug.exceptions import HTTPException
 
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.agent_routes import build_agent_routes
 from stepsplit.dashboard.web.api import Api, build_api_routes
 from stepsplit.dashboard.web.app import add_pages
 from stepsplit.dashboard.web.auth import Authenticator, build_login_routes, protect
@@ -32,6 +33,7 @@ def create_server(
     server.url_map.merge_slashes = False
     server.config["MAX_CONTENT_LENGTH"] = _BODY_BYTES
     log_requests(server)
+    server.register_blueprint(build_agent_routes(store))
     server.register_blueprint(build_api_routes(Api(store, limits or Limits())))
     server.register_blueprint(build_health_routes(store))
     server.register_error_handler(HttpError, build_error_response)

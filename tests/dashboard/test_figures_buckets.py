@@ -17,12 +17,11 @@ from stepsplit.analyzer.gap.comm_gap import model_busbw
 from stepsplit.analyzer.regression.compare import compare_reports
 from stepsplit.analyzer.report.report import Host
 from stepsplit.analyzer.report.tables import Waits
+from stepsplit.analyzer.report.waits import sum_waits_by_owner, sum_waits_by_root
 from stepsplit.dashboard.figures.communication import (
     RankGroup,
     compute_typical_range,
     draw_waits_matrix,
-    sum_waits_by_owner,
-    sum_waits_by_root,
 )
 from stepsplit.dashboard.figures.run import (
     MemoryBar,

@@ -7,8 +7,9 @@ import pytest
 from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.report.diagnosis_rows import PathPart
+from stepsplit.analyzer.report.path_shares import PathShare, compute_path_shares
 from stepsplit.analyzer.report.report import Report
-from stepsplit.dashboard.figures.run import PathShare, compute_path_shares, draw_critical_path
+from stepsplit.dashboard.figures.run import draw_critical_path
 
 EVIL = '<a href="javascript:alert(1)">tp</a>'
 

@@ -14,7 +14,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,6 +26,7 @@ import pytest
 from fuzz.mutants import read_sample
 from rich.table import Table
 from support import doctor_builders
+from support.planted_text import PLANTED, plant, plant_where_accepted
 from support.stderr_lines import warns
 
 from stepsplit.analyzer.regression.metrics import read_baseline
@@ -38,12 +39,6 @@ from stepsplit.dashboard.store.logs import LogFormat, set_up_logs
 from stepsplit.dashboard.store.store import Store
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
-RUNNER = "::error title=t::planted ##[add-mask]a ##vso[task.setvariable]b ##teamcity[c] "
-PLANTED = (
-    f"{RUNNER}\x1b[5m\x1b]52;c;QQ==\x07\x1b]8;;http://e\x1b\\\x9b2J\r\n{RUNNER}\r::stop-commands::x\n"
-    "section_start:1:a\r\x1b[0K\u202eab\u2066\u2028::error::c\u2029\x85\x00\x7f\u200b\U000e0041"
-    "[red][/nope][link=http://e]l[/link] :smile: 名前 👍🏽 é"
-)
 IN_NAMES = PLANTED.replace("\0", "").replace("/", "|")[:200]
 """Of what a file name may consist."""
 OWN = re.compile(r"::(error|warning) title=stepsplit(%3A [a-z]+)?::")
@@ -61,33 +56,6 @@ def _is_unsafe(line: str) -> bool:
     is_shown = all(letter.isprintable() or category(letter) == "Zs" for letter in line)
     is_command = line.lstrip().startswith("::") and not OWN.match(line)
     return not is_shown or is_command or bool(re.search(r"##\w*\[", line))
-
-
-def plant(body: Any, keys: frozenset[str]) -> Any:
-    """The JSON value with the planted text at the end of every text of these keys."""
-
-    def walk(value: Any, key: str) -> Any:
-        if isinstance(value, dict):
-            # A mesh of unknown axes is not compared.
-            return {name: one if name == "mesh" else walk(one, name) for name, one in value.items()}
-        if isinstance(value, list):
-            return [walk(one, key) for one in value]
-        return value + PLANTED if isinstance(value, str) and key in keys else value
-
-    return walk(body, "")
-
-
-def plant_where_accepted(text: bytes, decode: Callable[[bytes], object]) -> bytes:
-    """The JSON document with the planted text in every field that takes any text."""
-    body, kept = json.loads(text), set[str]()
-    for key in sorted(set(re.findall(r'"(\w+)":', text.decode()))):
-        try:
-            decode(json.dumps(plant(body, frozenset({key}))).encode())
-        except Exception:  # noqa: BLE001 - a field with a fixed set of values
-            continue
-        kept.add(key)
-    assert len(kept) > 5
-    return json.dumps(plant(body, frozenset(kept))).encode()
 
 
 TEXTS = frozenset({
@@ -233,6 +201,7 @@ COMMANDS = {
     "export": ["RECORDING --perfetto t.json", "REPORT --perfetto t.json"],
     "gather": ["TEXT --out g", "RECORDING --out g"],
     "hang": ["FLIGHTS", "FLIGHTS --json -", "TEXT"],
+    "mcp": ["TEXT", "RECORDING --store TEXT"],
     "model": ["JOB", "JOB --explain", "JOB --json -", "RECORDING/job.toml"],
     "plan": ["JOB --gpus 2", "JOB --gpus 2 --json -"],
     "record": ["--mesh TEXT -- true", "-- ./TEXT"],

@@ -99,7 +99,7 @@ def test_every_route_that_writes_needs_its_role(store: Store) -> None:
     above = {route: role for route, role in needed.items() if role > Role.VIEWER}
     assert above == {(f"api.{name}", method): role for (name, method), role in NEEDED.items()}
     writes = {route for route in needed if route[1] not in ("GET", "HEAD", "OPTIONS")}
-    assert writes - set(above) == {("/_dash-update-component", "POST")}
+    assert writes - set(above) == {("/_dash-update-component", "POST"), ("agents.answer", "POST")}
     assert find_needed_role("a route of tomorrow", "POST") is Role.ADMIN
 
 

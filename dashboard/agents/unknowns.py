@@ -1,0 +1,264 @@
+"""What a recording cannot answer: each question with the reason and what would answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.report.headline import LackingRow
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.step_rows import select_full_steps
+from stepsplit.analyzer.trace import Lack
+from stepsplit.dashboard.agents.answers import CannotAnswer, mark_recorded
+
+Find = Callable[[Report], CannotAnswer | None]
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownEntry:
+    """A question that some recordings do not answer.
+
+    Attributes:
+        tools: the tools whose answers say so.
+        find: says why this recording does not; None if it does.
+    """
+
+    tools: tuple[str, ...]
+    find: Find
+
+
+def list_unknowns(report: Report, tool: str) -> tuple[CannotAnswer, ...]:
+    """What the recording cannot answer of what the tool is asked; what it has lost comes first."""
+    lost = [_describe_lack(row.lack, row.ranks) for row in _lacks(report)]
+    found = [entry.find(report) for entry in UNKNOWNS if tool in entry.tools]
+    return (*lost, *(one for one in found if one is not None))
+
+
+def _lacks(report: Report) -> tuple[LackingRow, ...]:
+    return () if report.summary is None else report.summary.lacks
+
+
+_FIX = {
+    Lack.FILE: "the whole file: stop the profiler before the process ends",
+    Lack.ENTRIES: "the undamaged file",
+    Lack.RANKS: "traces of the missing ranks (stepsplit gather merges the folders of hosts)",
+    Lack.STEPS: "a mark for each step: prof.step(), or stepsplit record",
+    Lack.NO_DEVICE: "ProfilerActivity.CUDA, and rights to use CUPTI (stepsplit doctor)",
+    Lack.DEVICE_END: "fewer steps in a recording, or a larger CUPTI buffer",
+    Lack.KERNELS: "fewer steps in a recording, so that no device event is lost",
+    Lack.CLOCK: "collectives that these hosts share within the recorded steps, or stepsplit record",
+    Lack.MEMORY: "a memory history of fewer steps",
+}
+
+
+def _describe_lack(lack: str, ranks: tuple[int, ...]) -> CannotAnswer:
+    whose = f"of ranks {units.format_number_list(ranks)}" if ranks else "of the recording"
+    known = next((fix for one, fix in _FIX.items() if one == lack), "a complete recording")
+    return CannotAnswer(
+        f"anything that rests on the lost part {whose}",
+        "incomplete_recording",
+        f"incomplete recording: {mark_recorded(lack)} {whose}",
+        known,
+    )
+
+
+def _find_no_steps(report: Report) -> CannotAnswer | None:
+    if report.steps and any(row.kind == "full" for row in report.steps):
+        return None
+    what = "no complete step" if report.steps else "no step"
+    return CannotAnswer(
+        "how long a usual step takes and where its time goes",
+        "too_few",
+        f"the recording has {what}",
+        "three complete steps or more, marked by prof.step() or recorded by stepsplit record",
+    )
+
+
+def _find_no_mesh(report: Report) -> CannotAnswer | None:
+    if report.run.mesh is not None or report.run.world_size == 1:
+        return None
+    return CannotAnswer(
+        "which axis of the parallel layout (tp, pp, dp, cp, ep) a call, a wait or a rank is of",
+        "not_known",
+        "no mesh is stated, and the recording does not show one",
+        "analyze --mesh pp=2,dp=2,tp=2 with the job's layout, or stepsplit record",
+    )
+
+
+def _find_estimates(report: Report) -> CannotAnswer | None:
+    rows = select_full_steps(report.steps)
+    number = sum(row.estimated for row in rows)
+    if not number:
+        return None
+    return CannotAnswer(
+        "the exact part of waiting in the communication of these steps",
+        "incomplete_recording",
+        f"{number} of {len(rows)} steps of ranks are estimates: peers are not recorded, or the"
+        " ranges of calls end late",
+        "traces of all ranks of each group, of the same steps",
+    )
+
+
+def _find_no_link(report: Report) -> CannotAnswer | None:
+    if report.gap is not None and any(row.link_bytes_per_s for row in report.gap.calls):
+        return None
+    if not report.collectives:
+        return CannotAnswer(
+            "how fast any link is",
+            "not_recorded",
+            "the recording has no communication between ranks",
+            "a recording of a job of several ranks",
+        )
+    unmatched = sum(row.busbw_bytes_per_s is None for row in report.collectives)
+    own = (
+        f"{unmatched} of {len(report.collectives)} kinds of calls have no measured bandwidth"
+        " (size unknown, or peers not recorded); " * bool(unmatched)
+    )
+    return CannotAnswer(
+        "whether a link is slow for what it is",
+        "needs_model",
+        f"{own}the recording does not say how fast the link should be",
+        "model_comparison with a job.toml that names the [hardware], compare with a healthy run, or"
+        " nccl-tests on the same nodes",
+    )
+
+
+def _find_no_model(report: Report) -> CannotAnswer | None:
+    if report.prediction is not None:
+        return None
+    return CannotAnswer(
+        "MFU, tokens per second, and how long the step should take",
+        "needs_model",
+        "the report has no model comparison",
+        "model_comparison (job 'auto' or a job.toml)",
+    )
+
+
+def _find_no_mfu(report: Report) -> CannotAnswer | None:
+    if report.prediction is None or report.mfu is not None:
+        return None
+    return CannotAnswer(
+        "MFU",
+        "not_known",
+        "the peak of this device at the training's dtype is not known",
+        "[hardware] with the peak FLOP/s in a job.toml",
+    )
+
+
+def _find_no_memory(report: Report) -> CannotAnswer | None:
+    if report.memory:
+        return None
+    return CannotAnswer(
+        "memory of any rank",
+        "not_recorded",
+        "the recording has no memory",
+        "stepsplit record, or a memory snapshot (torch.cuda.memory._dump_snapshot) with the traces",
+    )
+
+
+def _find_no_pipeline(report: Report) -> CannotAnswer | None:
+    if report.pipeline is not None:
+        return None
+    mesh = report.run.mesh
+    stages = next((one.size for one in mesh or () if one.axis == "pp"), 1)
+    if mesh is not None and stages == 1:
+        return CannotAnswer(
+            "the bubble of a pipeline",
+            "not_recorded",
+            "the job has no pipeline: pp is 1 in its mesh",
+            "nothing: there is no such bubble",
+        )
+    return CannotAnswer(
+        "the bubble of the schedule and its ideal",
+        "not_known",
+        "the microbatches of each stage are not recognized"
+        if stages > 1
+        else "no mesh is known, so it is not known whether there is a pipeline",
+        "annotated forwards and backwards (stepsplit record), all stages, and the mesh",
+    )
+
+
+def _find_unexplained_waits(report: Report) -> CannotAnswer | None:
+    total = sum(row.caused_ns for row in report.blame)
+    own = sum(row.caused_ns for row in report.blame if row.rank is None and row.cause != "schedule")
+    if not total or own / total < _LEAST_UNEXPLAINED:
+        return None
+    return CannotAnswer(
+        f"who caused {units.format_percent(own / total)} of the waiting",
+        "not_known",
+        "it is variation between steps, or its cause is not in the recording",
+        "more steps, and traces of all ranks",
+    )
+
+
+_LEAST_UNEXPLAINED = 0.05
+
+
+def _find_unknown_idle(report: Report) -> CannotAnswer | None:
+    total = sum(row.idle_ns for row in report.idle)
+    own = sum(row.idle_ns for row in report.idle if row.cause == "unknown")
+    if report.idle and (not total or own / total < _LEAST_UNEXPLAINED):
+        return None
+    return CannotAnswer(
+        "why the device idles" if not total else "why the device idles in the rows 'unknown'",
+        "not_recorded",
+        "the recording has no host events for it",
+        "ProfilerActivity.CPU in the profiler, or stepsplit record",
+    )
+
+
+def _find_no_shapes(report: Report) -> CannotAnswer | None:
+    if not any(row.shapes is None for row in report.slow_kernels):
+        return None
+    return CannotAnswer(
+        "whether a slow rank has a slow device or more work, for kernels without shapes",
+        "not_recorded",
+        "input shapes and grids of these kernels were not recorded",
+        "stepsplit record --shapes, or record_shapes=True",
+    )
+
+
+def _find_no_profiling_cost(report: Report) -> CannotAnswer | None:
+    if report.run.profiling_slowdown is not None:
+        return None
+    return CannotAnswer(
+        "how much the profiler itself slows the steps",
+        "not_recorded",
+        "step times without the profiler are not recorded",
+        "stepsplit record, which keeps the times of steps before and after",
+    )
+
+
+def _find_other_causes(report: Report) -> CannotAnswer | None:
+    if report.findings:
+        return None
+    return CannotAnswer(
+        "what a fix would save",
+        "not_known",
+        "no cause with a saving of 1 % of the step or more was found in what is recorded; this is"
+        " no proof that there is none",
+        "summary and idle for the largest parts; a recording with --shapes and of all ranks",
+    )
+
+
+_ON_WAITS = ("summary", "waits", "steps")
+
+UNKNOWNS = (
+    UnknownEntry(
+        ("recording", "summary", "findings", "steps", "waits", "critical_path"), _find_no_steps
+    ),
+    UnknownEntry(("recording", "summary", "waits", "collectives"), _find_no_mesh),
+    UnknownEntry(("recording", *_ON_WAITS, "collectives"), _find_estimates),
+    UnknownEntry(("collectives",), _find_no_link),
+    UnknownEntry(("recording", "summary"), _find_no_model),
+    UnknownEntry(("summary", "model_comparison"), _find_no_mfu),
+    UnknownEntry(("recording", "memory"), _find_no_memory),
+    UnknownEntry(("pipeline",), _find_no_pipeline),
+    UnknownEntry(("waits", "findings"), _find_unexplained_waits),
+    UnknownEntry(("idle",), _find_unknown_idle),
+    UnknownEntry(("findings", "kernels"), _find_no_shapes),
+    UnknownEntry(("recording",), _find_no_profiling_cost),
+    UnknownEntry(("findings",), _find_other_causes),
+)
+"""Entries in the order in which they are said."""

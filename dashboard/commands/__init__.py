@@ -58,6 +58,7 @@ COMMANDS = {
     "retry": CommandEntry("runs", "Queue runs for another analysis of their files."),
     "runs": CommandEntry("runs", "List the runs of a store, newest first."),
     "schema": CommandEntry("agents", "Print the JSON Schema of a report or another result."),
+    "skill": CommandEntry("agents", "Say where SKILL.md for agents is, or print it."),
     "token": CommandEntry("access", "Create, list and revoke access tokens of a dashboard."),
     "upload": CommandEntry("upload", "Upload a recording to a dashboard and print its URL."),
     "validate": CommandEntry("model", "Compare the analytical model with published measurements."),

@@ -67,3 +67,19 @@ def schema_command(name: str | None) -> None:
             print_line(f"{each:12}{entry.version or 'no version of its own':26}{entry.written_by}")
         return
     put_json(name, schema_to_json, "-")
+
+
+# stepsplit skill: what an agent should know to use all this.
+
+
+@click.command()
+@click.option("--print", "is_printed", is_flag=True, help="Print the file.")
+def skill_command(is_printed: bool) -> None:
+    """Say where SKILL.md is, which tells an agent how to use stepsplit.
+
+    Copy it to where your agent looks for skills: how to record, which question goes to which tool,
+    and the traps.
+    """
+    path = Path(__file__).parents[1] / "agents" / "SKILL.md"
+    for line in path.read_text().splitlines() if is_printed else [str(path)]:
+        print_line(line)

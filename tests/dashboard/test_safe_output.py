@@ -210,6 +210,7 @@ COMMANDS = {
     "retry": [f"ID {STORE}"],
     "runs": [STORE, f"--tag TEXT {STORE}"],
     "schema": ["TEXT"],
+    "skill": ["", "--print"],
     "token": [f"list {STORE}", f"revoke TEXT {STORE}"],
     "upload": ["RECORDING --to URL"],
     "validate": ["PUBLISHED"],

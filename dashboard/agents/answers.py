@@ -34,7 +34,7 @@ class CannotAnswer:
     """A question that the recording does not answer, so that no one takes absence for zero.
 
     Attributes:
-        question: what cannot be told.
+        question: what is not known.
         reason: why not, as a code.
         because: why not, in words.
         needed: what would answer it.

@@ -207,7 +207,7 @@ def check_runs(recordings: Recordings, query: CheckQuery) -> ToolAnswer:
                "harm_low", "harm_high", "runs_needed", "note")  # fmt: skip
     about = (
         "each metric against its budget, in the metric's unit (ns, bytes, bytes/s, or a share);"
-        " regressed: worse than allowed beyond the noise; inconclusive: cannot be told"
+        " regressed: worse than allowed beyond the noise; inconclusive: the runs do not decide"
     )
     return ToolAnswer(about, values, columns, rows, unknowns)
 

@@ -1,4 +1,4 @@
-"""The tools of agents: answers that fit and say what cannot be told; nothing else is read."""
+"""The tools of agents: answers that fit and say what is not known; nothing else is read."""
 
 from __future__ import annotations
 

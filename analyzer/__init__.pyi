@@ -68,6 +68,7 @@ from .model.prediction import Communication as Communication
 from .model.prediction import Prediction as Prediction
 from .model.prediction import StageMemory as StageMemory
 from .model.rank_layout import GroupPlacement as GroupPlacement
+from .parts.kernel_table import KernelRow as KernelRow
 from .readers.execution_trace import ExecutionTrace as ExecutionTrace
 from .readers.execution_trace import Nodes as Nodes
 from .readers.flight_recorder import FlightDump as FlightDump
@@ -141,6 +142,8 @@ from .report.headline import BucketMean as BucketMean
 from .report.headline import OtherSteps as OtherSteps
 from .report.headline import Summary as Summary
 from .report.kind_rows import StepKindRow as StepKindRow
+from .report.part_rows import PartEvidence as PartEvidence
+from .report.part_rows import PartRow as PartRow
 from .report.report import AxisSize as AxisSize
 from .report.report import BlameRow as BlameRow
 from .report.report import ClockRow as ClockRow
@@ -166,6 +169,7 @@ from .report.report import WarningRow as WarningRow
 from .report.step_rows import ExposedRow as ExposedRow
 from .report.step_rows import StepRow as StepRow
 from .report.tables import Boxes as Boxes
+from .report.tables import PartTimes as PartTimes
 from .report.tables import Segments as Segments
 from .report.tables import Slices as Slices
 from .report.tables import Tables as Tables

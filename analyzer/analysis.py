@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.diagnosis import diagnose
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.parts.breakdown import break_down
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording, read_recording_files
 from stepsplit.analyzer.readers.recording_files import open_recording
@@ -186,9 +187,10 @@ def _build_analysis(
     draft: _JobDrafter | None = None,
 ) -> Analysis:
     split = split_recording(recording, mesh)
-    report = build_report(recording, split, diagnose(split, recording.records))
+    breakdown = break_down(split)
+    report = build_report(recording, split, diagnose(split, recording.records), breakdown)
     job_draft = None if draft is None else draft(recording, split)
-    return Analysis(compare(report, recording, split), build_tables(split), job_draft)
+    return Analysis(compare(report, recording, split), build_tables(split, breakdown), job_draft)
 
 
 def _make_comparison(job: str | Path | None) -> _ModelComparison:

@@ -166,7 +166,8 @@ class Events:
         category: A Category per event.
         name_id: Index into names.
         lane: Index into lanes.
-        correlation: Joins a launch on the host with the event it launched; -1 for none.
+        correlation: Joins a launch on the host with the event it launched, and an op with the range
+            of its backward, by autograd's sequence number; -1 for none.
         names: The distinct names.
         lanes: The threads and streams.
     """
@@ -282,7 +283,8 @@ def _find_launches(events: Events) -> LaunchCalls:
     number = events.correlation[calls]
     call = np.full(len(events), -1, dtype=np.int32)
     if len(calls):
-        launched = np.flatnonzero(events.correlation >= 0)
+        # The numbers of ops are autograd's.
+        launched = np.flatnonzero((events.correlation >= 0) & ~events.is_category(Category.OP))
         wanted = events.correlation[launched]
         at = np.minimum(np.searchsorted(number, wanted), len(calls) - 1)
         call[launched] = np.where(number[at] == wanted, calls[at], -1)

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import COMMUNICATION, StepSplit
+from stepsplit.analyzer.parts.breakdown import Breakdown
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.diagnosis_rows import (
     Lateness,
@@ -22,6 +23,7 @@ from stepsplit.analyzer.report.diagnosis_rows import (
 )
 from stepsplit.analyzer.report.headline import LackingRow, summarize
 from stepsplit.analyzer.report.kind_rows import build_kind_rows
+from stepsplit.analyzer.report.part_rows import build_part_rows
 from stepsplit.analyzer.report.report import (
     UNKNOWN_HOST,
     AxisSize,
@@ -62,7 +64,16 @@ class Diagnosis(Struct, frozen=True):
     notes: tuple[Note, ...]
 
 
-def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) -> Report:
+MAX_KERNELS = 30
+"""Number of kernels in report.json; the tables have all."""
+
+
+def build_report(
+    recording: Recording,
+    split: RunSplit,
+    diagnosis: Diagnosis,
+    breakdown: Breakdown = Breakdown(),  # noqa: B008
+) -> Report:
     """Build the report of a split recording; times count from the start of its earliest step."""
     origin = find_origin_ns(split)
     steps = tuple(
@@ -81,6 +92,7 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
     pipeline = _build_pipeline(split)
     idle = build_idle_rows(split)
     exposed = tuple(row for rank in split.ranks for row in _build_exposed(rank))
+    parts, part_evidence = build_part_rows(breakdown.parts, steps)
     detail, variation = split.detail, split.detail.variation
     run = build_run(recording, split, origin)
     all_notes = (*recording.notes, *split.notes, *diagnosis.notes, *_note_lasting_slowdown(run))
@@ -112,6 +124,9 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         pipeline=pipeline,
         idle=idle,
         kernels=detail.families,
+        kernel_table=breakdown.kernels[:MAX_KERNELS],
+        parts=parts,
+        part_evidence=part_evidence,
         slow_kernels=diagnosis.slow_kernels,
         contention=tuple(
             ContentionRow(rank.trace.rank, one.ratio, one.places, one.lost_ns)

@@ -12,6 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Kind, Split
+from stepsplit.analyzer.parts.kernel_table import KernelRow
 from stepsplit.analyzer.report.diagnosis_rows import (
     Lateness,
     PathKernel,
@@ -27,6 +28,7 @@ from stepsplit.analyzer.report.headline import (
     summarize,
 )
 from stepsplit.analyzer.report.kind_rows import StepKindRow
+from stepsplit.analyzer.report.part_rows import PartEvidence, PartRow
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.coverage import Coverage
@@ -744,6 +746,9 @@ class Report(Struct, frozen=True, kw_only=True):
         pipeline: pipeline bubble.
         idle: idle time by cause.
         kernels: compute by kernel family.
+        kernel_table: the kernels with the most time, longest first; all are in tables/.
+        parts: the mean step by part of the model; empty in older reports.
+        part_evidence: how the parts were found; None without parts.
         slow_kernels: kernels slower than on peer ranks.
         contention: slowdown of compute by communication.
         overlap: overlapped communication.
@@ -784,6 +789,9 @@ class Report(Struct, frozen=True, kw_only=True):
     pipeline: Pipeline | None = None
     idle: tuple[IdleRow, ...] = ()
     kernels: tuple[KernelFamily, ...] = ()
+    kernel_table: tuple[KernelRow, ...] = ()
+    parts: tuple[PartRow, ...] = ()
+    part_evidence: PartEvidence | None = None
     slow_kernels: tuple[SlowKernel, ...] = ()
     contention: tuple[ContentionRow, ...] = ()
     overlap: tuple[Overlap, ...] = ()

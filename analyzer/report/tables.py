@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import view_numbers
 from stepsplit.analyzer.buckets import WAITS, Bucket
+from stepsplit.analyzer.parts.breakdown import Breakdown
+from stepsplit.analyzer.parts.kernel_table import KernelRow
 from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 # RunSplit -> Tables.
 
 
-def build_tables(split: RunSplit) -> Tables:
+def build_tables(split: RunSplit, breakdown: Breakdown = Breakdown()) -> Tables:  # noqa: B008
     """Build the tables of a split recording in the report's times; slices are built on access."""
     origin = find_origin_ns(split)
     bands = [rank.attribution.band for rank in split.ranks]
@@ -51,6 +54,31 @@ def build_tables(split: RunSplit) -> Tables:
             }
         ),
         BuiltSlices(split, origin),
+        _build_parts(split, breakdown),
+        breakdown.kernels,
+    )
+
+
+def _build_parts(split: RunSplit, breakdown: Breakdown) -> PartTimes:
+    """A row per rank, step, part and bucket with any time."""
+    columns: list[list[Int64]] = [[] for _ in fields(PartTimes)]
+    for rank, own in zip(split.ranks, breakdown.parts, strict=False):
+        step, part, bucket = own.ns.nonzero()
+        numbers = np.array([one.step for one in rank.steps], dtype=np.int64)
+        of_part = np.array([(one.layer, one.kind, one.phase) for one in own.parts])[part]
+        for column, values in zip(
+            columns,
+            (np.full(len(step), own.rank), numbers[step], *of_part.T, bucket,
+             own.ns[step, part, bucket]),
+            strict=True,
+        ):  # fmt: skip
+            column.append(values)
+    kinds = (np.int32, np.int32, np.int32, np.uint8, np.uint8, np.uint8, np.int64)
+    return PartTimes(
+        *(
+            np.concatenate(column).astype(kind) if column else np.empty(0, dtype=kind)
+            for column, kind in zip(columns, kinds, strict=True)
+        )
     )
 
 
@@ -182,6 +210,38 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True)
+class PartTimes:
+    """The time of each part of the model in each step of each rank, by bucket; the rows of a step
+    add up to it.
+
+    Columns of equal length, sorted by rank, then step.
+
+    Attributes:
+        rank: global rank, int32.
+        step: step number, int32.
+        layer: number of the layer, -1 outside of the layers, int32.
+        part: a PartKind, uint8.
+        phase: a PartPhase, uint8.
+        bucket: index into `BUCKETS`, uint8.
+        ns: duration in ns, int64.
+    """
+
+    rank: Int32
+    step: Int32
+    layer: Int32
+    part: UInt8
+    phase: UInt8
+    bucket: UInt8
+    ns: Int64
+
+    @classmethod
+    def build_empty(cls) -> PartTimes:
+        """An empty table."""
+        whole, byte = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint8)
+        return cls(whole, whole, whole, byte, byte, byte, np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
 class Tables:
     """The detail tables of a report.
 
@@ -190,15 +250,20 @@ class Tables:
         boxes: pipeline grid; empty without a pipeline.
         waits: waits with the rank waited for. Default: empty.
         slices: kernels and calls by rank, read or built on access. Default: empty.
+        parts: time by part of the model. Default: empty.
+        kernels: all kernels, longest first; the table kernels.parquet has their fields as columns.
+            Default: empty.
     """
 
     segments: Segments
     boxes: Boxes
     waits: Waits = field(default_factory=Waits.build_empty)
     slices: Mapping[int, Slices] = field(default_factory=dict)
+    parts: PartTimes = field(default_factory=PartTimes.build_empty)
+    kernels: tuple[KernelRow, ...] = ()
 
 
-_T = TypeVar("_T", Segments, Boxes, Waits)
+_T = TypeVar("_T", Segments, Boxes, Waits, PartTimes)
 
 
 def write_tables(folder: Path, tables: Tables) -> None:
@@ -207,11 +272,16 @@ def write_tables(folder: Path, tables: Tables) -> None:
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True, exist_ok=True)
-    for table in (tables.segments, tables.boxes, tables.waits):
+    for table in (tables.segments, tables.boxes, tables.waits, tables.parts):
         path = _find_path(folder, type(table))
         columns = {column.name: getattr(table, column.name) for column in fields(table)}
         with whole_file(path, SHARED) as file:
             pq.write_table(pa.table(columns), file, compression="zstd")
+    with whole_file(folder / KERNELS_NAME, SHARED) as file:
+        rows = [msgspec.structs.asdict(row) for row in tables.kernels]
+        pq.write_table(
+            pa.Table.from_pylist(rows, schema=_build_kernel_schema()), file, compression="zstd"
+        )
     write_slices(folder, tables.slices)
 
 
@@ -222,7 +292,46 @@ def read_tables(folder: Path) -> Tables:
     """
     waits = _read(folder, Waits) if _find_path(folder, Waits).exists() else Waits.build_empty()
     slices = StoredSlices(folder / FILE_NAME) if (folder / FILE_NAME).exists() else {}
-    return Tables(_read(folder, Segments), _read(folder, Boxes), waits, slices)
+    has_parts = _find_path(folder, PartTimes).exists()
+    return Tables(
+        _read(folder, Segments),
+        _read(folder, Boxes),
+        waits,
+        slices,
+        _read(folder, PartTimes) if has_parts else PartTimes.build_empty(),
+        _read_kernels(folder),
+    )
+
+
+KERNELS_NAME = "kernels.parquet"
+
+
+def _read_kernels(folder: Path) -> tuple[KernelRow, ...]:
+    import pyarrow.parquet as pq
+
+    path = folder / KERNELS_NAME
+    if not path.exists():
+        return ()
+    if problem := describe_special(path):
+        raise OSError(f"{path}: {problem}")
+    with pq.ParquetFile(path) as file:
+        rows: tuple[KernelRow, ...] = msgspec.convert(
+            file.read().to_pylist(), tuple[KernelRow, ...]
+        )
+    return rows
+
+
+def _build_kernel_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    kinds = {
+        "str": pa.string(), "int": pa.int64(), "float": pa.float64(), "Limit": pa.string(),
+        "tuple[str, ...]": pa.list_(pa.string()),
+    }  # fmt: skip
+    return pa.schema(
+        [(name, kinds[str(kind).removesuffix(" | None")])
+         for name, kind in KernelRow.__annotations__.items()]
+    )  # fmt: skip
 
 
 def _find_path(folder: Path, kind: type) -> Path:

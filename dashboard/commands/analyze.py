@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 @click.option("--mesh", "mesh_text", metavar="AXES",
               help="The job's mesh, outermost axis first, such as pp=2,dp=2,tp=2; by default from "
                    "run.json, else inferred. A contradiction is a warning.")  # fmt: skip
+@click.option("--parts", "all_parts", is_flag=True,
+              help="Also print the parts of the model by layer, and the kernels.")  # fmt: skip
 @build_log_option("Also log the median step to this tool; may be repeated.")
 @rules_option
 def analyze_command(
@@ -73,6 +75,7 @@ def analyze_command(
     job: str | None,
     job_out: Path | None,
     mesh_text: str | None,
+    all_parts: bool,
     log_to: tuple[str, ...],
     rules_file: Path | None,
 ) -> None:
@@ -109,7 +112,7 @@ def analyze_command(
         view = View(analysis.report.run.name, analysis.report, analysis.tables)
         write_output(html_file, export_html(view).encode())
     if not put_json(analysis.report, to_json, json_file):
-        make_console().print(build_report_screen(analysis.report))
+        make_console().print(build_report_screen(analysis.report, all_parts))
     draft = analysis.job_draft
     if job_out is not None and draft is not None:
         write_output(job_out, draft.text.encode())

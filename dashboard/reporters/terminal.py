@@ -42,6 +42,7 @@ from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
+from stepsplit.dashboard.reporters.parts import build_all_parts, build_parts_section
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
     build_table,
@@ -69,8 +70,9 @@ STRATEGY_NAME = {
 }
 
 
-def build_report_screen(report: Report) -> RenderableType:
-    """The whole screen of a report, for a rich console of any width from 80 columns."""
+def build_report_screen(report: Report, all_parts: bool = False) -> RenderableType:
+    """The whole screen of a report, for a rich console of any width from 80 columns; with all_parts
+    also the parts by layer and the kernels."""
     summary = report.summary or summarize(report.steps, report.exposed)
     parts: list[RenderableType] = [_describe_run(report.run)]
     if lacks := describe_lacks(summary.lacks if summary else ()):
@@ -94,6 +96,7 @@ def build_report_screen(report: Report) -> RenderableType:
     parts += [Text(), BucketTable(report, summary), _format_memo(report, summary)]
     parts += format_coverage(report)
     parts += format_critical_path(report)
+    parts += build_parts_section(report)
     if report.pipeline is not None:
         parts += [Text(), build_stages_table(report, report.pipeline)]
     if report.collectives:
@@ -120,6 +123,8 @@ def build_report_screen(report: Report) -> RenderableType:
         rows = [(one.bucket, units.format_percent(one.share), one.part) for one in large]
         parts += _build_list("OTHER LARGE PARTS OF THE STEP", rows)
     parts += format_slow_steps(report)
+    if all_parts:
+        parts += build_all_parts(report)
     return Group(*parts)
 
 

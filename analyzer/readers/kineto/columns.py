@@ -256,6 +256,13 @@ _SHORT_DTYPES = (
 
 _DTYPE_MARK = b"\0"
 
+_SEQUENCE = b'"Sequence number":'
+"""Autograd numbers the nodes of its graph: the op that creates one, and the range of the backward
+that runs it, have its number."""
+
+_MOST_DIGITS = 18
+"""Of a number of 64 bits."""
+
 _SAMPLES = 32
 """Number of ops of a block that are searched for shapes."""
 
@@ -461,6 +468,8 @@ class _Builder:
         ops = np.flatnonzero(category == Category.OP)
         # Whether shapes were recorded: then most ops have them.
         samples = ops[:: len(ops) // _SAMPLES + 1].tolist()
+        if any(_SEQUENCE in bytes(events[row].args) for row in samples):
+            correlation[ops] = [_cut_sequence(events[row].args) for row in ops.tolist()]
         if any(_DIMS in bytes(events[row].args) for row in samples):
             self._add_shapes(ops, [_cut_dims(events[row].args) for row in ops.tolist()])
         parts: tuple[npt.NDArray[Any], ...] = (start, dur, category, name_id, lane, correlation)
@@ -500,6 +509,12 @@ class _Builder:
             shaped=ShapedRows(shaped_row, shape_id, tuple(self._shapes.texts)),
             tracks=tuple(self._tracks),
         )
+
+
+def _cut_sequence(args: Raw) -> int:
+    """The sequence number of an op; -1 if it has none."""
+    digits = bytes(args).partition(_SEQUENCE)[2][: _MOST_DIGITS + 2].partition(b",")[0].strip(b" }")
+    return int(digits) if digits.isdigit() else -1
 
 
 def _cut_dims(args: Raw) -> bytes:

@@ -1,0 +1,472 @@
+"""Where in the model the host was at each instant, by the ranges of its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.arrays import is_inside, list_distinct
+from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
+from stepsplit.analyzer.parts.scope_names import (
+    MODULE_MARK,
+    ScopeName,
+    nest_kind,
+    parse_node_kind,
+    parse_op_kind,
+    parse_range_name,
+)
+from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans
+from stepsplit.analyzer.split.host_threads import build_nested, find_host_threads
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+
+_LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+class PartNumbers(dict[Part, int]):
+    """Numbers distinct parts in order of appearance; UNPLACED is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self[UNPLACED] = 0
+
+    def __missing__(self, part: Part) -> int:
+        self[part] = number = len(self)
+        return number
+
+
+class _Timeline(Struct, frozen=True):
+    """The part of a thread from each edge on, as numbers; edges ascend, the first is the begin of
+    time. begin_ns is the start of the innermost range there, module_ns of the innermost module."""
+
+    edges_ns: Int64
+    part: Int64
+    begin_ns: Int64
+    module_ns: Int64
+
+    def find_at(self, when_ns: Int64) -> Int64:
+        return np.searchsorted(self.edges_ns, when_ns, side="right") - 1
+
+
+class _Nodes(Struct, frozen=True):
+    """Disjoint ranges of autograd on a thread, in order, and their parts."""
+
+    start_ns: Int64
+    end_ns: Int64
+    part: Int64
+
+
+@dataclass(frozen=True)
+class HostScopes:
+    """The parts on the threads of a rank's host.
+
+    Attributes:
+        events: The events of the rank.
+        numbers: The parts by number, which the other methods return.
+        thread_of_lane: The thread of each lane.
+        main: The thread that steps the job, -1 if unknown.
+        timelines: The parts over time of each thread with any.
+        has_modules: Whether ranges of modules were recorded.
+        has_names: Whether modules have the names of the model, and layers its numbers.
+        n_layers: The number of distinct layers.
+    """
+
+    events: Events
+    numbers: PartNumbers
+    thread_of_lane: Int64
+    main: int
+    timelines: dict[int, _Timeline]
+    has_modules: bool
+    has_names: bool
+    n_layers: int
+
+    def find_parts(self, thread: Int64, when_ns: Int64) -> Int64:
+        """The number of the part at each instant on each thread; 0 where nothing is known."""
+        found = np.zeros(len(when_ns), dtype=np.int64)
+        for one, line in self.timelines.items():
+            here = np.flatnonzero(thread == one)
+            if len(here):
+                found[here] = line.part[line.find_at(when_ns[here])]
+        return found
+
+    def find_parts_of(self, rows: Int64) -> Int64:
+        """The part at the start of each of these host events; 0 for row -1."""
+        thread = np.where(rows >= 0, self.thread_of_lane[self.events.lane[rows]], -1)
+        return self.find_parts(thread, self.events.start_ns[rows])
+
+    def list_edges_ns(self, thread: int) -> Int64:
+        """The instants at which the part on the thread may change, ascending."""
+        if thread not in self.timelines:
+            return np.empty(0, dtype=np.int64)
+        return self.timelines[thread].edges_ns[1:]
+
+
+def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
+    """Find where in the model each thread of the rank's host was."""
+    events = trace.events
+    threads = find_host_threads(events)
+    scopes = _collect_scopes(events)
+    layers = _number_layers(events, scopes, threads.of_lane)
+    timelines = {}
+    rows = np.flatnonzero(scopes.is_scope)
+    thread_of = threads.of_lane[events.lane[rows]]
+    for thread in list_distinct(thread_of).tolist():
+        mask = np.zeros(len(events), dtype=np.bool_)
+        mask[rows[thread_of == thread]] = True
+        timelines[thread] = _build_timeline(events, mask, scopes, layers, numbers)
+    found = HostScopes(
+        events=events,
+        numbers=numbers,
+        thread_of_lane=threads.of_lane,
+        main=threads.main,
+        timelines=timelines,
+        has_modules=scopes.has_modules,
+        has_names=scopes.has_names,
+        n_layers=len(set(layers.values())),
+    )
+    # The nodes are placed by the forward, then put into the same timelines.
+    nodes = _place_nodes(found)
+    op_rows = np.flatnonzero(events.is_category(Category.OP))
+    for thread in sorted({*timelines, *nodes}):
+        line = timelines.get(thread, _NO_RANGES)
+        if thread in nodes:
+            line = _merge_nodes(line, nodes[thread], numbers)
+        ops = op_rows[threads.of_lane[events.lane[op_rows]] == thread]
+        timelines[thread] = _fill_gaps(
+            line, events.start_ns[ops], numbers, has_forward=scopes.has_modules
+        )
+    return found
+
+
+_BEGIN = np.array([_LEAST], dtype=np.int64)
+
+_NO_RANGES = _Timeline(_BEGIN, np.zeros(1, dtype=np.int64), _BEGIN, _BEGIN)
+
+
+def _merge_nodes(line: _Timeline, nodes: _Nodes, numbers: PartNumbers) -> _Timeline:
+    """The timeline with the parts of autograd's nodes; a module that is called inside a node
+    computes again, another range there (FSDP's) may say more than the node."""
+    edges = np.unique(np.concatenate((line.edges_ns, nodes.start_ns, nodes.end_ns)))
+    at = line.find_at(edges)
+    part, begin, module = line.part[at], line.begin_ns[at], line.module_ns[at]
+    node = np.searchsorted(nodes.start_ns, edges, side="right") - 1
+    own = np.maximum(node, 0)
+    inside = (node >= 0) & (edges < nodes.end_ns[own])
+    again = inside & (module > nodes.start_ns[own]) & (part > 0)
+    ranged = inside & ~again & (begin > nodes.start_ns[own]) & (part > 0)
+    parts = list(numbers)
+    for rows, phase in ((again, PartPhase.RECOMPUTE), (ranged, PartPhase.BACKWARD)):
+        moved = {
+            one: _move_to_phase(numbers, parts[one], phase)
+            for one in list_distinct(part[rows]).tolist()
+        }
+        part[rows] = [moved[one] for one in part[rows].tolist()]
+    part = np.where(inside & ~again & ~ranged, nodes.part[own], part)
+    return _Timeline(edges, part, np.where(inside, nodes.start_ns[own], begin), module)
+
+
+def _move_to_phase(numbers: PartNumbers, part: Part, phase: PartPhase) -> int:
+    """The number of the part in this phase; that of gradients and optimizers stays."""
+    kind = part.kind
+    return numbers[part if kind in _OUTSIDE_PASSES else Part(part.layer, kind, phase)]
+
+
+def _fill_gaps(
+    line: _Timeline, op_starts_ns: Int64, numbers: PartNumbers, has_forward: bool
+) -> _Timeline:
+    """The timeline, with time outside of all ranges placed by what is around it.
+
+    Between two nodes autograd prepares the second one, if no op starts; from the end of the forward
+    to the first node it begins; between two parts of the optimizer (clipping, steps of several
+    groups) Python prepares the second one, unless a forward may be there that has no ranges.
+    """
+    change = np.concatenate(([True], line.part[1:] != line.part[:-1]))
+    edges, part = line.edges_ns[change], line.part[change]
+    gap = np.flatnonzero(part[1:-1] == 0) + 1 if len(part) > 2 else np.empty(0, dtype=np.int64)
+    phase = np.array([one.phase for one in numbers])
+    kind = np.array([one.kind for one in numbers])
+    before, after = part[gap - 1], part[gap + 1] if len(gap) else gap
+    ops = np.searchsorted(op_starts_ns, edges)
+    is_quiet = ops[gap + 1] == ops[gap] if len(gap) else np.zeros(0, dtype=np.bool_)
+    is_backward = phase == PartPhase.BACKWARD
+    filled = is_backward[after] & (is_backward[before] & is_quiet)
+    filled |= is_backward[after] & (phase[before] == PartPhase.FORWARD)
+    if has_forward:
+        filled |= (kind[before] == PartKind.OPTIMIZER) & (kind[after] == PartKind.OPTIMIZER)
+    part[gap[filled]] = after[filled]
+    return _Timeline(edges, part, line.begin_ns[change], line.module_ns[change])
+
+
+# The ranges that say where in the model the host is.
+
+
+class _Scopes(Struct, frozen=True):
+    """of_name has what each name says, None for most; is_scope which events count."""
+
+    of_name: Sequence[ScopeName | None]
+    is_scope: Bool
+    has_modules: bool
+    has_names: bool
+
+
+def _collect_scopes(events: Events) -> _Scopes:
+    """The ranges of modules, annotations, and ops whose name says a kind."""
+    used = np.zeros((3, len(events.names)), dtype=np.bool_)
+    categories = (Category.PYTHON, Category.ANNOTATION, Category.OP)
+    for place, category in enumerate(categories):
+        used[place, events.name_id[events.is_category(category)]] = True
+    of_name: list[ScopeName | None] = [None] * len(events.names)
+    chosen = np.zeros((3, len(events.names)), dtype=np.bool_)
+    for number in np.flatnonzero(used.any(axis=0)).tolist():
+        name = events.names[number]
+        is_range, is_op = used[:2, number].any(), used[2, number]
+        scope = parse_range_name(name) if is_range else None
+        if scope is None and is_op and not name.startswith(ENGINE):
+            kind = parse_op_kind(name)
+            scope = None if kind is None else ScopeName(kind)
+        of_name[number] = scope
+        chosen[:, number] = scope is not None
+    is_scope = np.zeros(len(events), dtype=np.bool_)
+    backward = find_spans(events, ENGINE)
+    for place, category in enumerate(categories):
+        rows = events.is_category(category)
+        is_chosen = rows & chosen[place][events.name_id]
+        if category == Category.OP:
+            # What a node of autograd runs belongs to the op whose gradient it is.
+            is_chosen[is_chosen] = ~is_inside(backward, events.start_ns[is_chosen])
+        is_scope |= is_chosen
+    known = [scope for scope in of_name if scope is not None and scope.is_module]
+    named = any(name.startswith(MODULE_MARK) for name in events.names)
+    return _Scopes(of_name, is_scope, bool(known), named)
+
+
+def _number_layers(
+    events: Events, scopes: _Scopes, thread_of_lane: Int64
+) -> dict[tuple[str, int], int]:
+    """The number of each layer by class and number, from 0 in the order of their first calls.
+
+    A class that contains other such modules (Megatron's TransformerBlock) is a container; a layer
+    that its path numbers keeps its number.
+    """
+    names = [
+        number for number, scope in enumerate(scopes.of_name)
+        if scope is not None and scope.layer != NO_LAYER and scope.is_module
+    ]  # fmt: skip
+    chosen = np.zeros(len(events.names), dtype=np.bool_)
+    chosen[names] = True
+    rows = np.flatnonzero(scopes.is_scope & chosen[events.name_id])
+    containers: set[str] = set()
+    first: dict[tuple[str, int], int] = {}
+    for thread in list_distinct(thread_of_lane[events.lane[rows]]).tolist():
+        own = rows[thread_of_lane[events.lane[rows]] == thread]
+        mask = np.zeros(len(events), dtype=np.bool_)
+        mask[own] = True
+        nested = build_nested(events, mask)
+        open_until: list[tuple[int, str]] = []
+        for row in nested.row.tolist():
+            scope = scopes.of_name[events.name_id[row]]
+            assert scope is not None
+            start = int(events.start_ns[row])
+            while open_until and open_until[-1][0] <= start:
+                open_until.pop()
+            if scope.layer_class:
+                containers.update(
+                    outer for _, outer in open_until if outer and outer != scope.layer_class
+                )
+            key = scope.layer_class, scope.layer
+            first[key] = min(first.get(key, start), start)
+            open_until.append((start + int(events.dur_ns[row]), scope.layer_class))
+    classes = [key for key in first if key[0] and key[0] not in containers]
+    classes.sort(key=lambda key: (first[key], key))
+    numbered = {key: place for place, key in enumerate(classes)}
+    return numbered | {key: key[1] for key in first if not key[0]}
+
+
+class _State(Struct, frozen=True):
+    """What the open ranges say: layer, kind, and whether they are of modules."""
+
+    layer: int = NO_LAYER
+    kind: PartKind | None = None
+    in_module: bool = False
+
+
+def _build_timeline(
+    events: Events,
+    mask: Bool,
+    scopes: _Scopes,
+    layers: dict[tuple[str, int], int],
+    numbers: PartNumbers,
+) -> _Timeline:
+    """The parts of one thread over time, from its nested ranges."""
+    nested = build_nested(events, mask)
+    name_ids = events.name_id[nested.row].tolist()
+    outside = _State()
+    edges = [(_LEAST, 0, _LEAST, _LEAST)]
+    # Of each open range: its end, its state, the state that modules inside it start from, and its
+    # part, its start, and the start of the innermost module.
+    stack = [(_MOST, outside, outside, (0, _LEAST, _LEAST))]
+    memo: dict[tuple[_State, _State, int], tuple[_State, _State, int, bool]] = {}
+    for start, end, name_id in zip(
+        nested.start_ns.tolist(), nested.end_ns.tolist(), name_ids, strict=True
+    ):
+        while stack[-1][0] <= start:
+            left_ns = stack.pop()[0]
+            edges.append((left_ns, *stack[-1][3]))
+        until, state, of_modules, (_, _, module_ns) = stack[-1]
+        key = state, of_modules, name_id
+        if key not in memo:
+            scope = scopes.of_name[name_id]
+            assert scope is not None
+            states = _enter(state, of_modules, scope, layers)
+            memo[key] = *states, numbers[_convert_to_part(states[0])], scope.is_module
+        inner, inner_modules, part, is_module = memo[key]
+        own = part, start, start if is_module else module_ns
+        edges.append((start, *own))
+        stack.append((min(end, until), inner, inner_modules, own))
+    while len(stack) > 1:
+        left_ns = stack.pop()[0]
+        edges.append((left_ns, *stack[-1][3]))
+    return _Timeline(*np.array(edges, dtype=np.int64).T)
+
+
+def _enter(
+    state: _State, of_modules: _State, scope: ScopeName, layers: dict[tuple[str, int], int]
+) -> tuple[_State, _State]:
+    """The states inside a range. A module inside an annotation or function (that computes
+    a Trainer's loss, or an optimizer's closure) is placed by modules alone."""
+    outer = of_modules if scope.is_module else state
+    if scope.is_alone:
+        outer = _State(in_module=True)
+    layer = outer.layer
+    if scope.layer != NO_LAYER:
+        layer = layers.get((scope.layer_class, scope.layer), layer)
+        if not scope.is_module:
+            layer = scope.layer
+    kind = scope.kind
+    if kind is None and scope.is_linear and layer == NO_LAYER and layers:
+        # A matrix outside of the layers is the head, whose class says nothing.
+        kind = PartKind.HEAD
+    is_new_layer = scope.is_module and layer != outer.layer
+    inner = _State(
+        layer, kind if is_new_layer else nest_kind(outer.kind, kind), outer.in_module or
+        scope.is_module,
+    )  # fmt: skip
+    return inner, inner if scope.is_module else of_modules
+
+
+_OUTSIDE_PASSES = (PartKind.OPTIMIZER, PartKind.GRADIENT_REDUCTION)
+
+
+def _convert_to_part(state: _State) -> Part:
+    kind = PartKind.OTHER if state.kind is None else state.kind
+    if kind in _OUTSIDE_PASSES:
+        return Part(state.layer, kind, PartPhase.OTHER)
+    is_placed = state.in_module or state.kind is not None or state.layer != NO_LAYER
+    return Part(state.layer, kind, PartPhase.FORWARD if is_placed else PartPhase.OTHER)
+
+
+# The backward: autograd's ranges have the sequence numbers of the ops whose gradient they compute.
+
+
+def _place_nodes(scopes: HostScopes) -> dict[int, _Nodes]:
+    """The outermost ranges of autograd by thread, each with the part of its forward."""
+    events, numbers = scopes.events, scopes.numbers
+    is_op = events.is_category(Category.OP)
+    is_node = is_op & events.match_prefix(ENGINE)
+    rows = np.flatnonzero(is_node)
+    if not len(rows):
+        return {}
+    # What a node runs has its number too.
+    repeats = events.name_mask(tuple("Backward" in name for name in events.names))
+    forward = np.flatnonzero(is_op & ~is_node & ~repeats & (events.correlation >= 0))
+    thread_of = scopes.thread_of_lane[events.lane]
+    nodes_by_thread = {
+        thread: rows[thread_of[rows] == thread]
+        for thread in list_distinct(thread_of[rows]).tolist()
+    }
+    sequence = events.correlation[forward]
+    order = np.lexsort((events.start_ns[forward], sequence))
+    forward, sequence = forward[order], sequence[order]
+    found = {}
+    for thread, own in nodes_by_thread.items():
+        wanted = events.correlation[own]
+        # The last op with the number that began before the node.
+        key = _find_last_before(sequence, events.start_ns[forward], wanted, events.start_ns[own])
+        op = np.where(key >= 0, forward[key], -1) if len(forward) else np.full(len(own), -1)
+        op = np.where(wanted >= 0, op, -1)
+        part = _convert_to_backward(scopes.find_parts_of(op), numbers)
+        part = _fill_unplaced(events, own, part, numbers)
+        found[thread] = _Nodes(events.start_ns[own], events.ends_of(own), part)
+    return {thread: _flatten(nodes) for thread, nodes in found.items()}
+
+
+def _find_last_before(sequence: Int64, start_ns: Int64, wanted: Int64, before_ns: Int64) -> Int64:
+    """The last row of each wanted number that starts before an instant; -1 for none. Rows are
+    sorted by number, then start."""
+    low = np.searchsorted(sequence, wanted, side="left")
+    high = np.searchsorted(sequence, wanted, side="right")
+    row = high - 1
+    late = (row >= low) & (start_ns[np.maximum(row, 0)] >= before_ns)
+    while late.any():
+        row = row - late
+        late = (row >= low) & (start_ns[np.maximum(row, 0)] >= before_ns)
+    return np.where(row >= low, row, -1)
+
+
+def _convert_to_backward(part: Int64, numbers: PartNumbers) -> Int64:
+    parts = list(numbers)
+    moved = np.array(
+        [
+            _move_to_phase(numbers, one, PartPhase.BACKWARD) if place else 0
+            for place, one in enumerate(parts)
+        ]
+    )
+    return moved[part]
+
+
+def _fill_unplaced(events: Events, rows: Int64, part: Int64, numbers: PartNumbers) -> Int64:
+    """Nodes without a number (sums of gradients) go with the one before; those whose op is in no
+    range say their kind by name."""
+    kinds = [parse_node_kind(name) if name.startswith(ENGINE) else None for name in events.names]
+    by_name = np.array(
+        [numbers[Part(NO_LAYER, kind, PartPhase.BACKWARD)]
+         if kind is not None else numbers[Part(phase=PartPhase.BACKWARD)] for kind in kinds]
+    )  # fmt: skip
+    known = events.correlation[rows] >= 0
+    plain = numbers[Part(phase=PartPhase.BACKWARD)]
+    part = np.where(known & ((part == 0) | (part == plain)), by_name[events.name_id[rows]], part)
+    before = np.maximum.accumulate(np.where(known, np.arange(len(rows)), -1))
+    return np.where(known | (before < 0), np.where(known, part, plain), part[before])
+
+
+def _flatten(nodes: _Nodes) -> _Nodes:
+    """Disjoint ranges, of which an inner one outranks the one around it; reentrant checkpointing
+    runs a backward inside a node."""
+    if not (nodes.start_ns[1:] < nodes.end_ns[:-1]).any():
+        return nodes
+    start, end, part = [], [], []
+    stack: list[tuple[int, int]] = []
+    at = _LEAST
+
+    def add(until: int) -> None:
+        if stack and until > at:
+            start.append(at)
+            end.append(until)
+            part.append(stack[-1][1])
+
+    for begin, finish, number in zip(
+        nodes.start_ns.tolist(), nodes.end_ns.tolist(), nodes.part.tolist(), strict=True
+    ):
+        while stack and stack[-1][0] <= begin:
+            add(stack[-1][0])
+            at = max(at, stack.pop()[0])
+        add(begin)
+        at = max(at, begin)
+        stack.append((min(finish, stack[-1][0]) if stack else finish, number))
+    while stack:
+        add(stack[-1][0])
+        at = max(at, stack.pop()[0])
+    columns = (np.array(column, dtype=np.int64) for column in (start, end, part))
+    return _Nodes(*columns)

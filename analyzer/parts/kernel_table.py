@@ -1,0 +1,176 @@
+"""The kernel table: which kernels (ops of a CPU run) take the time, and how far each is from what
+its device can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from stepsplit.analyzer.parts.kernel_work import DeviceLimits, Limit, estimate_work, find_limits
+from stepsplit.analyzer.parts.part import NO_LAYER, PartKind, PartPhase
+from stepsplit.analyzer.parts.part_times import RankParts
+from stepsplit.analyzer.split.kernel_shapes import find_dtype
+from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.trace import GRID
+
+MAX_NAME_CHARACTERS = 200
+
+_Kind = TypeVar("_Kind", PartKind, PartPhase)
+
+
+class KernelRow(Struct, frozen=True):
+    """A kernel (on a CPU: an op, without the ops nested in it) on inputs of one shape, in the full
+    steps of all ranks. The rows add up to the time of all kernels.
+
+    Attributes:
+        name: name of the kernel, cut at 200 characters.
+        family: kernel family, such as "gemm".
+        shapes: shapes of the inputs; None if they were not recorded.
+        dtype: dtype of the inputs, such as "bf16".
+        parts: kinds of the parts of the model that run it, the longest first.
+        phases: phases that run it, the longest first.
+        layers: number of layers that run it.
+        ranks: number of ranks that run it.
+        slowest_rank: rank on which it takes the most time of a step.
+        calls: number of calls.
+        total_ns: sum of their durations.
+        step_ns: its mean time in a step of a rank.
+        share: share of the time of all kernels, 0..1.
+        limit: what bounds it: "compute" or "memory"; "" if its work is unknown.
+        flops: FLOPs of a call; None if unknown.
+        bytes: bytes that a call reads and writes at least; None if unknown.
+        flops_per_s: achieved FLOP/s; None if unknown or without any.
+        bytes_per_s: achieved bandwidth; None if unknown.
+        peak_per_s: peak of its limit: FLOP/s of the dtype, or bytes/s; None if unknown.
+        peak_share: what it reaches of that peak, 0..1; None if unknown.
+        reachable_ns: time of a call at the model's rate for its shape; None if unknown.
+        saves_ns: what a step would save at that rate, mean of the ranks; None if unknown.
+    """
+
+    name: str
+    family: str
+    shapes: str | None
+    dtype: str
+    parts: tuple[str, ...]
+    phases: tuple[str, ...]
+    layers: int
+    ranks: int
+    slowest_rank: int
+    calls: int
+    total_ns: int
+    step_ns: int
+    share: float
+    limit: Limit = ""
+    flops: int | None = None
+    bytes: int | None = None
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    peak_per_s: float | None = None
+    peak_share: float | None = None
+    reachable_ns: int | None = None
+    saves_ns: int | None = None
+
+
+@dataclass(slots=True)
+class _Sums:
+    calls: int = 0
+    total_ns: int = 0
+    by_rank: dict[int, float] = field(default_factory=dict)
+    by_kind: dict[PartKind, int] = field(default_factory=dict)
+    by_phase: dict[PartPhase, int] = field(default_factory=dict)
+    layers: set[int] = field(default_factory=set)
+
+
+def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[KernelRow, ...]:
+    """The kernels of the full steps of all ranks, longest first; parts has one entry per rank."""
+    sums: dict[tuple[KernelWork, str], _Sums] = {}
+    rank_steps = 0
+    for rank, own in zip(split.ranks, parts, strict=True):
+        compute = collect_compute(rank.trace, rank.windows)
+        n_steps = max(1, len(compute.steps))
+        rank_steps += n_steps
+        work, work_id = find_kernel_work(rank.trace, compute.row)
+        family_of = dict(zip(work_id.tolist(), compute.name_id.tolist(), strict=True))
+        place = own.event_part[compute.row]
+        codes, code = np.unique(work_id * len(own.parts) + place, return_inverse=True)
+        calls = np.bincount(code, minlength=len(codes)).tolist()
+        took = np.zeros(len(codes), dtype=np.int64)
+        np.add.at(took, code, compute.took_ns)
+        for one, count, ns in zip(codes.tolist(), calls, took.tolist(), strict=True):
+            number, part = divmod(one, len(own.parts))
+            key = work[number], compute.kinds.find_family(family_of[number])
+            row, at = sums.setdefault(key, _Sums()), own.parts[part]
+            row.calls += count
+            row.total_ns += ns
+            row.by_rank[own.rank] = row.by_rank.get(own.rank, 0.0) + ns / n_steps
+            row.by_kind[at.kind] = row.by_kind.get(at.kind, 0) + ns
+            row.by_phase[at.phase] = row.by_phase.get(at.phase, 0) + ns
+            row.layers |= {at.layer} - {NO_LAYER}
+    everything = sum(row.total_ns for row in sums.values()) or 1
+    on_device = all(rank.trace.on_device for rank in split.ranks)
+    device = next((rank.trace.device for rank in split.ranks if rank.trace.device), "")
+    limits = find_limits(device) if on_device else None
+    rows = [
+        _build_row(key, row, everything, rank_steps, on_device, limits) for key, row in sums.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.total_ns, row.name, row.shapes or "")))
+
+
+def _build_row(
+    key: tuple[KernelWork, str],
+    sums: _Sums,
+    everything: int,
+    rank_steps: int,
+    on_device: bool,
+    limits: DeviceLimits | None,
+) -> KernelRow:
+    one, family = key
+    shapes = None if one.shapes is None or one.shapes.startswith(GRID) else one.shapes
+    dtype = find_dtype(one)
+    row = KernelRow(
+        name=one.name[:MAX_NAME_CHARACTERS],
+        family=family,
+        shapes=shapes,
+        dtype=dtype,
+        parts=tuple(kind.label for kind in _sort_by_time(sums.by_kind)),
+        phases=tuple(phase.label for phase in _sort_by_time(sums.by_phase)),
+        layers=len(sums.layers),
+        ranks=len(sums.by_rank),
+        slowest_rank=max(sums.by_rank, key=lambda rank: (sums.by_rank[rank], -rank)),
+        calls=sums.calls,
+        total_ns=sums.total_ns,
+        step_ns=sums.total_ns // max(1, rank_steps),
+        share=sums.total_ns / everything,
+    )
+    work = estimate_work(one, family, on_device)
+    if work is None or not sums.total_ns:
+        return row
+    call_ns = sums.total_ns / sums.calls
+    peak = None if limits is None else limits.find_peak(dtype, work.limit)
+    achieved = (work.flops if work.limit == "compute" else work.bytes) / call_ns * 1e9
+    reachable_ns = None if limits is None else limits.compute_reachable_ns(one, work, family)
+    saves_ns = None
+    if reachable_ns is not None:
+        saves_ns = max(0, round((call_ns - reachable_ns) * sums.calls / max(1, rank_steps)))
+    return replace(
+        row,
+        limit=work.limit,
+        flops=work.flops,
+        bytes=work.bytes,
+        flops_per_s=work.flops / call_ns * 1e9 if work.flops else None,
+        bytes_per_s=work.bytes / call_ns * 1e9,
+        peak_per_s=peak,
+        peak_share=None if peak is None else achieved / peak,
+        reachable_ns=None if reachable_ns is None else round(reachable_ns),
+        saves_ns=saves_ns,
+    )
+
+
+def _sort_by_time(ns: Mapping[_Kind, int]) -> list[_Kind]:
+    return sorted(ns, key=lambda one: (-ns[one], one))

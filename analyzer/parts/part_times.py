@@ -1,0 +1,244 @@
+"""The time of each part of the model: every instant of a step in exactly one part and bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.arrays import Intervals, intersect, trim_overlaps
+from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
+from stepsplit.analyzer.parts.host_scopes import HostScopes, PartNumbers, find_host_scopes
+from stepsplit.analyzer.parts.kernel_sequence import place_by_sequence
+from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
+from stepsplit.analyzer.split.call_purposes import find_call_purposes, find_issue_ns
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.trace import Category, EventKind, Int64
+
+Evidence = Literal["modules", "ranges", "kernels", "none"]
+"""What places work in the model: ranges of its modules; other ranges and ops by their names; the
+sequence of kernels; nothing."""
+
+
+class RankParts(Struct, frozen=True):
+    """The time of a rank by part.
+
+    Attributes:
+        rank: Global rank.
+        parts: The distinct parts.
+        ns: Time by step of the rank, part and bucket, in ns; those of a step add up to its buckets.
+        event_part: The part of each event that computes, as an index of parts; 0 for other events.
+        evidence: What places most of it.
+    """
+
+    rank: int
+    parts: tuple[Part, ...]
+    ns: Int64
+    event_part: Int64
+    evidence: Evidence
+
+
+def compute_part_times(split: RunSplit) -> tuple[RankParts, ...]:
+    """The time by part of each rank, in order. Layers whose numbers the recording does not state
+    count from the first of the first stage."""
+    found = [_compute_rank(rank) for rank in split.ranks]
+    layers_of_stage: dict[int, int] = {}
+    stages = [split.layout.find_stage(rank.trace.rank) for rank in split.ranks]
+    for stage, (one, _) in zip(stages, found, strict=True):
+        count = 1 + max((part.layer for part in one.parts), default=NO_LAYER)
+        layers_of_stage[stage] = max(count, layers_of_stage.get(stage, 0))
+    rows = []
+    for stage, (one, are_stated) in zip(stages, found, strict=True):
+        before = sum(layers_of_stage.get(other, 0) for other in range(stage))
+        if are_stated or not before:
+            rows.append(one)
+            continue
+        parts = tuple(
+            Part(part.layer + before * (part.layer != NO_LAYER), part.kind, part.phase)
+            for part in one.parts
+        )
+        rows.append(RankParts(one.rank, parts, one.ns, one.event_part, one.evidence))
+    return tuple(rows)
+
+
+def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
+    """The parts of a rank, and whether its layers have the numbers of the model."""
+    numbers = PartNumbers()
+    trace, band = rank.trace, rank.attribution.band
+    scopes = find_host_scopes(trace, numbers)
+    event_part = _place_events(rank, scopes)
+    evidence: Evidence = "modules" if scopes.has_modules else "ranges"
+    if not scopes.n_layers and trace.on_device:
+        by_kernels = place_by_sequence(rank, event_part, numbers)
+        if (by_kernels != event_part).any():
+            event_part, evidence = by_kernels, "kernels"
+    exposed_part = _place_calls(rank, scopes)[rank.attribution.exposed.call]
+    pieces: list[tuple[Int64, Int64, Int64, Int64]] = []
+    exposed = rank.attribution.exposed
+    pieces.append(
+        (exposed.window.astype(np.int64), exposed.bucket.astype(np.int64), exposed_part,
+         exposed.end_ns - exposed.start_ns)
+    )  # fmt: skip
+    rest = np.flatnonzero(~np.isin(band.bucket, COMMUNICATION))
+    place = _place_device_bands if trace.on_device else _place_host_bands
+    pieces.append(place(rank, scopes, event_part, rest))
+    window, bucket, part, ns = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    total = np.zeros((len(rank.steps), len(numbers), len(BUCKETS)), dtype=np.int64)
+    np.add.at(total, (window, part, bucket), ns)
+    for step, by_bucket in zip(rank.steps, total.sum(axis=1).tolist(), strict=True):
+        assert tuple(by_bucket) == step.split.buckets_ns, f"parts do not fill {step}"
+    if not total[:, 1:].any():
+        evidence = "none"
+    return RankParts(trace.rank, tuple(numbers), total, event_part, evidence), scopes.has_names
+
+
+def _place_events(rank: RankSplit, scopes: HostScopes) -> Int64:
+    """The part of each event that computes or copies: that of its launch, or of its own start on a
+    host; a kernel outside of everything by its family."""
+    trace, events = rank.trace, rank.trace.events
+    part = np.zeros(len(events), dtype=np.int64)
+    rows = np.flatnonzero(trace.kinds.computes | trace.kinds.is_kind(EventKind.COPY))
+    at = events.find_launches(rows) if trace.on_device else rows
+    part[rows] = scopes.find_parts_of(at)
+    if trace.on_device:
+        computes = np.flatnonzero(trace.kinds.computes)
+        part[computes] = _refine_by_family(rank, computes, part[computes], scopes.numbers)
+    return part
+
+
+_KIND_OF_FAMILY = {
+    "attention": PartKind.ATTENTION,
+    "optimizer": PartKind.OPTIMIZER,
+    "embedding": PartKind.EMBEDDING,
+    "normalization": PartKind.NORM,
+    "moe": PartKind.EXPERTS,
+}
+
+
+def _refine_by_family(rank: RankSplit, rows: Int64, part: Int64, numbers: PartNumbers) -> Int64:
+    """The parts, of a kind by the kernels' family where the ranges say none."""
+    kinds = rank.trace.kinds
+    family = kinds.family[rank.trace.events.name_id[rows]].astype(np.int64)
+    parts = list(numbers)
+    codes, inverse = np.unique(part * len(kinds.families) + family, return_inverse=True)
+    refined = []
+    for code in codes.tolist():
+        place, own = divmod(code, len(kinds.families))
+        one, kind = parts[place], _KIND_OF_FAMILY.get(kinds.families[own])
+        if one.kind != PartKind.OTHER or kind is None:
+            refined.append(place)
+        elif kind == PartKind.OPTIMIZER:
+            # Lists of tensors are also clipped, scaled and copied elsewhere.
+            is_outside = one.layer == NO_LAYER and one.phase == PartPhase.OTHER
+            refined.append(numbers[Part(kind=kind)] if is_outside else place)
+        else:
+            refined.append(numbers[Part(one.layer, kind, one.phase)])
+    return np.array(refined, dtype=np.int64)[inverse]
+
+
+def _place_calls(rank: RankSplit, scopes: HostScopes) -> Int64:
+    """The part of each call: the reduction of gradients, else where the host issued it."""
+    trace, numbers = rank.trace, scopes.numbers
+    calls, events = trace.calls, trace.events
+    when = find_issue_ns(trace)
+    launches = events.find_launches(calls.event)
+    row = np.where(launches >= 0, launches, calls.event)
+    thread = scopes.thread_of_lane[events.lane[row]]
+    part = scopes.find_parts(thread, np.where(launches >= 0, events.start_ns[row], when))
+    # The worker of a gloo call has no ranges: the thread that issued it, which steps the job.
+    if scopes.main >= 0:
+        unknown = part == 0
+        main = np.full(int(unknown.sum()), scopes.main)
+        part[unknown] = scopes.find_parts(main, when[unknown])
+    reduces = find_call_purposes(trace).gradients & ~calls.is_message
+    by_call = dict(zip(rank.attribution.exposed.call.tolist(), rank.phase, strict=True))
+    reduces |= np.array(
+        [by_call.get(call) == "grad_sync" for call in range(len(calls))], dtype=np.bool_
+    )
+    parts = list(numbers)
+    for call in np.flatnonzero(reduces).tolist():
+        layer = parts[int(part[call])].layer
+        part[call] = numbers[Part(layer, PartKind.GRADIENT_REDUCTION, PartPhase.OTHER)]
+    return part
+
+
+_Bands = tuple[Int64, Int64, Int64, Int64]
+"""Window, bucket, part and duration of each piece of the bands."""
+
+
+def _place_host_bands(
+    rank: RankSplit, scopes: HostScopes, event_part: Int64, rows: Int64
+) -> _Bands:
+    """On a CPU the host itself works: its bands, cut where its place in the model changes."""
+    band = rank.attribution.band
+    edges = np.concatenate(([_LEAST], scopes.list_edges_ns(scopes.main), [_MOST]))
+    cut = intersect(
+        Intervals(band.start_ns[rows], band.end_ns[rows]), Intervals(edges[:-1], edges[1:])
+    )
+    own = rows[cut.left]
+    main = np.full(len(own), scopes.main)
+    part = scopes.find_parts(main, cut.start_ns)
+    return (
+        band.window[own].astype(np.int64), band.bucket[own].astype(np.int64), part,
+        cut.end_ns - cut.start_ns,
+    )  # fmt: skip
+
+
+_LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+def _place_device_bands(
+    rank: RankSplit, scopes: HostScopes, event_part: Int64, rows: Int64
+) -> _Bands:
+    """Compute and copies are of the event that runs, of several the first; idle time is of the
+    event that ends it, whose launch was late, or of what the host does after the last one."""
+    trace, band = rank.trace, rank.attribution.band
+    events = trace.events
+    pieces: list[_Bands] = []
+    for bucket, mask in (
+        (Bucket.COMPUTE, trace.kinds.computes),
+        (Bucket.COPY, trace.kinds.is_kind(EventKind.COPY)),
+    ):
+        here = rows[band.bucket[rows] == bucket]
+        of_bucket = np.flatnonzero(mask)
+        start = events.start_ns[of_bucket]
+        owned = trim_overlaps(start, events.ends_of(of_bucket))
+        left = owned.end_ns > owned.start_ns
+        both = intersect(
+            Intervals(owned.start_ns[left], owned.end_ns[left]),
+            Intervals(band.start_ns[here], band.end_ns[here]),
+        )
+        own = here[both.right]
+        pieces.append(
+            (band.window[own].astype(np.int64), np.full(len(own), int(bucket)),
+             event_part[of_bucket[left][both.left]], both.end_ns - both.start_ns)
+        )  # fmt: skip
+    idle = rows[band.bucket[rows] == Bucket.IDLE]
+    call_part = np.zeros(len(events), dtype=np.int64)
+    call_part[trace.calls.event] = _place_calls(rank, scopes)
+    starts = np.flatnonzero(events.is_category(Category.KERNEL, Category.MEMCPY, Category.MEMSET))
+    after = np.searchsorted(events.start_ns[starts], band.end_ns[idle], side="left")
+    windows = rank.windows.windows
+    window_end = np.array([window.end_ns for window in windows], dtype=np.int64)
+    following = starts[np.minimum(after, len(starts) - 1)]
+    is_last = (after >= len(starts)) | (events.start_ns[following] >= window_end[band.window[idle]])
+    part = np.maximum(event_part[following], call_part[following])
+    if scopes.main >= 0:
+        main = np.full(int(is_last.sum()), scopes.main)
+        part[is_last] = scopes.find_parts(main, band.start_ns[idle][is_last])
+    else:
+        part[is_last] = 0
+    pieces.append(
+        (band.window[idle].astype(np.int64), np.full(len(idle), int(Bucket.IDLE)), part,
+         band.end_ns[idle] - band.start_ns[idle])
+    )  # fmt: skip
+    return tuple(np.concatenate(column) for column in zip(*pieces, strict=True))  # type: ignore
+
+
+def sum_unplaced_share(parts: Sequence[RankParts]) -> float:
+    """Share of the time of all steps that no evidence places, 0..1."""
+    total = sum(int(one.ns.sum()) for one in parts)
+    unplaced = sum(int(one.ns[:, one.parts.index(UNPLACED)].sum()) for one in parts)
+    return unplaced / total if total else 0.0

@@ -1,0 +1,198 @@
+"""The screen's tables of the model's parts and of its kernels."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.parts.kernel_table import KernelRow
+from stepsplit.analyzer.report.headline import round_parts, round_shares
+from stepsplit.analyzer.report.part_rows import PartEvidence, PartRow
+from stepsplit.analyzer.report.report import Report
+from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.tables import build_table
+
+MAX_PARTS = 6
+MAX_KERNELS = 20
+
+_PASSES = ("forward", "backward", "recompute")
+
+_ANY_WIDTH = 1000
+
+_EVIDENCE = {
+    "modules": "by the ranges of modules",
+    "ranges": "by the names of ranges, ops and kernels; record --modules for layers",
+    "kernels": "by the sequence of kernels; record --modules to be sure",
+}
+
+PART_NAMES = {"mlp": "MLP", "gradient_reduction": "gradient reduction"}
+"""Display names of parts, if different from the identifier."""
+
+
+def name_part(part: str) -> str:
+    """The display name of a part."""
+    return PART_NAMES.get(part, part)
+
+
+def build_parts_section(report: Report) -> list[RenderableType]:
+    """The largest kinds of parts with their shares and phases; nothing if no part is known."""
+    evidence = report.part_evidence
+    if evidence is None or evidence.evidence == "none" or not report.parts:
+        return []
+    by_kind: dict[str, list[PartRow]] = defaultdict(list)
+    for row in report.parts:
+        by_kind[row.part].append(row)
+    kinds = sorted(by_kind, key=lambda kind: -sum(row.total_ns for row in by_kind[kind]))
+    # Shares are rounded together, so that the lines add up to the step as printed.
+    first, rest = kinds[:MAX_PARTS], kinds[MAX_PARTS:]
+    groups = [(name_part(kind), by_kind[kind]) for kind in first]
+    if len(rest) == 1:
+        groups.append((name_part(rest[0]), by_kind[rest[0]]))
+    elif rest:
+        names = f"{len(rest)} smaller ones"
+        groups.append((names, [row for kind in rest for row in by_kind[kind]]))
+    heading = Text(f"PARTS OF THE MODEL ({describe_evidence(evidence)})", "bold")
+    return [Text(), heading, PartsTable(groups)]
+
+
+def describe_evidence(evidence: PartEvidence) -> str:
+    """How the parts were found, and how much of the step is in none."""
+    plural = "s" if evidence.layers > 1 else ""
+    layers = f", {evidence.layers} layer{plural}" if evidence.layers else ""
+    unplaced = f"; {units.format_percent(evidence.unplaced_share)} of the step not placed"
+    return f"{_EVIDENCE.get(evidence.evidence, '')}{layers}{unplaced}"
+
+
+_Groups = Sequence[tuple[str, Sequence[PartRow]]]
+
+
+class PartsTable:
+    """Groups of parts: their time and share of the step, the passes, what of it is exposed
+    communication or idle, and the rank that computes the longest one.
+
+    All in one unit, so that groups and passes add up as printed. Columns without a value are left
+    out, and in a narrow terminal the last ones.
+    """
+
+    def __init__(self, groups: _Groups) -> None:
+        self._names = [name for name, _ in groups]
+        totals = [sum(row.total_ns for row in rows) for _, rows in groups]
+        unit_ns = units.choose_part_unit_ns(sum(totals))
+        self._measured = [
+            units.format_parts(count, unit_ns) for count in round_parts(totals, unit_ns)
+        ]
+        self._shares = [units.format_percent(share) for share in round_shares(totals)]
+        columns = {
+            phase: [sum(row.total_ns for row in rows if row.phase == phase) for _, rows in groups]
+            for phase in _PASSES
+        }
+        columns["exposed"] = [sum(row.exposed_ns for row in rows) for _, rows in groups]
+        columns["idle"] = [sum(row.idle_ns for row in rows) for _, rows in groups]
+        shown = {
+            name: [_format_time(ns, unit_ns) for ns in values] for name, values in columns.items()
+        }
+        shown["slowest rank"] = [_describe_slowest(rows) for _, rows in groups]
+        self._columns = {name: cells for name, cells in shown.items() if any(cells)}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = list(self._columns)
+        while names and self._measure(console, options, names) > options.max_width:
+            names.pop()
+        yield self._build(names)
+
+    def _measure(self, console: Console, options: ConsoleOptions, names: Sequence[str]) -> int:
+        wide = options.update(max_width=_ANY_WIDTH)
+        return Measurement.get(console, wide, self._build(names)).maximum
+
+    def _build(self, names: Sequence[str]) -> Table:
+        table = build_table("", "measured", "share", *names)
+        for place, name in enumerate(self._names):
+            cells = (self._columns[column][place] for column in names)
+            table.add_row(name, self._measured[place], self._shares[place], *cells)
+        return table
+
+
+def _format_time(ns: int, unit_ns: int) -> str:
+    (count,) = round_parts([ns], unit_ns)
+    return units.format_parts(count, unit_ns) if count else ""
+
+
+def _describe_slowest(rows: Sequence[PartRow]) -> str:
+    """The rank that computes the longest layer or part, and by how much, where ranks differ."""
+    several = [row for row in rows if row.ranks > 1 and row.median_compute_ns]
+    if not several:
+        return ""
+    worst = max(several, key=lambda row: row.slowest_compute_ns - row.median_compute_ns)
+    above = worst.slowest_compute_ns / worst.median_compute_ns - 1
+    where = "" if worst.layer is None else f" layer {worst.layer}"
+    return f"r{worst.slowest_rank}{where} +{units.format_percent(above)}"
+
+
+def build_all_parts(report: Report) -> list[RenderableType]:
+    """All parts by layer, and the kernels with the most time."""
+    if not report.parts:
+        return []
+    groups: dict[tuple[int, str], list[PartRow]] = defaultdict(list)
+    for row in report.parts:
+        layer = -1 if row.layer is None else row.layer
+        groups[layer, row.part].append(row)
+    named = [
+        (f"{'' if layer < 0 else f'layer {layer} '}{name_part(part)}", rows)
+        for (layer, part), rows in groups.items()
+    ]
+    parts: list[RenderableType] = [Text(), Text("ALL PARTS", "bold"), PartsTable(named)]
+    if report.kernel_table:
+        parts += [Text(), Text("KERNELS", "bold"), KernelsTable(report.kernel_table)]
+    return parts
+
+
+class KernelsTable:
+    """The kernels with the most time of a step: their rate against the peak of what limits them,
+    and their names with shapes as far as the terminal is wide."""
+
+    def __init__(self, rows: Sequence[KernelRow]) -> None:
+        self._rows = rows[:MAX_KERNELS]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        known = any(row.peak_share is not None for row in self._rows)
+        columns = ("of peak", "saves") if known else ()
+        table = build_table("", "step", "share", "calls", "rate", *columns, "part")
+        room = max(_LEAST_NAME, options.max_width - (_OTHER_COLUMNS + 20 * known))
+        for row in self._rows:
+            rate = ""
+            if row.limit == "compute" and row.flops_per_s is not None:
+                rate = f"{units.format_flops(row.flops_per_s)}/s"
+            elif row.limit == "memory" and row.bytes_per_s is not None:
+                rate = units.format_gigabytes_per_second(row.bytes_per_s)
+            peak = "" if row.peak_share is None else units.format_percent(row.peak_share)
+            saves = "" if row.saves_ns is None else units.format_milliseconds(row.saves_ns)
+            name = f"{shorten_kernel(row.name)} {row.shapes or ''}".rstrip()
+            table.add_row(
+                name if len(name) <= room else f"{name[: room - 3]}...",
+                units.format_milliseconds(row.step_ns),
+                units.format_percent(row.share),
+                f"{row.calls:,}",
+                rate,
+                *((peak, saves) if known else ()),
+                name_part(row.parts[0]) if row.parts else "",
+            )
+        yield table
+
+
+_LEAST_NAME, _OTHER_COLUMNS = 24, 64
+
+
+_WRAPPERS = re.compile(
+    r"^void |at::native::|\(anonymous namespace\)::|cutlass::Kernel2?<|^triton_\w{3}_fused_+"
+)
+
+
+def shorten_kernel(name: str) -> str:
+    """The name of a kernel without the templates and namespaces that all have."""
+    return _WRAPPERS.sub("", name).split("(")[0]

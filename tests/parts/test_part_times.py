@@ -1,0 +1,206 @@
+"""Where in the model an instant belongs: by modules, autograd's numbers, and names of ranges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.builders import CpuTrace, GpuTrace
+
+from stepsplit.analyzer import analyze
+from stepsplit.analyzer.parts.scope_names import parse_op_kind, parse_range_name
+from stepsplit.analyzer.report.report import Report
+
+BACKWARD_THREAD = 200
+ENGINE = "autograd::engine::evaluate_function: "
+
+
+def list_parts(report: Report) -> dict[tuple[int | None, str, str], int]:
+    """Each part's time in the mean step, in us."""
+    assert report.summary is not None
+    assert sum(row.total_ns for row in report.parts) == report.summary.step_ns
+    return {(row.layer, row.part, row.phase): row.total_ns // 1000 for row in report.parts}
+
+
+def model_on_cpu(trace: CpuTrace) -> CpuTrace:
+    """A step of a model of one layer: 400 us, with a gap of Python in its attention."""
+
+    def module(name: str, start: float, end: float) -> None:
+        trace._add(f"nn.Module: {name}", "python_function", start, end, 100)
+
+    module("LlamaForCausalLM_0", 0, 200)
+    module("Embedding_0", 0, 10)
+    trace.op("aten::embedding", 0, 10, **{"Sequence number": 1})
+    module("LlamaDecoderLayer_0", 10, 150)
+    module("LlamaAttention_0", 20, 80)
+    trace.op("aten::mm", 20, 40, **{"Sequence number": 2}).op("aten::mm", 60, 80)
+    module("LlamaMLP_0", 80, 150)
+    trace.op("aten::mm", 80, 150, **{"Sequence number": 3})
+    module("Linear_7", 150, 190)
+    trace.op("aten::mm", 150, 190, **{"Sequence number": 4})
+    trace.op("aten::cross_entropy_loss", 190, 200, **{"Sequence number": 5})
+    for number, name, start, end in (
+        (5, "NllLossBackward0", 200, 210), (4, "MmBackward0", 210, 240),
+        (3, "MmBackward0", 240, 300), (2, "MmBackward0", 300, 340),
+    ):  # fmt: skip
+        trace.op(ENGINE + name, start, end, **{"Sequence number": number})
+        trace.op(name, start, end, **{"Sequence number": number})
+    # The sum of a gradient has no number: it is of the node before it.
+    trace.op(ENGINE + "torch::autograd::AccumulateGrad", 340, 350)
+    return trace.annotation("Optimizer.step#AdamW.step", 350, 400).op("aten::add_", 350, 400)
+
+
+def test_modules_place_the_forward_and_numbers_of_autograd_the_backward(tmp_path: Path) -> None:
+    trace = model_on_cpu(CpuTrace().step(1, 0, 400))
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert list_parts(report) == {
+        (None, "embedding", "forward"): 10,
+        (0, "other", "forward"): 10,
+        (0, "attention", "forward"): 60,
+        (0, "mlp", "forward"): 70,
+        (None, "head", "forward"): 40,
+        (None, "loss", "forward"): 10,
+        (None, "loss", "backward"): 10,
+        (None, "head", "backward"): 30,
+        (0, "mlp", "backward"): 60,
+        (0, "attention", "backward"): 50,
+        (None, "optimizer", "other"): 50,
+    }
+    attention = next(row for row in report.parts if row.part == "attention")
+    assert (attention.compute_ns, attention.idle_ns) == (40_000, 20_000)
+    assert report.part_evidence is not None
+    assert (report.part_evidence.evidence, report.part_evidence.layers) == ("modules", 1)
+    assert report.part_evidence.unplaced_share == 0
+
+
+def test_on_a_device_kernels_go_by_their_launch_and_idle_time_by_what_ends_it(
+    tmp_path: Path,
+) -> None:
+    trace = GpuTrace().step(1, 0, 100)
+    trace.python("nn.Module: Block_0", 0, 30).python("nn.Module: CausalSelfAttention_0", 0, 10)
+    trace.python("nn.Module: MLP_0", 10, 30)
+    trace.op("aten::mm", 2, 6, **{"Sequence number": 1})
+    trace.op("aten::mm", 12, 16, **{"Sequence number": 2})
+    trace.launch("gemm", (3, 4), (20, 50))
+    trace.launch("gemm", (13, 14), (50, 70))
+    for number, start in ((2, 40), (1, 60)):
+        trace.op(ENGINE + "MmBackward0", start, start + 10, tid=BACKWARD_THREAD,
+                 **{"Sequence number": number})  # fmt: skip
+    trace.launch("gemm", (41, 42), (80, 90), tid=BACKWARD_THREAD)
+    trace.launch("gemm", (61, 62), (90, 100), tid=BACKWARD_THREAD)
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    # From 0 to 20 attention is awaited, from 70 to 80 the gradient of the MLP.
+    assert list_parts(report) == {
+        (0, "attention", "forward"): 50,
+        (0, "mlp", "forward"): 20,
+        (0, "mlp", "backward"): 20,
+        (0, "attention", "backward"): 10,
+    }
+
+
+def test_a_module_that_is_called_inside_a_node_of_autograd_is_recomputed(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 100)
+
+    def run_block(start: float, number: int) -> None:
+        trace._add("nn.Module: Block_0", "python_function", start, start + 20, 100)
+        trace._add("nn.Module: MLP_0", "python_function", start, start + 20, 100)
+        trace.op("aten::mm", start, start + 20, **{"Sequence number": number})
+
+    run_block(0, 1)
+    node = ENGINE + "CheckpointFunctionBackward"
+    trace.op(node, 20, 90, **{"Sequence number": 1})
+    run_block(30, 2)
+    trace.op(ENGINE + "MmBackward0", 50, 90, **{"Sequence number": 2}).op("aten::mm", 50, 90)
+    trace.write(tmp_path)
+    assert list_parts(analyze(tmp_path)) == {
+        (0, "mlp", "forward"): 20,
+        (0, "mlp", "recompute"): 20,
+        (0, "mlp", "backward"): 50,
+        (None, "other", "other"): 10,
+    }
+
+
+def test_a_function_around_the_model_is_no_part_of_the_loss(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 100)
+    trace._add("trainer.py(1): compute_loss", "python_function", 0, 100, 100)
+    trace._add("nn.Module: Model_0", "python_function", 0, 80, 100)
+    trace._add("nn.Module: Block_0", "python_function", 0, 60, 100)
+    trace._add("nn.Module: MLP_0", "python_function", 0, 60, 100)
+    trace.op("aten::mm", 0, 60).op("aten::mul", 80, 100)
+    trace.write(tmp_path)
+    assert list_parts(analyze(tmp_path)) == {
+        (0, "mlp", "forward"): 60,
+        (None, "other", "forward"): 20,
+        (None, "loss", "forward"): 20,
+    }
+
+
+def test_a_container_of_layers_is_no_layer(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 90)
+    trace._add("nn.Module: TransformerBlock_0", "python_function", 0, 90, 100)
+    for layer in (0, 1):
+        start = 10 + 40 * layer
+        name = f"nn.Module: TransformerLayer_{layer}"
+        trace._add(name, "python_function", start, start + 40, 100)
+        trace.op("aten::mm", start, start + 40)
+    trace.write(tmp_path)
+    times = Counter[int | None]()
+    for (layer, _, _), us in list_parts(analyze(tmp_path)).items():
+        times[layer] += us
+    assert times == {None: 10, 0: 40, 1: 40}
+
+
+def test_without_any_evidence_all_is_other_and_nothing_is_said(tmp_path: Path) -> None:
+    GpuTrace().step(1, 0, 100).kernel("k", 0, 50).write(tmp_path)
+    report = analyze(tmp_path)
+    assert list_parts(report) == {(None, "other", "other"): 100}
+    assert report.part_evidence is not None
+    assert report.part_evidence.evidence == "none"
+    assert report.part_evidence.unplaced_share == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layer"),
+    [
+        ("stepsplit::module model.layers.3.self_attn.q_proj", "ATTENTION", 3),
+        ("stepsplit::module layers.11.attention_norm", "NORM", 11),
+        ("stepsplit::module layers.2.attention.q_norm", "ATTENTION", 2),
+        ("stepsplit::module transformer.h.0.mlp.c_fc", "MLP", 0),
+        ("stepsplit::module layers.4.block_sparse_moe.gate", "ROUTER", 4),
+        ("stepsplit::module layers.4.mlp.gate_proj", "MLP", 4),
+        ("stepsplit::module layers.5.mlp.experts.7.w1", "EXPERTS", 5),
+        ("stepsplit::module lm_head", "HEAD", -1),
+        ("stepsplit::module output", "HEAD", -1),
+        ("stepsplit::module tok_embeddings", "EMBEDDING", -1),
+        ("nn.Module: MixtralSparseMoeBlock_2", "EXPERTS", -1),
+        ("nn.Module: BertSelfAttention_0", "ATTENTION", -1),
+        ("nn.Module: GPT2Block_3", None, 3),
+        ("nn.Module: LlamaRMSNorm_4", "NORM", -1),
+        ("nn.Module: Conv1D_4", None, -1),
+        ("[pl][module]torch.nn.modules.linear.Linear: layers.1.mlp", "MLP", 1),
+        ("FSDP::all_gather (layers.3)", None, 3),
+        ("FSDP::post_backward_reduce (layers.3)", "GRADIENT_REDUCTION", 3),
+        ("FSDP::all_gather (norm, head)", None, -1),
+        ("TransformerLayer._forward_mlp.mlp", "MLP", -1),
+        ("Optimizer.zero_grad#AdamW.zero_grad", "OPTIMIZER", -1),
+        ("torch/nn/utils/clip_grad.py(22): clip_grad_norm_", "OPTIMIZER", -1),
+    ],
+)
+def test_what_a_name_says(name: str, kind: str | None, layer: int) -> None:
+    scope = parse_range_name(name)
+    assert scope is not None
+    assert (None if scope.kind is None else scope.kind.name) == kind
+    assert scope.layer == layer
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ProfilerStep#3", "loss.py(3): step", "forward", "nccl:all_reduce", "normalize", "nn.Module",
+     "gloo:send", "stepsplit::F stage=0 mb=0"],
+)  # fmt: skip
+def test_names_that_say_nothing(name: str) -> None:
+    assert parse_range_name(name) is None
+    assert parse_op_kind(name) is None

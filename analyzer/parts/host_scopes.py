@@ -394,8 +394,7 @@ def _place_nodes(scopes: HostScopes) -> dict[int, _Nodes]:
         wanted = events.correlation[own]
         # The last op with the number that began before the node.
         key = _find_last_before(sequence, events.start_ns[forward], wanted, events.start_ns[own])
-        op = np.where(key >= 0, forward[key], -1) if len(forward) else np.full(len(own), -1)
-        op = np.where(wanted >= 0, op, -1)
+        op = np.where((key >= 0) & (wanted >= 0), np.append(forward, -1)[key], -1)
         part = _convert_to_backward(scopes.find_parts_of(op), numbers)
         part = _fill_unplaced(events, own, part, numbers)
         found[thread] = _Nodes(events.start_ns[own], events.ends_of(own), part)
@@ -405,6 +404,8 @@ def _place_nodes(scopes: HostScopes) -> dict[int, _Nodes]:
 def _find_last_before(sequence: Int64, start_ns: Int64, wanted: Int64, before_ns: Int64) -> Int64:
     """The last row of each wanted number that starts before an instant; -1 for none. Rows are
     sorted by number, then start."""
+    if not len(sequence):
+        return np.full(len(wanted), -1, dtype=np.int64)
     low = np.searchsorted(sequence, wanted, side="left")
     high = np.searchsorted(sequence, wanted, side="right")
     row = high - 1

@@ -17,7 +17,7 @@ import msgspec
 
 from stepsplit.analyzer.diagnose.hang.result import SCHEMA as HANG, Hang
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.prediction import SCHEMA as PREDICTION, UnstatedKey
+from stepsplit.analyzer.model.prediction import SCHEMA as PREDICTION, ComputePart, UnstatedKey
 from stepsplit.analyzer.regression.checks import SCHEMA as CHECK, CheckResult
 from stepsplit.analyzer.regression.compare import SCHEMA as COMPARISON, ComparisonFile
 from stepsplit.analyzer.report.report import (
@@ -47,17 +47,35 @@ class StageMemoryFile(PredictedMemory, frozen=True):
     frozen_bytes: int = 0
 
 
+class BoundFile(msgspec.Struct, frozen=True):
+    """The least time of a step by physics alone.
+
+    Attributes:
+        ns: the time that the busiest resource needs at the peak of its data sheet.
+        resource: that resource.
+        resources: each resource with its time in ns.
+    """
+
+    ns: int
+    resource: str
+    resources: dict[str, int]
+
+
 class PredictionFile(PredictionRow, frozen=True, kw_only=True):
     """A prediction as `stepsplit model --json` writes it: that of a report, and what moves it.
 
     Attributes:
         unstated: keys that the job leaves out and that move the step, the largest first.
         read_as: what of the job's files was read as which key.
+        bound: the least time of the step by physics alone; None if it is unknown.
+        compute_parts: compute and host waits of the slowest stage by kinds of kernels.
     """
 
     memory: tuple[StageMemoryFile, ...]
     unstated: tuple[UnstatedKey, ...] = ()
     read_as: tuple[str, ...] = ()
+    bound: BoundFile | None = None
+    compute_parts: tuple[ComputePart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,15 @@ def format_flops(work: int | float) -> str:
     )
 
 
+def format_rate(rate: float, unit: str) -> str:
+    """The rate of a kind of kernels: 241 TFLOP/s, 1,529 GB/s or 250 us a layer."""
+    if unit == "flops_per_s":
+        return f"{format_flops(rate)}/s"
+    if unit == "bytes_per_s":
+        return format_gigabytes_per_second(rate)
+    return f"{format_microseconds(rate)} a layer"
+
+
 def format_tokens_per_second(rate: float) -> str:
     """8904.3 -> "8,904 tokens/s"."""
     return f"{rate:,.{_count_decimals(rate)}f} tokens/s"

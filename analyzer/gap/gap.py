@@ -226,6 +226,8 @@ def compute_gap(
         high_ns=prediction.high_ns,
         confidence=prediction.confidence,
         notes=(*notes, *list_caveats(split, prediction, len(stages), shown), *prediction.notes),
+        bound_ns=None if prediction.bound is None else prediction.bound.ns,
+        bound_resource="" if prediction.bound is None else prediction.bound.resource,
     )
 
 

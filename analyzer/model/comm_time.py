@@ -165,7 +165,8 @@ TREE = Formula(
 
 NVLS = Formula(
     "comm.nvls",
-    "t = base + S / algbw, algbw = nvls B / (2 (8-1)/8) for any number of ranks on a switch",
+    "t = base + S / algbw, algbw = nvls B / (2 (8-1)/8) for any number of ranks on a switch; over"
+    " two nodes (NVLSTree) t = 0.27 ms + S / min(0.895 algbw, NICs of a node), each byte once",
     "NVIDIA/nccl src/graph/tuning.cc; ml-engineering network/README.md, 8xH200 rows",
 )
 
@@ -281,11 +282,14 @@ def compute_nvls_ns(message_bytes: float, group: GroupPlacement, hardware: Hardw
     """Computes an all_reduce in the switch, in ns (NVLS); inf if NCCL does not use it."""
     link = hardware.intra
     least = next(ranks for below, ranks in NVLS_FROM if link.bytes_per_s < below)
-    if hardware.nvls == 0 or group.nodes > 1 or group.ranks < least:
+    if hardware.nvls == 0 or group.nodes > 2 or group.ranks_per_node < least:
         return math.inf
     factor = compute_busbw_factor("all_reduce", NVLS_REFERENCE_RANKS)
     algbw = hardware.nvls * link.bytes_per_s / factor
-    return NVLS_FILL_NS.value + message_bytes / algbw * 1e9
+    if group.nodes == 1:
+        return NVLS_FILL_NS.value + message_bytes / algbw * 1e9
+    across = min(NVLS_TREE_RATE.value * algbw, compute_nics_bytes_per_s(group, hardware))
+    return NVLS_TREE_FILL_NS.value + message_bytes / across * 1e9
 
 
 # Constants of collective times, with their sources.
@@ -366,6 +370,19 @@ NVLS_FILL_NS = Constant(
     "1x8 B200 all_reduce, 128 MiB, 512 MiB and 2 GiB (NCCL's own constant is 25 us)",
     list_sweep_rows(B200, (128 * MIB, 512 * MIB, 2 * GIB)),
 )
+
+TWO_NODES_ROWS = tuple(
+    f"nodes/H100 p5.48xlarge (EFA)_all_reduce_16_{size}" for size in (128 * MIB, 512 * MIB, 2 * GIB)
+)
+
+NVLS_TREE_FILL_NS = Constant(
+    270_000.0, "H100 over EFA all_reduce, 2 nodes, 128 and 512 MiB and 2 GiB", TWO_NODES_ROWS
+)
+
+NVLS_TREE_RATE = Constant(
+    0.895, "H100 over EFA all_reduce, 2 nodes, 128 and 512 MiB and 2 GiB", TWO_NODES_ROWS
+)
+"""Rate of sums in the switches of two nodes over that in one."""
 
 ALPS_FIT = "Alps GH200 all_reduce, 4 to 256 nodes, 32, 128 and 512 MiB and 2 GiB"
 

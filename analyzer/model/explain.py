@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.bound import BOUND
 from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
 from stepsplit.analyzer.model.config import JobConfig, ModelConfig
 from stepsplit.analyzer.model.device_speed import (
@@ -74,7 +75,16 @@ def explain(job: JobConfig, prediction: Prediction) -> tuple[Explanation, ...]:
         *explain_routes(job, prediction),
         *explain_calls(job, prediction),
         *explain_links(job),
+        *_explain_bound(prediction),
     )
+
+
+def _explain_bound(prediction: Prediction) -> Iterator[Explanation]:
+    """The least time of the step, with that of each resource."""
+    if (bound := prediction.bound) is not None:
+        symbols = [Symbol(name, f"least time by {name}", ns, "ns") for name, ns in bound.resources]
+        what = f"least time of the step by physics alone ({bound.resource})"
+        yield Explanation(BOUND, what, tuple(symbols), bound.ns, "ns")
 
 
 # Memory of weights, gradients and optimizer states.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -24,10 +25,13 @@ class Formula:
 # Common rules of thumb about a job's formulas that do not hold as stated.
 
 
-def find_misleading_rules(explained: Sequence[Explanation]) -> tuple[CheckedRule, ...]:
+def find_misleading_rules(
+    explained: Sequence[Explanation], job: object = None, parameters: int = 0
+) -> tuple[CheckedRule, ...]:
     """Finds the common rules about these formulas that are not right.
 
-    Rules that an explanation already answers with the job's numbers are left out.
+    Rules that an explanation already answers with the job's numbers are left out, and with a job
+    (JobConfig) and the parameters of its model those about other settings and sizes.
     """
     formulas = {one.formula.id for one in explained}
     answered = {name for one in explained for rule in one.rules for name in rule.rule_ids}
@@ -37,6 +41,7 @@ def find_misleading_rules(explained: Sequence[Explanation]) -> tuple[CheckedRule
         if rule.verdict != "right"
         and rule.id not in answered
         and not formulas.isdisjoint(rule.formulas)
+        and (job is None or rule.is_about(job, parameters))
     )
 
 
@@ -108,7 +113,8 @@ class CheckedRule:
     """A common rule of thumb: whether it holds, what holds instead, and the citation.
 
     Verdict half: it holds under a condition that the rule leaves out; unit: it holds in another
-    unit. formulas are the ids of the formulas that it is about; empty for a plain fact.
+    unit. formulas are the ids of the formulas that it is about; empty for a plain fact. when and
+    billions are the settings and the size of the jobs that it is about.
     """
 
     id: str
@@ -117,6 +123,14 @@ class CheckedRule:
     reference: str
     citation: str
     formulas: tuple[str, ...] = ()
+    when: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    billions: Sequence[float] = ()
+
+    def is_about(self, job: object, parameters: int) -> bool:
+        """Whether the job has the settings and its model the size that the rule is about."""
+        if self.billions and not self.billions[0] <= parameters / 1e9 <= self.billions[1]:
+            return False
+        return all(attrgetter(key)(job) in values for key, values in self.when.items())
 
 
 @lru_cache(maxsize=1)

@@ -26,6 +26,7 @@ from stepsplit.analyzer.model import (
     schedule_time,
     step_time,
 )
+from stepsplit.analyzer.model.bound import BOUND, compute_bound, list_compute_parts
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_volume import list_shared_ops
@@ -65,7 +66,9 @@ from stepsplit.analyzer.model.parameters import (
 from stepsplit.analyzer.model.prediction import (
     GRADIENT_AXIS,
     Band,
+    Bound,
     Communication,
+    Confidence,
     Prediction,
     StageMemory,
     UnstatedKey,
@@ -117,12 +120,11 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         >>> f"{prediction.split.step_ns / 1e9:.0f} s", prediction.fits
         ('12 s', True)
     """
-    used_rates = rates or Rates()
-    step = time_step(job, used_rates)
+    predicted = predict_step(job, rates or Rates())
+    step, unstated, caveats = predicted.step, predicted.unstated, predicted.caveats
     flops = count_step_flops(job, CONVENTION)
-    unstated = list_alternatives(step, used_rates)
-    caveats = sort_caveats((*step.caveats, *list_open_caveats(unstated)))
     low_ns, high_ns = estimate_step_band(job, step.split, caveats, unstated)
+    bound = compute_bound(job, step.parameters, step.stages)
     world, step_ns = job.parallel.world_size, step.split.step_ns
     tokens = job.training.global_batch * job.training.seq_len
     pipeline = step.pipeline
@@ -146,14 +148,36 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         hfu=step.compute_mfu(flops.hardware),
         tokens_per_s_per_gpu=tokens / step_ns * 1e9 / world,
         fits=is_within_memory(job, step.memory),
-        confidence=decide_confidence(job, caveats),
+        confidence=predicted.confidence,
         notes=tuple(each.text for each in caveats),
         formulas=collect_formulas(
-            step.parameters, flops, step.memory, step.timed, step.stages, pipeline, step.skew
+            step.parameters, flops, step.memory, step.timed, step.stages, pipeline, step.skew, bound
         ),
         unstated=unstated,
         read_as=job.notes,
+        bound=bound,
+        compute_parts=list_compute_parts(
+            job, step.stages[step.splits.index(step.split)], step.split
+        ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """The time of a job's step, what of the job is open, and how sure the time is."""
+
+    step: TimedStep
+    unstated: tuple[UnstatedKey, ...]
+    caveats: tuple[Caveat, ...]
+    confidence: Confidence
+
+
+def predict_step(job: JobConfig, rates: Rates) -> PredictedStep:
+    """The part of a prediction that concerns the time of the step. Raises as predict."""
+    step = time_step(job, rates)
+    unstated = list_alternatives(step, rates)
+    caveats = sort_caveats((*step.caveats, *list_open_caveats(unstated)))
+    return PredictedStep(step, unstated, caveats, decide_confidence(job, caveats))
 
 
 def list_alternatives(step: TimedStep, rates: Rates) -> tuple[UnstatedKey, ...]:
@@ -323,7 +347,7 @@ ORDER = (
     step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
     optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,
     offload.HOST_UPDATE, offload.TRANSFERS,
-    layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,
+    layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS, BOUND,
 )  # fmt: skip
 
 
@@ -335,6 +359,7 @@ def collect_formulas(
     stages: tuple[StageTime, ...],
     pipeline: PipelineResult,
     skew: Skew,
+    bound: Bound | None,
 ) -> tuple[Formula, ...]:
     """The formulas of a prediction's parts, each once, in ORDER."""
     messages = [each for stage in timed.values() for each in stage]
@@ -346,6 +371,8 @@ def collect_formulas(
     ]  # fmt: skip
     if messages:
         groups.append((comm_ops.WIRE,))
+    if bound is not None:
+        groups.append((BOUND,))
     # Most messages share a tuple of formulas: read each tuple once.
     unique_groups = {id(group): group for group in groups}.values()
     used_ids = {formula.id for group in unique_groups for formula in group}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
@@ -148,6 +148,48 @@ class UnstatedKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """The least time of a step by physics alone: no fitted constant is in it.
+
+    Args:
+        ns: the time that the busiest resource needs at the peak of its data sheet.
+        resource: that resource: "compute", "memory", "links in a node" or "links between nodes".
+        resources: all four with their times in ns.
+
+    Examples:
+        >>> Bound(5, "compute", (("compute", 5), ("memory", 2))).resource
+        'compute'
+    """
+
+    ns: int
+    resource: str
+    resources: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePart:
+    """The predicted time of one kind of kernels of a rank of the slowest stage in a step.
+
+    Args:
+        name: "GEMM", "attention", "memory-bound", "optimizer", or "host": waits for launches.
+        ns: its time.
+        rate: the rate that is taken for it, in unit.
+        peak: the rate of the data sheet; None if there is none.
+        unit: "flops_per_s", "bytes_per_s" or "ns_per_layer" (the host's launches of a forward).
+
+    Examples:
+        >>> ComputePart("GEMM", 10**9, 660e12, 989e12, "flops_per_s").unit
+        'flops_per_s'
+    """
+
+    name: str
+    ns: int
+    rate: float
+    peak: float | None
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted step of a job. Bytes and splits are per rank, FLOPs of the whole job.
 
@@ -176,6 +218,8 @@ class Prediction:
             first; default (), as in a prediction that an earlier version wrote.
         read_as: what of the job's files was read as which key, such as "training: mbs = 1 as
             micro_batch = 1"; default ().
+        bound: the least time of the step by physics alone; default None: unknown.
+        compute_parts: compute and host waits of the slowest stage by kinds of kernels; default ().
 
     Examples:
         >>> from stepsplit.analyzer import predict, read_job
@@ -206,6 +250,8 @@ class Prediction:
     formulas: tuple[Formula, ...]
     unstated: tuple[UnstatedKey, ...] = ()
     read_as: tuple[str, ...] = ()
+    bound: Bound | None = None
+    compute_parts: tuple[ComputePart, ...] = ()
 
 
 # Prediction <-> JSON. Scripts rely on these keys.
@@ -280,6 +326,8 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
                 ),
                 unstated=tuple(_parse_unstated(row) for row in body.get("unstated", ())),
                 read_as=tuple(map(str, body.get("read_as", ()))),
+                bound=_parse_bound(body.get("bound")),
+                compute_parts=tuple(_parse_part(row) for row in body.get("compute_parts", ())),
             )
     except (KeyError, TypeError, ValueError) as error:
         problem = f"not a stepsplit prediction ({_format_problem(error)})"
@@ -320,6 +368,11 @@ def _build_body(prediction: Prediction) -> dict[str, Any]:
             {"key": u.key, "value": u.value, "low": u.low, "high": u.high} for u in one.unstated
         ],
         "read_as": one.read_as,
+        "bound": None if one.bound is None else {
+            "ns": one.bound.ns, "resource": one.bound.resource,
+            "resources": dict(one.bound.resources),
+        },
+        "compute_parts": [asdict(part) for part in one.compute_parts],
     }  # fmt: skip
 
 
@@ -376,6 +429,19 @@ def _parse_unstated(row: Mapping[str, Any]) -> UnstatedKey:
     if not 0 < low <= 1 <= high:
         raise ValueError(f"unstated low is {low} and high {high}, not around 1")
     return UnstatedKey(str(row["key"]), str(row["value"]), low, high)
+
+
+def _parse_bound(row: Mapping[str, Any] | None) -> Bound | None:
+    if row is None:
+        return None
+    resources = tuple((str(k), _check_int(v)) for k, v in dict(row["resources"]).items())
+    return Bound(_read_int(row, "ns"), str(row["resource"]), resources)
+
+
+def _parse_part(row: Mapping[str, Any]) -> ComputePart:
+    peak = None if row["peak"] is None else _read_number(row, "peak")
+    rate = _read_number(row, "rate")
+    return ComputePart(str(row["name"]), _read_int(row, "ns"), rate, peak, str(row["unit"]))
 
 
 def _parse_confidence(value: object) -> Confidence:

@@ -153,6 +153,9 @@ class Gap(Struct, frozen=True):
         high_ns: upper bound of the predicted step.
         confidence: confidence of the prediction.
         notes: caveats.
+        bound_ns: least time of a step by physics alone; None if it is unknown.
+        bound_resource: the resource that needs it: "compute", "memory", "links in a node" or
+            "links between nodes".
     """
 
     stages: tuple[ComparedStage, ...]
@@ -164,6 +167,8 @@ class Gap(Struct, frozen=True):
     high_ns: int
     confidence: str
     notes: tuple[str, ...]
+    bound_ns: int | None = None
+    bound_resource: str = ""
 
     @property
     def shown(self) -> ComparedStage:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from statistics import fmean, median
 from typing import Any, cast, get_args
 
-from stepsplit.analyzer.model.comm_measured import TransferSweep
+from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.confidence import (
     FEW_RUNS,
@@ -40,7 +40,7 @@ from stepsplit.analyzer.model.memory import (
 )
 from stepsplit.analyzer.model.memory_states import compute_layer_activations
 from stepsplit.analyzer.model.parameters import count_hardware_flops
-from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.predict import predict, predict_step
 from stepsplit.analyzer.model.profile import PRESETS
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.unstated import join_spread
@@ -675,15 +675,16 @@ def predict_unseen(cases: Iterable[Case]) -> tuple[UnseenRun, ...]:
         constants = load_left_out().get((hardware.family, case.source), {})
         efficiency = replace(hardware.efficiency, **cast(dict[str, Any], constants))
         job = replace(case.job, hardware=replace(hardware, efficiency=efficiency))
-        prediction = predict(job)
+        prediction = predict_step(job, Rates())
         # The confidence in the run itself, whether or not there are others of its kind.
-        others = [note for note in prediction.notes if not note.startswith(FEW_RUNS)]
+        notes = (one.text for one in prediction.caveats)
+        others = [note for note in notes if not note.startswith(FEW_RUNS)]
         confidence: RunConfidence = "medium" if others else "high"
         if prediction.confidence == "low":
             confidence = "low"
         spread = join_spread(prediction.unstated)
         runs.append(
-            UnseenRun(case, prediction.split.step_ns, find_run_kind(job), confidence, *spread)
+            UnseenRun(case, prediction.step.split.step_ns, find_run_kind(job), confidence, *spread)
         )
     return tuple(runs)
 

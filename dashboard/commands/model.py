@@ -92,7 +92,8 @@ def model_command(
         from stepsplit.analyzer.model.formulas import find_misleading_rules
 
         formulas = explained(job, prediction)
-        console.print(build_formula_listing(formulas, find_misleading_rules(formulas)))
+        rules = find_misleading_rules(formulas, job, prediction.parameters)
+        console.print(build_formula_listing(formulas, rules))
 
 
 def print_notes(console: SafeConsole, notes: Sequence[str]) -> None:

@@ -22,7 +22,9 @@ from stepsplit.analyzer.report.report import ComparedStage, Gap, JobTables
 from stepsplit.analyzer.units import (
     format_memory_size,
     format_milliseconds,
+    format_milliseconds_range,
     format_percent,
+    format_rate,
     format_signed_percent,
 )
 from stepsplit.dashboard.figures.run import NamedSplit, draw_memory, draw_splits
@@ -171,7 +173,32 @@ def _build_outcome(
             ],
             className="columns",
         ),
+        *_build_compute(prediction),
     ]
+
+
+def _build_compute(prediction: Prediction) -> list[Component]:
+    """The compute of the slowest stage by kinds of kernels, with the rate taken for each."""
+    rows = [
+        [
+            Cell(part.name),
+            build_time_cell(part.ns),
+            Cell(format_rate(part.rate, part.unit)),
+            Cell() if part.peak is None else build_share_cell(part.rate / part.peak),
+        ]
+        for part in prediction.compute_parts
+    ]
+    heads = ("kind", "time", "at", "of peak")
+    note = "predicted, of the slowest stage; the host's is idle time"
+    return [build_section("Compute", note, build_table(heads, rows))] if rows else []
+
+
+def _build_bound_card(prediction: Prediction) -> list[html.Div]:
+    bound = prediction.bound
+    if bound is None:
+        return []
+    words = f"{bound.resource} at the peak of the data sheet"
+    return [build_card("bound", format_milliseconds(bound.ns), words)]
 
 
 def _build_cards(prediction: Prediction, job: JobConfig, gap: ComparedStage) -> html.Div:
@@ -183,7 +210,12 @@ def _build_cards(prediction: Prediction, job: JobConfig, gap: ComparedStage) -> 
     plural = "" if job.microbatches == 1 else "es"
     shown = [
         build_card("step", format_signed_percent(ratio - 1), f"{note}, by the model's ratio"),
-        build_card("predicted step", format_milliseconds(step), "by the model alone"),
+        build_card(
+            "predicted step",
+            format_milliseconds(step),
+            f"expected {format_milliseconds_range(prediction.low_ns, prediction.high_ns)}",
+        ),
+        *_build_bound_card(prediction),
         build_card(
             "GPUs",
             f"{job.parallel.world_size:,}",

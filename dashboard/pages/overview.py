@@ -139,6 +139,8 @@ def build_model_comparison(view: View) -> list[html.Section]:
         f"predicted {format_milliseconds(predicted)} "
         f"(range {format_milliseconds_range(gap.low_ns, gap.high_ns)}, confidence {gap.confidence})"
     )
+    if gap.bound_ns is not None:
+        note += f", bound {format_milliseconds(gap.bound_ns)} ({gap.bound_resource})"
     figures = (
         build_graph("sides", draw_predicted_and_measured(gap)),
         build_graph("waterfall", draw_waterfall(gap)),

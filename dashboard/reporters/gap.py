@@ -25,7 +25,7 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
     stage = f", stage {gap.stage}" if len(gap.stages) > 1 or gap.stage else ""
     heading = (
         f"MODEL COMPARISON{stage}   measured {units.format_milliseconds(measured)}, "
-        f"predicted {units.format_milliseconds(predicted)} ({band}), "
+        f"predicted {units.format_milliseconds(predicted)} ({band}), {_describe_bound(gap)}"
         f"difference {units.format_signed_percent(measured / predicted - 1)}   "
         f"confidence {gap.confidence}"
     )
@@ -49,6 +49,12 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
         parts.append(Text("calls: counts and bytes as predicted"))
     parts += _compare_memory(gap)
     return parts + [Text(f"caveat: {note}", style="yellow") for note in gap.notes]
+
+
+def _describe_bound(gap: Gap) -> str:
+    if gap.bound_ns is None:
+        return ""
+    return f"bound {units.format_milliseconds(gap.bound_ns)} ({gap.bound_resource}), "
 
 
 def _list_differences(gap: Gap) -> list[RenderableType]:

@@ -46,10 +46,16 @@ def build_prediction_screen(job: JobConfig, prediction: Prediction) -> Renderabl
         utilization = f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
     text.append(f"   {rate}/GPU   {utilization}", style="not bold")
     parts.append(text)
+    if (bound := prediction.bound) is not None:
+        share = units.format_percent(bound.ns / prediction.split.step_ns)
+        words = f"bound {units.format_milliseconds(bound.ns)} ({bound.resource})"
+        parts.append(Text(f"{words} by data sheets alone, {share} of the step"))
     if open_keys := describe_unstated(prediction.unstated):
         parts.append(Text(open_keys, style="yellow"))
     parts.append(_build_memory_line(job, prediction))
     parts += [Text(), build_split_table(prediction), _build_memo(prediction)]
+    if prediction.compute_parts:
+        parts += [Text(), build_compute_table(prediction)]
     parts += [Text(), _build_pipeline_line(job, prediction), build_stages_table(prediction)]
     if prediction.communication:
         parts += [Text(), build_communication_table(prediction)]
@@ -162,6 +168,20 @@ def build_split_table(prediction: Prediction) -> Table:
             units.format_milliseconds(ns),
             units.format_percent(share),
             bar,
+        )
+    return table
+
+
+def build_compute_table(prediction: Prediction) -> Table:
+    """Compute of the slowest stage by kinds of kernels, and the wait for the host, with the rate
+    that is taken for each."""
+    table = build_table("compute and idle", "time", "at", "of peak")
+    for part in prediction.compute_parts:
+        table.add_row(
+            part.name,
+            units.format_milliseconds(part.ns),
+            units.format_rate(part.rate, part.unit),
+            "" if part.peak is None else units.format_percent(part.rate / part.peak),
         )
     return table
 

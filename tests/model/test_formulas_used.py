@@ -44,7 +44,7 @@ ALONE = (
     "parameters.total", "parameters.stage", "parameters.layer", "flops.C1", "flops.mfu",
     "memory.states_megatron", "memory.activations", "memory.logits", "memory.layer_gradient",
     "memory.peak", "memory.reserved", "step.kernel", "step.accumulate", "step.optimizer",
-    "step.host",
+    "step.host", "step.bound",
 )  # fmt: skip
 EACH = (
     "comm.wire", "comm.choice", "comm.ring", "comm.tree", "comm.nvls", "step.exposed",
@@ -146,10 +146,13 @@ def test_recomputation_and_offload_have_their_own_formulas() -> None:
 
 
 def test_many_nodes_add_stragglers_and_groups_over_nodes_have_no_switch() -> None:
-    wide = ParallelConfig(dp_replicate=16)
-    found = ids(job(layout=wide, recipe=TrainingConfig(2048, 1, 16)))
+    wide = ParallelConfig(dp_replicate=32)
+    found = ids(job(layout=wide, recipe=TrainingConfig(2048, 1, 32)))
     assert found - {*ALONE, *EACH} == {"comm.ddp", "step.skew"}
     assert "comm.nvls" not in found
+    assert "comm.nvls" in ids(
+        job(layout=ParallelConfig(dp_replicate=16), recipe=TrainingConfig(2048, 1, 16))
+    )
     assert "comm.nvls" not in ids(job(hardware=replace(H100, nvls=0.0)))
 
 

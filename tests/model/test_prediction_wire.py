@@ -25,7 +25,7 @@ def test_the_top_level_holds_the_keys_of_the_contract_then_the_rest() -> None:
         "schema", "parameters", "parameters_per_stage", "memory", "model_flops", "hardware_flops",
         "communication", "pipeline", "splits", "split", "mfu", "hfu", "tokens_per_s_per_gpu",
         "fits", "formulas", "confidence", "low_ns", "high_ns", "convention", "notes", "unstated",
-        "read_as",
+        "read_as", "bound", "compute_parts",
     ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ def test_a_rule_has_its_verdict_reference_and_formulas() -> None:
         reference="HDR has 200, NDR 400",
         citation="stas00/ml-engineering, network/README.md",
         formulas=("link.nic",),
+        when={"hardware.inter.name": ["ib-hdr-200"]},
     )
 
 

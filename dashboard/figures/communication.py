@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
@@ -47,9 +47,13 @@ class Curve:
     link_bytes_per_s: float
 
 
-def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = ()) -> go.Figure:
+def draw_bandwidth(
+    points: Sequence[BandwidthPoint],
+    curves: Sequence[Curve] = (),
+    keys: Mapping[tuple[str, str], str] | None = None,
+) -> go.Figure:
     """GB/s over bytes on log scales: one color per axis, one symbol per op, a line for the
-    model."""
+    model. keys: by op and axis, where its points lead."""
     figure = theme.build_blank_figure(380, "message size", "busbw, GB/s")
     axes = sorted({one.axis for one in points} | {one.axis for one in curves})
     ops = sorted({one.op for one in points})
@@ -58,6 +62,8 @@ def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = (
         grouped[one.axis, one.op].append(one)
     for (axis, op), own in sorted(grouped.items()):
         figure.add_trace(_draw_points(axis, op, own, axes, ops))
+        if key := (keys or {}).get((op, axis)):
+            figure.data[-1].meta = {"keys": [key] * len(own)}
     for curve in curves:
         figure.add_trace(
             go.Scatter(
@@ -196,8 +202,10 @@ class MedianCall:
     wait_ns: int
 
 
-def draw_wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
-    """One bar per kind of call, in ms: transfer, and wait (hatched)."""
+def draw_wait_against_transfer(
+    calls: Sequence[MedianCall], keys: Sequence[str] | None = None
+) -> go.Figure:
+    """One bar per kind of call, in ms: transfer, and wait (hatched). keys: where each leads."""
     figure = theme.build_blank_figure(110 + 26 * len(calls), "ms of the median call", "")
     words = [theme.escape_text(call.label) for call in calls]
     moving, waiting = (BUCKET_STYLES[bucket] for bucket in (Bucket.COLLECTIVE, Bucket.SKEW))
@@ -213,6 +221,7 @@ def draw_wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
                 x=theme.convert_to_ms(times),
                 marker=theme.build_marker(look),
                 customdata=[format_milliseconds(ns) for ns in times],
+                meta={"keys": list(keys)} if keys else None,
                 hovertemplate=f"<b>%{{y}}</b><br>{name} %{{customdata}}<extra></extra>",
             )
         )
@@ -240,11 +249,12 @@ _HISTORY_HOVER = "<b>%{customdata}</b><br>%{y:.4g}<br>%{x|%Y-%m-%d %H:%M} UTC<ex
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """A run's value, in the displayed unit; words is the name of the run."""
+    """A run's value, in the displayed unit, with name and id of the run."""
 
     label: str
     unix_ns: int
     value: float
+    run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +324,7 @@ def draw_history(
                 "symbol": ["diamond" if one else "circle" for one in is_outlier],
             },
             customdata=[theme.escape_text(one.label) for one in points],
+            meta={"keys": [one.run_id for one in points]},
             hovertemplate=_HISTORY_HOVER,
             showlegend=False,
         )
@@ -348,6 +359,7 @@ def draw_job_histories(
                 line={"color": color, "width": 1},
                 marker={"size": 8, "color": color, "symbol": symbol},
                 customdata=[theme.escape_text(one.label) for one in job.points],
+                meta={"keys": [one.run_id for one in job.points]},
                 hovertemplate=_HISTORY_HOVER.replace("<br>", "<br>%{fullData.name}<br>", 1),
                 showlegend=True,
             )

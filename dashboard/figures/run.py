@@ -303,6 +303,8 @@ def draw_critical_path(report: Report) -> go.Figure:
             marker=theme.build_marker(look),
             text=texts,
             customdata=labels,
+            # The rank with most of it.
+            meta={"keys": [one.ranks[0][0] for one in own]},
             hovertemplate="%{customdata}<extra></extra>",
             showlegend=True,
             **_TEXT_STYLE,
@@ -348,15 +350,17 @@ def select_pipeline(boxes: Boxes, step: int) -> Boxes:
     return Boxes(*(getattr(boxes, column.name)[keep][:BOXES] for column in fields(Boxes)))
 
 
-def draw_pipeline(measured: Boxes, ideal: Boxes | None) -> go.Figure:
+def draw_pipeline(
+    measured: Boxes, ideal: Boxes | None, keys: Sequence[str] | None = None
+) -> go.Figure:
     """The microbatch grid of one step, with the ideal grid below it, in ms from the first
-    forward."""
+    forward. keys: for each measured box, where it leads."""
     first = np.unique(measured.stage, return_index=True)[1].tolist()
     rows = [_GridRow(int(measured.stage[at]), int(measured.rank[at])) for at in first]
     height = _ROW_PX * len(rows)
     both = height if ideal is None else 2 * height + _BETWEEN_PX
     figure = theme.build_blank_figure(_HEAD_PX + both, "ms from the first forward", "")
-    _draw_boxes(figure, measured, rows, "y", "measured")
+    _draw_boxes(figure, measured, rows, "y", "measured", keys)
     _add_stage_axis(figure, "yaxis", rows, (1 - height / both, 1), "measured")
     if ideal is not None:
         _draw_boxes(figure, ideal, rows, "y2", "ideal")
@@ -387,8 +391,9 @@ def _add_stage_axis(
 
 
 def _draw_boxes(
-    figure: go.Figure, boxes: Boxes, rows: list[_GridRow], axis: str, which: str
-) -> None:
+    figure: go.Figure, boxes: Boxes, rows: list[_GridRow], axis: str, which: str,
+    keys: Sequence[str] | None = None,
+) -> None:  # fmt: skip
     labels = {row.stage: row.label for row in rows}
     zero_ns = boxes.start_ns.min() if len(boxes.start_ns) else 0
     for phase, name in enumerate(PHASES):
@@ -412,6 +417,7 @@ def _draw_boxes(
                 textfont={"color": _INKS[name], "size": 11},
                 marker={"color": _COLORS[name], "line": {"color": theme.PAPER, "width": 1}},
                 customdata=[format_milliseconds(dur) for dur in boxes.dur_ns[own]],
+                meta={"keys": [keys[i] for i in own.tolist()]} if keys else None,
                 hovertemplate=f"<b>%{{y}}</b><br>{which}: {name} of microbatch %{{text}}"
                 "<br>%{customdata}<extra></extra>",
             )
@@ -460,6 +466,7 @@ class MemoryBar:
     label: str
     parts: tuple[tuple[str, int], ...]
     rest_bytes: int = 0
+    rank: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -495,6 +502,7 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
                     f"{format_memory_size(bar.total_bytes)}"
                     for value, bar in zip(values, bars, strict=True)
                 ],
+                meta={"keys": [bar.rank for bar in bars]},
                 hovertemplate="<b>%{y}</b><br>%{customdata}<extra></extra>",
             )
         )
@@ -515,10 +523,11 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
 
 @dataclass(frozen=True, slots=True)
 class NamedSplit:
-    """A split with the label of its bar."""
+    """A split with the label of its bar; run_id of the run that the bar leads to."""
 
     name: str
     split: Split
+    run_id: str = ""
 
 
 def draw_splits(bars: Sequence[NamedSplit]) -> go.Figure:
@@ -536,6 +545,7 @@ def draw_splits(bars: Sequence[NamedSplit]) -> go.Figure:
                     x=theme.convert_to_ms(parts),
                     marker=theme.build_marker(look),
                     customdata=[text[index] for text in texts],
+                    meta={"keys": [bar.run_id for bar in bars]},
                     hovertemplate=f"<b>%{{y}}</b><br>{look.bucket} %{{customdata}}<extra></extra>",
                 )
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from dash import html
@@ -56,6 +57,11 @@ from stepsplit.dashboard.pages.tables import (
     build_time_cell,
     format_hidden_rows,
 )
+from stepsplit.dashboard.pages.timeline_links import (
+    build_mark_link,
+    build_rank_cell,
+    build_span_key,
+)
 
 # Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.
 
@@ -79,27 +85,49 @@ def build_collectives_page(view: View, chosen: AddressQuery) -> list[Component]:
     largest = sorted(kinds.items(), key=lambda item: -estimate_total_ns(item[1]))[:KINDS]
     calls = [MedianCall(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
     note = "median call of the slowest group"
-    figure = build_graph("wait-transfer", draw_wait_against_transfer(calls))
+    link = build_mark_link(view, "{key}")
+    longest = _find_longest_waits(view)
+    keys = [longest.get((row.op, axes.get(row.group, "")), "") for _, row in largest]
+    figure = build_graph("wait-transfer", draw_wait_against_transfer(calls, keys), link)
     times = [build_section("Wait and transfer time", note, figure)]
     # The figures of the two columns have about the same height then.
     is_tall = len(report.run.ranks) > _FEW_RANKS
     return [
         html.Div(
             [
-                html.Div([*_build_bandwidth(report), *(times if is_tall else [])]),
+                html.Div([*_build_bandwidth(view, longest), *(times if is_tall else [])]),
                 html.Div([*_build_waits_matrix(view, chosen), *([] if is_tall else times)]),
             ],
             className="columns",
         ),
         *build_exposed_table(report),
         *build_collective_table(report),
-        *build_stragglers(report),
+        *build_stragglers(view),
         *build_overlap(report),
-        *build_blame_table(report),
+        *build_blame_table(view),
     ]
 
 
-def _build_bandwidth(report: Report) -> list[html.Section]:
+def _find_longest_waits(view: View) -> dict[tuple[str, str], str]:
+    """By op and axis, where in the timeline its longest wait in a full step is; "" of unknown
+    axes, which calls without a wait have too."""
+    if view.tables is None or not view.run_id:
+        return {}
+    waits = view.tables.waits
+    waits = waits.select(np.isin(waits.step, list_full_steps(view.report.steps)))
+    found: dict[tuple[str, str], str] = {}
+    order = np.argsort(-waits.dur_ns, kind="stable").tolist()
+    for op, axis, at in zip(waits.op[order], waits.axis[order], order, strict=True):
+        if (str(op), str(axis)) not in found:
+            rank, start, dur = (int(one[at]) for one in (waits.rank, waits.start_ns, waits.dur_ns))
+            owner = int(waits.owner[at])
+            both = f"&open={rank},{owner}" if owner >= 0 else ""
+            found[str(op), str(axis)] = build_span_key(rank, start, dur) + both
+    return found
+
+
+def _build_bandwidth(view: View, longest: Mapping[tuple[str, str], str]) -> list[html.Section]:
+    report = view.report
     axes = {group.id: group.axis or "other" for group in report.groups}
     points = [
         BandwidthPoint(
@@ -125,7 +153,13 @@ def _build_bandwidth(report: Report) -> list[html.Section]:
         note += "; dots above the dashed line are faster than the link that the job describes"
     return [
         build_section(
-            "Bus bandwidth", note, build_graph("bandwidth", draw_bandwidth(points, curves))
+            "Bus bandwidth",
+            note,
+            build_graph(
+                "bandwidth",
+                draw_bandwidth(points, curves, longest),
+                build_mark_link(view, "{key}"),
+            ),
         )
     ]
 
@@ -163,7 +197,8 @@ def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
     ]
     choices = [html.Div(menus, className="choices")] if view.run_id else []
     note = "mean over full steps and the ranks of a row; a colored column is what others wait for"
-    figure = build_graph("waits", draw_waits_matrix(sums, groups, len(steps)))
+    link = build_mark_link(view, "show={y},{x}" + ("" if by == "rank" else f"&group={by}"))
+    figure = build_graph("waits", draw_waits_matrix(sums, groups, len(steps)), link)
     return [build_section("Waits between ranks", note, *choices, figure)]
 
 
@@ -187,20 +222,20 @@ _HEADS = (
 )
 
 
-def build_stragglers(report: Report) -> list[html.Section]:
+def build_stragglers(view: View) -> list[html.Section]:
     """Stragglers, then other late ranks; messages collapsed, as the schedule decides who waits."""
     late = sorted(
-        (one for one in report.lateness if one.last),
+        (one for one in view.report.lateness if one.last),
         key=lambda one: (not one.straggler, -one.late_ns_total),
     )
     calls = [one for one in late if not one.message]
     messages = [one for one in late if one.message]
     parts: list[Component] = []
     if calls:
-        parts.append(build_table(_HEADS, [_build_late_row(one) for one in calls[:MAX_ROWS]]))
+        parts.append(build_table(_HEADS, [_build_late_row(view, one) for one in calls[:MAX_ROWS]]))
     if messages:
         label = "messages (the schedule decides which end waits)"
-        rows = [_build_late_row(one) for one in messages[:MAX_ROWS]]
+        rows = [_build_late_row(view, one) for one in messages[:MAX_ROWS]]
         parts.append(
             build_collapsed(label + format_hidden_rows(messages), build_table(_HEADS, rows))
         )
@@ -213,10 +248,10 @@ def build_stragglers(report: Report) -> list[html.Section]:
     return [build_section("Stragglers", note, *parts)] if parts else []
 
 
-def _build_late_row(lateness: Lateness) -> list[Cell]:
+def _build_late_row(view: View, lateness: Lateness) -> list[Cell]:
     pill = html.Span("straggler", className="pill failed") if lateness.straggler else ""
     return [
-        Cell(f"rank {lateness.rank}"),
+        build_rank_cell(view, lateness.rank),
         Cell(lateness.axis or "other"),
         Cell(pill),
         build_count_cell(lateness.calls),
@@ -266,7 +301,8 @@ def build_pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
     note = "from first forward to last backward; medians over full steps"
     if pipeline_report.ideal_bubble_fraction is not None:
         note += f"; dashed: ideal {format_percent(pipeline_report.ideal_bubble_fraction)}"
-    bubbles = build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report))
+    link = build_mark_link(view, "group=stage&show=stage {x}")
+    bubbles = build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report), link)
     return [
         _build_cards(pipeline_report),
         *_build_grid(view, pipeline_report, chosen),
@@ -316,7 +352,11 @@ def _build_grid(view: View, pipeline_report: Pipeline, chosen: AddressQuery) -> 
     is_ideal = ideal is not None and _compute_window_ns(ideal) <= took_ns
     words = {str(n): f"step {n}" for n in steps}
     menu = [build_menu("step", words, str(step), str(default_step))] if view.run_id else []
-    figure = build_graph("pipeline", draw_pipeline(measured, ideal if is_ideal else None))
+    columns = (measured.rank, measured.start_ns, measured.dur_ns)
+    spans = zip(*(column.tolist() for column in columns), strict=True)
+    keys = [build_span_key(*span) for span in spans] if view.run_id else None
+    drawn_grid = draw_pipeline(measured, ideal if is_ideal else None, keys)
+    figure = build_graph("pipeline", drawn_grid, build_mark_link(view, "{key}"))
     note = f"step {step} took {format_milliseconds(took_ns)}"
     if ideal is None:
         note += "; no ideal grid for this schedule"

@@ -203,8 +203,8 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
     except UsageError as error:
         return [build_empty_card("These runs cannot be compared", str(error))]
     bars = [
-        NamedSplit("baseline", comparison.baseline.mean),
-        NamedSplit("candidate", comparison.candidate.mean),
+        NamedSplit("baseline", comparison.baseline.mean, baseline.run_id),
+        NamedSplit("candidate", comparison.candidate.mean, candidate.run_id),
     ]
     return [
         html.P(
@@ -224,7 +224,7 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
         html.Div(
             [
                 build_section("Mean step", "over ranks and full steps",
-                        build_graph("splits", draw_splits(bars))),
+                        build_graph("splits", draw_splits(bars), "/run/{key}")),
                 build_section("Difference by bucket", "mean step",
                         build_graph("difference", draw_difference(comparison))),
             ],
@@ -408,8 +408,8 @@ def build_comparison_of_many(views: Sequence[View], work: str = "") -> list[Comp
     for at, (view, side) in enumerate(zip(views, sides, strict=True), 1):
         is_short = len(view.name) <= _SHORT_NAME
         name = view.name if is_short else f"{view.name[: _SHORT_NAME - 1]}…"
-        bars.append(NamedSplit(f"{at} {name}", side.mean))
-    figure = build_graph("splits", draw_splits(bars))
+        bars.append(NamedSplit(f"{at} {name}", side.mean, view.run_id))
+    figure = build_graph("splits", draw_splits(bars), "/run/{key}")
     return [
         html.Div(
             build_section(
@@ -584,13 +584,14 @@ def _build_scaling_section(views: Sequence[View], work: str) -> list[Component]:
     if scaling.work is not None:
         # The mean steps, times what makes them the same work per GPU as the reference's.
         bars, reference = [], scaling.runs[0]
+        ids = {view.name: view.run_id for view in views}
         for run in scaling.runs:
             scale = reference.step.step_ns / run.step.step_ns / (run.efficiency or 1)
             step = Split(*(round(ns * scale) for ns in run.step.buckets_ns))
-            bars.append(NamedSplit(run.name, step))
+            bars.append(NamedSplit(run.name, step, ids.get(run.name, "")))
         parts += [
             html.P(f"GPU time for the work of a step of {scaling.reference}", className="note"),
-            build_graph("scaling", draw_splits(bars)),
+            build_graph("scaling", draw_splits(bars), "/run/{key}"),
         ]
     note = f"against {scaling.reference}, which has the fewest GPUs" if scaling.work else _NO_WORK
     return [build_section("Scaling", f"efficiency {note}", *parts)]

@@ -208,8 +208,14 @@ def build_link(text: str, url: str | None) -> Content:
     return text if url is None else dcc.Link(text, href=url)
 
 
-def build_graph(name: str, figure: Figure) -> html.Div:
-    """A figure on the page, and its numbers as a table; `name` is its HTML id."""
+def build_graph(name: str, figure: Figure, link: str | None = None) -> html.Div:
+    """A figure on the page, and its numbers as a table; `name` is its HTML id.
+
+    link: where its marks lead, an address in which assets/marks.js fills in what a mark stands for:
+    {x}, {y}, {number} (the first number of x), {custom} or {key} (of meta.keys of its trace).
+    """
+    if link is not None:
+        figure.update_layout(meta={"link": link})
     return html.Div([dcc.Graph(id=name, figure=figure, config=theme.GRAPH_CONFIG), ChartData(name)])
 
 

@@ -13,7 +13,7 @@ from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.report.explain import IDLE_MEANING
 from stepsplit.analyzer.report.io import extract_job, extract_prediction
-from stepsplit.analyzer.report.report import IdleRow, MemoryRow, Report
+from stepsplit.analyzer.report.report import IdleRow, MemoryRow
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.units import format_memory_size
 from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
@@ -37,21 +37,27 @@ from stepsplit.dashboard.pages.tables import (
     build_share_cell,
     build_table,
     build_time_cell,
-    build_worst_cell,
     format_hidden_rows,
+)
+from stepsplit.dashboard.pages.timeline import MAX_QUERY_LENGTH
+from stepsplit.dashboard.pages.timeline_links import (
+    build_mark_link,
+    build_rank_cell,
+    build_worst_cell,
 )
 
 # Compute by kernel family, contention with communication, and slow kernels.
 
 
-def build_compute(report: Report) -> list[html.Section | html.Div]:
+def build_compute(view: View) -> list[html.Section | html.Div]:
     """Kernel families and contention next to each other, with the slow kernels below."""
-    columns = [*_build_families(report), *_build_contention(report)]
+    columns = [*_build_families(view), *_build_contention(view)]
     top = [html.Div(columns, className="columns")] if columns else []
-    return [*top, *_build_slow_kernels(report)]
+    return [*top, *_build_slow_kernels(view)]
 
 
-def _build_families(report: Report) -> list[html.Section]:
+def _build_families(view: View) -> list[html.Section]:
+    report = view.report
     steps = count_summed_steps(report)
     by_family: dict[str, list[KernelFamily]] = defaultdict(list)
     for row in report.kernels:
@@ -67,7 +73,7 @@ def _build_families(report: Report) -> list[html.Section]:
         rows.append(
             [
                 Cell(name),
-                build_worst_cell(most.rank, most.total_ns / steps[most.rank]),
+                build_worst_cell(view, most.rank, most.total_ns / steps[most.rank]),
                 build_share_cell(sums[name] / total),
                 build_time_cell(sums[name] / steps.total()),
             ]
@@ -77,7 +83,8 @@ def _build_families(report: Report) -> list[html.Section]:
     return [build_section("Compute", note, build_table(heads, rows))]
 
 
-def _build_contention(report: Report) -> list[html.Section]:
+def _build_contention(view: View) -> list[html.Section]:
+    report = view.report
     steps = count_summed_steps(report)
     own = [row for row in report.contention if steps[row.rank]]
     if not own:
@@ -85,7 +92,7 @@ def _build_contention(report: Report) -> list[html.Section]:
     most = sorted(own, key=lambda row: -row.lost_ns / steps[row.rank])
     rows = [
         [
-            Cell(f"rank {row.rank}"),
+            build_rank_cell(view, row.rank),
             build_count_cell(row.kernels),
             build_ratio_cell(row.ratio),
             build_time_cell(row.lost_ns / steps[row.rank]),
@@ -97,7 +104,8 @@ def _build_contention(report: Report) -> list[html.Section]:
     return [build_section("Contention", note + format_hidden_rows(most), build_table(heads, rows))]
 
 
-def _build_slow_kernels(report: Report) -> list[html.Section]:
+def _build_slow_kernels(view: View) -> list[html.Section]:
+    report = view.report
     if not report.slow_kernels:
         return []
     most = sorted(report.slow_kernels, key=lambda row: -row.lost_ns)
@@ -105,7 +113,7 @@ def _build_slow_kernels(report: Report) -> list[html.Section]:
     heads = ("rank", "kernel", "family", "calls", "slowdown", "lost per step")
     rows = [
         [
-            Cell(f"rank {row.rank}"),
+            build_rank_cell(view, row.rank, q=row.kernel[:MAX_QUERY_LENGTH]),
             build_name_cell(row.kernel),
             Cell(row.family),
             build_count_cell(row.count),
@@ -120,19 +128,20 @@ def _build_slow_kernels(report: Report) -> list[html.Section]:
 # GPU idle time by cause, by op and by rank.
 
 
-def build_idle(report: Report) -> list[html.Section]:
+def build_idle(view: View) -> list[html.Section]:
     """Idle time by cause, longest first; by op and by rank in collapsed tables."""
+    report = view.report
     steps = count_summed_steps(report)
     rows = [row for row in report.idle if steps[row.rank] and row.idle_ns]
     if not rows:
         return []
-    parts = [_build_idle_by_cause(rows, steps), _build_idle_by_op(rows, steps)]
+    parts = [_build_idle_by_cause(view, rows, steps), _build_idle_by_op(rows, steps)]
     if len({row.rank for row in rows}) > 1:
-        parts.append(_build_idle_by_rank(rows, steps))
+        parts.append(_build_idle_by_rank(view, rows, steps))
     return [build_section("Idle time by cause", "mean over ranks and full steps", *parts)]
 
 
-def _build_idle_by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> DataTable:
+def _build_idle_by_cause(view: View, rows: Sequence[IdleRow], steps: Counter[int]) -> DataTable:
     total = _sum_idle_ns(rows)
     by_cause: dict[str, list[IdleRow]] = defaultdict(list)
     for row in rows:
@@ -153,7 +162,7 @@ def _build_idle_by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> DataTa
                 Cell(html.Div([_format_cause(cause), " ", meaning])),
                 build_name_cell(op),
                 build_share_cell(ns / _sum_idle_ns(own)) if op else Cell(number=True),
-                build_worst_cell(worst, ranks[worst] / steps[worst]),
+                build_worst_cell(view, worst, ranks[worst] / steps[worst]),
                 build_share_cell(_sum_idle_ns(own) / total),
                 build_time_cell(_sum_idle_ns(own) / steps.total()),
             ]
@@ -182,7 +191,7 @@ def _build_idle_by_op(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Deta
     return build_collapsed(f"by op{format_hidden_rows(sums)}", build_table(heads, body))
 
 
-def _build_idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
+def _build_idle_by_rank(view: View, rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
     """Idle time with one row per rank and one column per cause."""
     sums: dict[int, Counter[str]] = defaultdict(Counter)
     for row in rows:
@@ -190,7 +199,7 @@ def _build_idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.De
     causes = [c for c in IDLE_MEANING if any(own[c] for own in sums.values())]
     most = sorted(sums, key=lambda rank: -sums[rank].total() / steps[rank])
     body = [
-        [Cell(f"rank {rank}"), build_time_cell(sums[rank].total() / steps[rank])]
+        [build_rank_cell(view, rank), build_time_cell(sums[rank].total() / steps[rank])]
         + [build_time_cell(sums[rank][cause] / steps[rank]) for cause in causes]
         for rank in most
     ]
@@ -227,7 +236,7 @@ def build_memory_page(view: View) -> list[Component]:
     for row in [one for one in report.memory or () if one.peak_allocated_bytes][:MAX_MEMORY_RANKS]:
         parts = _list_memory_parts(row)
         rest = (row.peak_allocated_bytes or 0) - sum(count for _, count in parts)
-        bars.append(MemoryBar(f"rank {row.rank}", parts, max(rest, 0)))
+        bars.append(MemoryBar(f"rank {row.rank}", parts, max(rest, 0), row.rank))
     bars += predicted
     if not bars:
         hint = (
@@ -237,12 +246,13 @@ def build_memory_page(view: View) -> list[Component]:
         return [build_empty_card("No memory was recorded", hint)]
     note = "peak of each rank" + (", then predicted peak of each stage" if predicted else "")
     note += "" if limit is None else f"; device memory: {format_memory_size(limit)}"
-    figure = build_graph("memory", draw_memory(bars, limit))
+    link = build_mark_link(view, "rank={key}")
+    figure = build_graph("memory", draw_memory(bars, limit), link)
     note += format_hidden_rows(report.memory or (), MAX_MEMORY_RANKS)
     return [
         build_section("Memory", note, figure),
-        *_build_memory_comparison(report),
-        *_build_allocator(report),
+        *_build_memory_comparison(view),
+        *_build_allocator(view),
     ]
 
 
@@ -259,13 +269,14 @@ def _list_memory_parts(row: MemoryRow | StageMemory) -> tuple[tuple[str, int], .
     return tuple((category, count) for category, count in sizes if count)
 
 
-def _build_memory_comparison(report: Report) -> list[html.Section]:
+def _build_memory_comparison(view: View) -> list[html.Section]:
     """Measured memory of the fullest rank of each stage against the prediction, by category."""
+    report = view.report
     if report.gap is None or not report.gap.memory:
         return []
     rows = [
         [
-            Cell(f"stage {one.stage}"), Cell(f"rank {one.rank}"), Cell(one.category),
+            Cell(f"stage {one.stage}"), build_rank_cell(view, one.rank), Cell(one.category),
             build_memory_cell(one.measured_bytes),
             build_memory_cell(one.predicted_bytes),
             build_ratio_cell(one.measured_bytes / one.predicted_bytes)
@@ -277,8 +288,9 @@ def _build_memory_comparison(report: Report) -> list[html.Section]:
     return [build_section("Memory against the model", "", build_table(heads, rows))]
 
 
-def _build_allocator(report: Report) -> list[html.Section]:
+def _build_allocator(view: View) -> list[html.Section]:
     """Memory that the allocator reserved beyond the allocated tensors."""
+    report = view.report
     own = [
         (row.rank, row.peak_allocated_bytes, row.peak_reserved_bytes)
         for row in report.memory or ()
@@ -288,7 +300,7 @@ def _build_allocator(report: Report) -> list[html.Section]:
         return []
     rows = [
         [
-            Cell(f"rank {rank}"),
+            build_rank_cell(view, rank),
             *map(build_memory_cell, (used, reserved, reserved - used)),
         ]
         for rank, used, reserved in own
@@ -303,7 +315,7 @@ def _build_allocator(report: Report) -> list[html.Section]:
 
 def build_compute_page(view: View) -> list[Component]:
     """The compute page: kernel families, contention, slow kernels and idle time."""
-    shown: list[Component] = [*build_compute(view.report), *build_idle(view.report)]
+    shown: list[Component] = [*build_compute(view), *build_idle(view)]
     return shown or [build_empty_card("No compute", "The recording has no kernels and no ops.")]
 
 

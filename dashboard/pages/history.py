@@ -96,7 +96,9 @@ class HistoryView:
     def build_points(self, job: JobPoints) -> tuple[HistoryPoint, ...]:
         """The runs of the job for a figure."""
         values = zip(job.points, self.scale_values(job), strict=True)
-        return tuple(HistoryPoint(p.name, p.created_unix_ns, value) for p, value in values)
+        return tuple(
+            HistoryPoint(p.name, p.created_unix_ns, value, p.run_id) for p, value in values
+        )
 
     @property
     def has_jobs(self) -> bool:
@@ -160,7 +162,9 @@ def _build_figure(view: HistoryView, changed: Sequence[LevelChange]) -> html.Sec
             levels.append(Level(max(0, len(job.points) - MAX_RUNS), changed[0].before))
             levels += [Level(one.at, one.after, _format_change(one)) for one in changed]
         figure = draw_history(view.build_points(job), title, view.budget, levels)
-    return build_section(view.metric.label.capitalize(), note, build_graph("history", figure))
+    return build_section(
+        view.metric.label.capitalize(), note, build_graph("history", figure, "/run/{key}")
+    )
 
 
 def _build_controls(

@@ -11,7 +11,6 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.report.diagnosis_rows import PathKernel
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     compute_mean_split,
@@ -24,7 +23,6 @@ from stepsplit.analyzer.report.path_shares import compute_path_shares
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
     NO_MODEL,
-    EventRef,
     Finding,
     Gap,
     GroupRow,
@@ -83,6 +81,12 @@ from stepsplit.dashboard.pages.tables import (
     build_table,
     build_time_cell,
     format_hidden_rows,
+)
+from stepsplit.dashboard.pages.timeline_links import (
+    build_event_url,
+    build_evidence_url,
+    build_mark_link,
+    build_rank_cell,
 )
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.
@@ -187,13 +191,18 @@ def _build_splits(view: View) -> list[Component]:
     # By stage or host, else by the first mesh axis with few enough groups.
     grouping = next((one for one in groupings if len(one.groups) <= MAX_RANK_BARS), None)
     if grouping is None:
-        graph = build_graph("by-rank", draw_split_by_rank(report))
+        link = build_mark_link(view, "rank={number}")
+        graph = build_graph("by-rank", draw_split_by_rank(report), link)
         note = f"mean of the rank's full steps{click_hint}"
         first = build_section("By rank", note, graph)
     else:
-        graph = build_graph("by-group", draw_split_by_group(report, grouping.groups))
-        first = build_section(f"By {grouping.by}", "mean over ranks and full steps", graph)
-    steps = build_graph("by-step", draw_split_by_step(report))
+        link = build_mark_link(view, f"group={grouping.by}&show={{x}}")
+        graph = build_graph("by-group", draw_split_by_group(report, grouping.groups), link)
+        first = build_section(
+            f"By {grouping.by}", f"mean over ranks and full steps{click_hint}", graph
+        )
+    link = build_mark_link(view, "step={number}")
+    steps = build_graph("by-step", draw_split_by_step(report), link)
     note = f"mean over ranks; pale steps are left out of the mean step{click_hint}"
     columns = html.Div([first, build_section("By step", note, steps)], className="columns")
     return [columns, _build_busy_ranks(view, groupings)] if many else [columns]
@@ -212,7 +221,7 @@ def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Sec
     column_of = {rank: one.label for one in columns for rank in one.ranks}
     rows = [
         [
-            Cell(f"rank {one.rank}"),
+            build_rank_cell(view, one.rank),
             Cell(column_of.get(one.rank, "")),
             build_time_cell(one.excess_ns),
             *map(build_time_cell, one.split.buckets_ns),
@@ -225,7 +234,8 @@ def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Sec
     note += format_hidden_rows(ranks, MAX_ROWS)
     on = "rank of the host" if "host" in by else "rank of these"
     grid = draw_busy_grid(columns, on, {one.rank: one.excess_ns for one in ranks})
-    return build_section("Ranks", note, build_graph("busy-ranks", grid), build_table(heads, rows))
+    graph = build_graph("busy-ranks", grid, build_mark_link(view, "rank={custom}"))
+    return build_section("Ranks", note, graph, build_table(heads, rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +277,7 @@ def build_findings(view: View) -> list[html.Section]:
         empty = html.P("No fix is known that would save 1 % of the step.")
         return [build_section("Top bottlenecks", "", empty, *_build_unexplained(report))]
     step_ns = compute_mean_step_ns(report.steps)
-    items = [
-        _build_finding(finding, step_ns, view.run_id) for finding in report.findings[:MAX_ROWS]
-    ]
+    items = [_build_finding(finding, step_ns, view) for finding in report.findings[:MAX_ROWS]]
     note = "estimated saving per step (not additive)"
     shown: list[Component] = [html.Ol(items[:MAX_OPEN_FINDINGS], className="findings")]
     if items[MAX_OPEN_FINDINGS:]:
@@ -296,28 +304,17 @@ def _build_unexplained(report: Report) -> list[Component]:
     return [head, html.Ul(items, className="findings")]
 
 
-def _build_finding(finding: Finding, step_ns: int, run_id: str) -> html.Li:
+def _build_finding(finding: Finding, step_ns: int, view: View) -> html.Li:
     share = f" ({format_percent(finding.gain_ns / step_ns)})" if step_ns else ""
     gain = html.Span(f"{format_milliseconds(finding.gain_ns)}{share}", className="gain")
     words: list[Content] = [gain, html.Span(finding.message)]
     if finding.basis is not None:
         words += [" ", html.Span(finding.basis.describe(), className="note")]
-    if run_id and finding.ranks:
-        if finding.events:
-            where = _link_to_event(finding.events[0], run_id)
-        else:
-            step = finding.steps[0] if finding.steps else None
-            where = build_page_url(run_id, "timeline", rank=finding.ranks[0], step=step)
+    where = build_evidence_url(view.report, finding, view.run_id) if view.run_id else None
+    if where is not None:
         words += [" ", html.Span(build_link("open in timeline", where), className="note")]
     mark = {"borderLeftColor": COLOR.get(finding.bucket, COLOR["idle"])}
     return html.Li(words, style=mark)
-
-
-def _link_to_event(event: EventRef | PathKernel, run_id: str) -> str:
-    """The URL of the event with some margin."""
-    edge = max(event.dur_ns, 1_000)
-    window = {"from": event.start_ns - edge, "to": event.start_ns + event.dur_ns + edge}
-    return build_page_url(run_id, "timeline", rank=event.rank, **window)
 
 
 def build_warnings(report: Report) -> list[html.Details]:
@@ -373,8 +370,9 @@ _EXPOSED = ("transfer", "skew", "bubble")
 """The columns, in the order of BUCKETS."""
 
 
-def build_blame_table(report: Report) -> list[html.Section]:
+def build_blame_table(view: View) -> list[html.Section]:
     """Waiting time caused by each rank."""
+    report = view.report
     # Waits are blamed in the steps that are full on any rank, on all ranks that have them.
     full = select_full_steps(report.steps)
     numbers = {row.step for row in full}
@@ -383,7 +381,7 @@ def build_blame_table(report: Report) -> list[html.Section]:
         return []
     rows = [
         [
-            Cell("no single rank" if row.rank is None else str(row.rank)),
+            build_rank_cell(view, row.rank, step=row.steps[len(row.steps) // 2]),
             Cell(row.cause),
             Cell(row.axis or ""),
             build_time_cell(row.caused_skew_ns / windows),
@@ -481,7 +479,7 @@ MAX_SLOW_STEPS = 8
 def build_critical_path(view: View) -> list[html.Section]:
     """The critical path of the average step, and one sentence per slow step."""
     report = view.report
-    shown = [*_build_path(report), *_build_path_kernels(view), *_build_slow_steps(view)]
+    shown = [*_build_path(view), *_build_path_kernels(view), *_build_slow_steps(view)]
     notes = []
     last = Counter(one.last_rank for one in report.path_steps)
     if last and len(report.run.ranks) > 1:
@@ -498,8 +496,9 @@ def build_critical_path(view: View) -> list[html.Section]:
     return [build_section("Critical path", "; ".join(notes), *shown)] if shown else []
 
 
-def _build_path(report: Report) -> list[Component]:
+def _build_path(view: View) -> list[Component]:
     """Empty for a single rank: its critical path equals its split."""
+    report = view.report
     shares = compute_path_shares(report) if len(report.run.ranks) > 1 else ()
     if not shares:
         return []
@@ -514,7 +513,10 @@ def _build_path(report: Report) -> list[Component]:
         for one in largest
     ]
     heads = ("bucket", "mostly on", "share of path", "per step")
-    return [build_graph("critical-path", draw_critical_path(report)), build_table(heads, rows)]
+    middle = report.path_steps[len(report.path_steps) // 2].step if report.path_steps else ""
+    link = build_mark_link(view, f"step={middle}&rank={{key}}")
+    graph = build_graph("critical-path", draw_critical_path(report), link)
+    return [graph, build_table(heads, rows)]
 
 
 def _build_path_kernels(view: View) -> list[Component]:
@@ -529,7 +531,7 @@ def _build_path_kernels(view: View) -> list[Component]:
             Cell(f"rank {one.rank}" + (f", stream {one.stream}" if one.stream is not None else "")),
             build_share_cell(one.ns / total),
             build_time_cell(one.ns // len(report.path_steps)),
-            Cell(build_link("longest", _link_to_event(one, view.run_id))),
+            Cell(build_link("longest", build_event_url(one, view.run_id) if view.run_id else None)),
         ]
         for one in report.path_kernels
     ]

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from dash import dcc, html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.units import format_date, format_milliseconds, format_signed_percent
-from stepsplit.dashboard.pages.address import AddressQuery, format_query
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.components import (
     JobRun,
     build_aria_label,
@@ -381,7 +381,8 @@ def _build_group(runs: Sequence[RunRow], label: str, page: RunsPage) -> html.Sec
 def _build_trend(runs: Sequence[RunRow]) -> list[Component]:
     """The last run of a job, its step against the median of those before, and all as bars."""
     last = f"last {format_date(runs[0].created_unix_ns)}"
-    steps = [middle.step_ns for run in runs if (middle := read_median_step(run))]
+    known = [(run, middle.step_ns) for run in runs if (middle := read_median_step(run))]
+    steps = [ns for _, ns in known]
     if not steps:
         return [html.Span(last, className="note")]
     texts: list[Content] = [f"{last} · median step ", html.B(format_milliseconds(steps[0]))]
@@ -391,12 +392,22 @@ def _build_trend(runs: Sequence[RunRow]) -> list[Component]:
     shown: list[Component] = [html.Span(texts, className="note")]
     if len(steps) > 1:
         newest = steps[TREND_RUNS - 1 :: -1]
-        most = max(newest)
-        bars = [html.I(style={"height": f"{100 * ns / most:.0f}%"}) for ns in newest]
+        most, hidden = max(newest), cast(Any, {"aria-hidden": "true"})
+        # The table below has the same links for the keyboard and screen readers.
+        bars = [
+            html.A(
+                href=build_page_url(run.id),
+                tabIndex=-1,
+                title=run.name,
+                style={"height": f"{100 * ns / most:.0f}%"},
+                **hidden,
+            )
+            for run, ns in known[TREND_RUNS - 1 :: -1]
+        ]
         ends = f"{format_milliseconds(newest[0])} to {format_milliseconds(newest[-1])}"
         label = f"median step of the last {len(newest)} runs: {ends}"
-        aria = build_aria_label(label)
-        shown.append(html.Span(bars, className="trend", role="img", title=label, **aria))
+        unseen = html.Span(label, className="unseen")
+        shown.append(html.Span([unseen, *bars], className="trend"))
     return shown
 
 

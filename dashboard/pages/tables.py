@@ -109,11 +109,6 @@ def build_name_cell(name: str) -> Cell:
     return Cell(html.Span(name, className="name", title=name))
 
 
-def build_worst_cell(rank: int, ns: float) -> Cell:
-    """A cell with the worst rank and its time in ns."""
-    return Cell(html.Span(f"rank {rank}, {format_milliseconds(ns)}", className="whole"))
-
-
 # The table itself.
 
 MAX_ROWS = 500

@@ -6,7 +6,6 @@ from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
-from urllib.parse import urlsplit
 
 from dash import Dash, Input, Output, State, callback_context, dcc, html
 from dash.exceptions import DependencyException, PreventUpdate
@@ -35,8 +34,6 @@ from stepsplit.dashboard.web.request_bodies import read_json
 from stepsplit.dashboard.web.run_routes import build_export_routes, build_timeline_routes
 
 POLL_MS = 1_000
-
-_BARS = ("by-rank", "by-step")
 
 _ANY_PAGE = "/<path:path>"
 """Dash's endpoint for the pages; each address gets the same document."""
@@ -83,7 +80,6 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     app.layout = lambda: _build_layout(current_user())
     contents = PageBuilder(store, cache)
     _add_page_callbacks(app, contents)
-    _add_timeline_link(app)
     for page in store_pages.STORE_PAGES:
         if page.charts:
             _add_run_link(app, store, page)
@@ -177,31 +173,6 @@ def _add_page_callbacks(app: Dash, contents: PageBuilder) -> None:
         if live is None:
             raise PreventUpdate
         return live.children, live.fingerprint
-
-
-def _add_timeline_link(app: Dash) -> None:
-    """Opens the timeline on a click on the bar of a rank or step."""
-
-    @app.callback(
-        # Not href: that changes the address alone.
-        Output("url", "pathname"),
-        Output("url", "search"),
-        *(Input(bars, "clickData", allow_optional=True) for bars in _BARS),
-        State("url", "pathname"),
-        prevent_initial_call=True,
-    )
-    def open_timeline(rank: Any, step: Any, path: str | None) -> tuple[str, str]:
-        address = _parse_address(path, "")
-        of_rank = callback_context.triggered_id == _BARS[0]
-        which, clicked = ("rank", rank) if of_rank else ("step", step)
-        if address is None or not clicked:
-            raise PreventUpdate
-        try:
-            number = str(clicked["points"][0]["x"]).split()[0]
-        except (LookupError, TypeError):
-            raise HttpError(400, "the click is on no bar") from None
-        url = urlsplit(build_page_url(address.run_id, "timeline", **{which: number}))
-        return url.path, f"?{url.query}"
 
 
 def _add_run_link(app: Dash, store: Store, page: StorePage) -> None:

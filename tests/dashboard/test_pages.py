@@ -12,20 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 from dash import dcc, html
-from support.report_builders import MS, analysis
+from support.report_builders import MS, analysis, make_run_of_many_ranks
 from support.samples import analyze_recording
 
 from stepsplit.analyzer import analyze, examine
-from stepsplit.analyzer.report.report import (
-    NO_MODEL,
-    AxisSize,
-    Host,
-    MemoryRow,
-    Report,
-    Run,
-    WarningRow,
-)
-from stepsplit.analyzer.report.step_rows import StepRow
+from stepsplit.analyzer.report.report import NO_MODEL, AxisSize, MemoryRow, Report, WarningRow
 from stepsplit.dashboard.pages.address import Address, AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.compare import compare_page
@@ -110,7 +101,8 @@ def test_a_url_omits_default_options() -> None:
 def test_findings_link_to_the_timeline() -> None:
     page = build_overview(view())
     links = [link.href for link in found(page, dcc.Link) if link.children == "open in timeline"]
-    assert links == [f"/run/{RUN}/timeline?rank=3&step=4"]
+    # With the rank of its group that waits for it, in the middle one of the steps.
+    assert links == [f"/run/{RUN}/timeline?rank=3&open=3,2&show=2,3&step=6"]
     assert "15.0 ms (10.4 %)" in text(page)
 
 
@@ -396,23 +388,6 @@ def test_the_overview_lists_the_kernels_on_the_critical_path_with_links_to_them(
     assert len(links) == len(report.path_kernels)
 
 
-def make_run_of_many_ranks() -> Report:
-    """128 ranks on 16 hosts, pp 4: later stages compute longer; rank 37 and host n9 are slow."""
-    hosts = tuple(Host(f"n{host}", tuple(range(8 * host, 8 * host + 8))) for host in range(16))
-    mesh = (AxisSize("pp", 4), AxisSize("dp_replicate", 4), AxisSize("tp", 8))
-    run = Run(
-        "many", 128, tuple(range(128)), hosts, "nccl", "gpu", mesh, "run.json", None, None, "0"
-    )
-    steps = []
-    for rank in range(128):
-        more = 10 * MS if rank == 37 else 5 * MS if rank // 8 == 9 else 0
-        compute, bubble = (50 + rank // 32) * MS + more, (30 - rank // 32) * MS - more
-        steps.append(
-            StepRow(rank, 1, "full", 0, 80 * MS, compute, 0, 0, 0, bubble, 0, 0, 0, 0, 0, False)
-        )
-    return Report(run=run, steps=tuple(steps))
-
-
 def test_of_many_ranks_the_overview_shows_stages_and_the_ranks_that_are_busy_longer() -> None:
     page = build_overview(View("many", make_run_of_many_ranks(), None, RUN))
 
@@ -428,7 +403,7 @@ def test_of_many_ranks_the_overview_shows_stages_and_the_ranks_that_are_busy_lon
     assert grid.customdata[5, 4] == 37
     (section,) = [one for one in found(page, html.Section) if "longer than the median" in text(one)]
     (table,) = found(section, DataTable)
-    assert [cell.content for cell in table.cells[0][:3]] == ["rank 37", "n4", "10.0 ms"]
+    assert [text(cell.content) for cell in table.cells[0][:3]] == ["rank 37", "n4", "10.0 ms"]
     assert {cell.content for row in table.cells[1:9] for cell in row[1:3]} == {"n9", "5.00 ms"}
     assert len(table.cells) == 100
     assert "28 smaller rows in report.json" in text(section)

@@ -54,6 +54,11 @@ def text(part: Any) -> str:
     return "".join(map(text, part)) if isinstance(part, list) else str(part or "")
 
 
+def plain(report: Report) -> View:
+    """A run in an exported file, whose ranks lead nowhere."""
+    return View("a run", report, None)
+
+
 def found(part: Any, kind: type) -> Iterator[Any]:
     """The components of the kind in the part."""
     if isinstance(part, kind):
@@ -83,7 +88,7 @@ def test_idle_is_shown_by_cause_as_the_mean_per_step() -> None:
         )
     )
 
-    (section,) = build_idle(report)
+    (section,) = build_idle(plain(report))
 
     by_cause, _, _ = found(section, html.Table)
     late = "synchronize late launches after a synchronization"
@@ -103,7 +108,7 @@ def test_idle_by_op_and_by_rank_is_collapsed() -> None:
         )
     )
 
-    by_op, by_rank = found(build_idle(report), html.Details)
+    by_op, by_rank = found(build_idle(plain(report)), html.Details)
 
     assert [body(one) for one in found(by_op, html.Table)] == [
         [
@@ -124,14 +129,14 @@ def test_a_rank_without_a_full_step_counts_all_its_steps() -> None:
     )
     report = with_rows(steps=partial, idle=(IdleRow(1, "python", "", 5 * MS, 1),))
 
-    (by_cause, *_) = found(build_idle(report), html.Table)
+    (by_cause, *_) = found(build_idle(plain(report)), html.Table)
 
     assert body(by_cause)[0][3] == "rank 1, 1.00 ms"
 
 
 def test_a_cause_without_an_op_shows_no_op() -> None:
     (by_cause, *_) = found(
-        build_idle(with_rows(idle=(IdleRow(0, "unknown", "", MS, 1),))), html.Table
+        build_idle(plain(with_rows(idle=(IdleRow(0, "unknown", "", MS, 1),)))), html.Table
     )
 
     assert body(by_cause)[0][1:3] == ["", ""]
@@ -147,7 +152,7 @@ def test_stragglers_come_before_ranks_late_by_chance() -> None:
         )
     )
 
-    (section,) = build_stragglers(report)
+    (section,) = build_stragglers(plain(report))
 
     calls, messages = found(section, html.Table)
     assert body(calls) == [
@@ -161,7 +166,7 @@ def test_stragglers_come_before_ranks_late_by_chance() -> None:
 def test_without_a_straggler_the_section_says_so() -> None:
     late = Lateness(0, "tp", False, 2, 40, 21, 3 * MS, 63 * MS, 0.4, False)
 
-    (section,) = build_stragglers(with_rows(lateness=(late,)))
+    (section,) = build_stragglers(plain(with_rows(lateness=(late,))))
 
     assert "no straggler: no rank is significantly later than its peers" in text(section)
 
@@ -192,7 +197,7 @@ def test_families_share_the_compute_of_all_ranks() -> None:
         )
     )
 
-    (table,) = found(build_compute(report), html.Table)
+    (table,) = found(build_compute(plain(report)), html.Table)
 
     assert body(table) == [
         ["gemm", "rank 1, 20.0 ms", "75.0 %", "7.50 ms"],
@@ -209,7 +214,7 @@ def test_slow_kernels_and_contention_are_sorted_by_cost() -> None:
         contention=(ContentionRow(0, 0.99, 12, -4 * MS), ContentionRow(1, 1.25, 14, 8 * MS)),
     )
 
-    contended, slow = found(build_compute(report), html.Table)
+    contended, slow = found(build_compute(plain(report)), html.Table)
 
     assert body(contended) == [
         ["rank 1", "14", "1.25 x", "2.00 ms"],
@@ -295,13 +300,28 @@ def test_a_complete_recording_has_no_coverage_section() -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [build_idle, build_stragglers, build_compute, build_overlap, build_coverage]
+    "section",
+    [
+        lambda report: build_idle(plain(report)),
+        lambda report: build_stragglers(plain(report)),
+        lambda report: build_compute(plain(report)),
+        build_overlap,
+        build_coverage,
+    ],
 )
 def test_a_section_without_rows_is_absent(section: Any) -> None:
     assert section(with_rows()) == []
 
 
-@pytest.mark.parametrize("section", [build_idle, build_stragglers, build_compute, build_overlap])
+@pytest.mark.parametrize(
+    "section",
+    [
+        lambda report: build_idle(plain(report)),
+        lambda report: build_stragglers(plain(report)),
+        lambda report: build_compute(plain(report)),
+        build_overlap,
+    ],
+)
 def test_a_recording_without_steps_has_no_averages(section: Any) -> None:
     report = msgspec.structs.replace(analysis().report, steps=(), lateness=(), slow_kernels=())
 
@@ -313,7 +333,9 @@ def test_a_long_name_is_in_full_in_the_tooltip() -> None:
     report = with_rows(slow_kernels=(SlowKernel(0, name, "elementwise", 1.1, MS, 20),))
 
     titles = [
-        span.title for span in found(build_compute(report), html.Span) if hasattr(span, "title")
+        span.title
+        for span in found(build_compute(plain(report)), html.Span)
+        if hasattr(span, "title")
     ]
 
     assert titles == [name]
@@ -350,7 +372,7 @@ def test_blame_is_a_mean_over_ranks_and_full_steps() -> None:
     sum_ns = 3 * MS * full
     waited = BlameRow(1, "compute", sum_ns, 0, sum_ns, "tp", (1,))
 
-    [section] = build_blame_table(msgspec.structs.replace(report, blame=(waited,)))
+    [section] = build_blame_table(plain(msgspec.structs.replace(report, blame=(waited,))))
 
     [row] = next(found(section, html.Table)).children[1].children
     assert [text(cell) for cell in row.children][-1] == "3.00 ms"

@@ -227,3 +227,20 @@ def paced(report: Report, pace: float) -> Report:
         times = {name: round(pace * getattr(row, name)) for name in parts}
         rows.append(structs.replace(row, step_ns=sum(times.values()), **times))
     return structs.replace(report, steps=tuple(rows))
+
+
+def make_run_of_many_ranks() -> Report:
+    """128 ranks on 16 hosts, pp 4: later stages compute longer; rank 37 and host n9 are slow."""
+    hosts = tuple(Host(f"n{host}", tuple(range(8 * host, 8 * host + 8))) for host in range(16))
+    mesh = (AxisSize("pp", 4), AxisSize("dp_replicate", 4), AxisSize("tp", 8))
+    run = Run(
+        "many", 128, tuple(range(128)), hosts, "nccl", "gpu", mesh, "run.json", None, None, "0"
+    )
+    steps = []
+    for rank in range(128):
+        more = 10 * MS if rank == 37 else 5 * MS if rank // 8 == 9 else 0
+        compute, bubble = (50 + rank // 32) * MS + more, (30 - rank // 32) * MS - more
+        steps.append(
+            StepRow(rank, 1, "full", 0, 80 * MS, compute, 0, 0, 0, bubble, 0, 0, 0, 0, 0, False)
+        )
+    return Report(run=run, steps=tuple(steps))

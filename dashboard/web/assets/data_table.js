@@ -203,7 +203,17 @@
     return { heads: [titleOf(layout.yaxis, "row"), titleOf(layout.xaxis, "column"), title || "value"], rows };
   }
 
-  function tabulatePoints(traces, layout) {
+  /* A place, with the link that the mark of the chart is. */
+  function placeCell(plot, trace, i, shown) {
+    const point = { data: trace, pointNumber: i, x: listOf(trace.x)[i], y: listOf(trace.y)[i] };
+    const href = window.stepsplitMarks && window.stepsplitMarks.findAddress(plot, point), cell = toCell(shown);
+    if (!href) return cell;
+    const text = Array.isArray(cell) ? cell[0] : cell;
+    return { shown: { tag: "link", props: { href }, children: text }, value: Array.isArray(cell) ? cell[1] : null };
+  }
+
+  function tabulatePoints(traces, plot) {
+    const layout = plot._fullLayout;
     const isHorizontal = traces.every((trace) => trace.orientation === "h");
     const [at, of] = isHorizontal ? ["y", "x"] : ["x", "y"];
     const places = listOf(traces[0][at]).map(String);
@@ -212,12 +222,12 @@
     if (shared && new Set(places).size === places.length) {
       const series = traces.map((trace) => listOf(trace[of]));
       const named = traces.length > 1 ? traces.map((trace) => trace.name + ", " + heads[1]) : [heads[1]];
-      return { heads: [heads[0], ...named], rows: places.map((place, i) => [place, ...series.map((own) => toCell(own[i]))]) };
+      return { heads: [heads[0], ...named], rows: places.map((place, i) => [placeCell(plot, traces[0], i, place), ...series.map((own) => toCell(own[i]))]) };
     }
     const rows = traces.flatMap((trace) => {
       const values = listOf(trace[of]), starts = trace.base === undefined ? null : listOf(trace.base);
       return listOf(trace[at]).map((place, i) => [
-        trace.name || "", toCell(place), ...(starts ? [toCell(starts[i])] : []), toCell(values[i]),
+        trace.name || "", placeCell(plot, trace, i, place), ...(starts ? [toCell(starts[i])] : []), toCell(values[i]),
       ]);
     });
     const based = traces.some((trace) => trace.base !== undefined);
@@ -227,7 +237,7 @@
   function tabulateChart(plot) {
     const traces = (plot._fullData || []).filter((trace) => trace.hoverinfo !== "skip" && (trace.x || trace.y));
     if (!traces.length) return { heads: ["chart"], rows: [] };
-    return traces[0].type === "heatmap" ? tabulateGrid(traces[0], plot._fullLayout) : tabulatePoints(traces, plot._fullLayout);
+    return traces[0].type === "heatmap" ? tabulateGrid(traces[0], plot._fullLayout) : tabulatePoints(traces, plot);
   }
 
   function ChartData({ chart }) {

@@ -48,7 +48,7 @@
   function parseRanks(text, index) {
     const shown = new Set();
     for (const part of text.split(",").map((one) => one.trim().toLowerCase()).filter(Boolean)) {
-      const range = /^(\d{1,8})(?:\s*-\s*(\d{1,8}))?$/.exec(part);
+      const range = /^(?:rank )?(\d{1,8})(?:\s*-\s*(\d{1,8}))?$/.exec(part);
       const groups = index.groupings.flatMap((one) => one.groups).filter((one) => one.name.toLowerCase() === part);
       const found = range
         ? index.ranks.filter((one) => one.rank >= Number(range[1]) && one.rank <= Number(range[2] || range[1])).map((one) => one.rank)

@@ -13,7 +13,7 @@ from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.units import format_milliseconds
 from stepsplit.dashboard.pages.address import build_page_url
 from stepsplit.dashboard.pages.components import View, build_link
-from stepsplit.dashboard.pages.tables import Cell
+from stepsplit.dashboard.pages.tables import Cell, Content
 
 
 def build_rank_cell(view: View, rank: int | None, **chosen: object) -> Cell:
@@ -28,7 +28,7 @@ def build_rank_cell(view: View, rank: int | None, **chosen: object) -> Cell:
 def build_worst_cell(view: View, rank: int, ns: float) -> Cell:
     """A cell with the worst rank, which leads to its timeline, and its time in ns."""
     who, time = build_rank_cell(view, rank).content, f", {format_milliseconds(ns)}"
-    words = f"{who}{time}" if isinstance(who, str) else [who, time]
+    words: Content = f"{who}{time}" if isinstance(who, str) else html.Span([who, time])
     return Cell(html.Span(words, className="whole"), value=ns, unit="ns")
 
 

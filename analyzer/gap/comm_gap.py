@@ -348,7 +348,7 @@ def collect_messages(split: RunSplit) -> tuple[MeasuredMessages, ...]:
     messages = []
     for i, rank in enumerate(split.ranks):
         trace, steps = rank.trace, build_host_steps(rank.trace, rank.windows)
-        leads = split.matched.leads[split.matched.slice_trace(i)]
+        leads = split.matched.counts[split.matched.slice_trace(i)]
         calls, step = trace.calls, find_issue_step(trace, steps, leads)
         rows, axes = np.flatnonzero(step >= 0), list_group_names(split, rank)
         columns = (step[rows], calls.group_id[rows], calls.op[rows], calls.message_bytes[rows])

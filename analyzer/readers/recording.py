@@ -181,9 +181,12 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
             " rollouts, or of two runs; analyze each one's traces by themselves"
         )
         notes.append(Note("mixed_world_sizes", text))
-    # In a single step the call that joins them may be outside of the recording.
-    elif (text := _describe_parts(called)) and all(
-        trace.events.match_prefix("ProfilerStep#").sum() > 1 for trace in traces
+    # In a single step the call that joins them may be outside of the recording, and one without
+    # arguments may join them.
+    elif (
+        not any(((trace.calls.group_id < 0) & ~trace.calls.is_message).any() for trace in traces)
+        and (text := _describe_parts(called))
+        and all(trace.events.match_prefix("ProfilerStep#").sum() > 1 for trace in traces)
     ):
         notes.append(Note("separate_ranks", text))
     return notes

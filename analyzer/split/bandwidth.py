@@ -56,21 +56,31 @@ def compute_collective_stats(
     traces: Sequence[RankTrace], matched: MatchedCalls, arrivals: Arrivals
 ) -> tuple[CollectiveRow, ...]:
     """One row per kind of call, by decreasing transfer time."""
+    moved = np.maximum(arrivals.moved_ns - arrivals.moves_ns, 0)
+    life = arrivals.end_ns - arrivals.start_ns
+    waited = np.clip(arrivals.moves_ns - arrivals.start_ns, 0, life)
+    parts = np.flatnonzero(matched.carrier != np.arange(len(matched)))
+    for column in (moved, waited):
+        np.add.at(column, matched.carrier[parts], column[parts])
     stats = [
-        _build_collective_row(kind, rows, matched, arrivals)
+        _build_collective_row(kind, rows, _CallTimes(moved, waited), matched, arrivals)
         for kind, rows in group_by_kind(traces, matched)
     ]
     return tuple(sorted(stats, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
 
 
+class _CallTimes(Struct, frozen=True):
+    """How long each row moved data and waited, with the barriers of its call."""
+
+    moved_ns: Int64
+    waited_ns: Int64
+
+
 def _build_collective_row(
-    kind: CallKind, rows: Int64, matched: MatchedCalls, arrivals: Arrivals
+    kind: CallKind, rows: Int64, times: _CallTimes, matched: MatchedCalls, arrivals: Arrivals
 ) -> CollectiveRow:
     group, op, size = kind.group, kind.op, kind.message_bytes
-    moved = np.maximum(arrivals.moved_ns[rows] - arrivals.moves_ns[rows], 0)
-    life = arrivals.end_ns[rows] - arrivals.start_ns[rows]
-    waited = np.clip(arrivals.moves_ns[rows] - arrivals.start_ns[rows], 0, life)
-    transfer = int(np.median(moved))
+    transfer = int(np.median(times.moved_ns[rows]))
     known = group >= 0 and size > 0 and transfer > 0 and not arrivals.estimated[rows].any()
     algbw = size / (transfer / 1e9) if known else None
     ranks = len(matched.groups[group].ranks) if group >= 0 else 1
@@ -82,7 +92,7 @@ def _build_collective_row(
         message_bytes=size if size >= 0 else None,
         count=len(np.unique(keys[keys >= 0])) + int((keys < 0).sum()),
         transfer_ns_median=transfer,
-        wait_ns_median=int(np.median(waited)),
+        wait_ns_median=int(np.median(times.waited_ns[rows])),
         algbw_bytes_per_s=algbw,
         busbw_bytes_per_s=None if algbw is None else algbw * compute_busbw_factor(op, ranks),
     )
@@ -131,7 +141,7 @@ def count_step_calls(
     """
     window, counted = _assign_windows(steps, matched)
     rows = [
-        _build_step_calls_row(kind, rows[matched.leads[rows]], matched, window, counted)
+        _build_step_calls_row(kind, rows[matched.counts[rows]], matched, window, counted)
         for kind, rows in group_by_kind(traces, matched)
     ]
     return tuple(row for row in rows if row.most)
@@ -187,7 +197,9 @@ def group_by_kind(
     recording are of no kind."""
     names, dtype = _collect_dtypes(traces)
     dtype, size = _fill_from_members(matched, dtype, names.index(""))
-    rows = np.flatnonzero(~np.concatenate([find_earlier_calls(trace) for trace in traces]))
+    # A barrier is part of the call that another kernel carries out.
+    own = matched.carrier == np.arange(len(matched))
+    rows = np.flatnonzero(own & ~np.concatenate([find_earlier_calls(trace) for trace in traces]))
     columns = (matched.group, matched.op, dtype, size)
     order, first = group_rows(group_ids(*(column[rows] for column in columns)))
     kinds = np.split(rows[order], first[1:]) if len(order) else []

@@ -8,14 +8,13 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, list_distinct
-from stepsplit.analyzer.ops import SYMMETRIC_OPS
 from stepsplit.analyzer.split.clock_fit import BIAS_NS, ClockFit, fit_offset_and_drift
 from stepsplit.analyzer.split.matching import MatchedCalls
-from stepsplit.analyzer.trace import OP_CODE, Int64, RankTrace
+from stepsplit.analyzer.trace import Int64, RankTrace
 
 
 class CallEnds(Struct, frozen=True):
-    """One row per member of each all_reduce, all_gather and reduce_scatter on a device, by trace.
+    """One row per member of each call on a device that ends on all of them at once, by trace.
 
     kind is one number for each (group, op, size), with one bias per member; end_ns is on the
     member's wall clock.
@@ -35,7 +34,7 @@ def collect_ends(traces: Sequence[RankTrace], matched: MatchedCalls, wall_ns: In
     """The ends of the matched calls, without gloo, whose worker threads do not end
     simultaneously."""
     on_device = np.array([trace.on_device for trace in traces])
-    together = np.isin(matched.op, [OP_CODE[op] for op in SYMMETRIC_OPS]) & (matched.shared >= 0)
+    together = matched.together & (matched.shared >= 0)
     rows = np.flatnonzero(together & on_device[matched.trace])
     member = group_ids(matched.shared[rows], matched.trace[rows])
     count = int(member.max(initial=-1)) + 1

@@ -59,10 +59,14 @@ class Causality:
     """The start and end of calls of the aligned ranks, on the common clock."""
 
     def __init__(self, matched: MatchedCalls) -> None:
-        mutual = np.isin(matched.op, _MUTUAL)
+        mutual = np.isin(matched.op, _MUTUAL) | matched.together
         known = (matched.shared >= 0) & matched.leads
-        self._begins = np.where(known & (mutual | (matched.op == _SEND)), matched.shared, -1)
-        self._needs = np.where(known & (mutual | (matched.op == _RECV)), matched.shared, -1)
+        begins = mutual | (matched.op == _SEND) | ~matched.waits
+        self._begins = np.where(known & begins, matched.shared, -1)
+        # What only receives needs the data of all.
+        receives = (matched.shared >= 0) & ~matched.arrives & matched.waits
+        needs = (known & (mutual | (matched.op == _RECV)) & matched.waits) | receives
+        self._needs = np.where(needs, matched.shared, -1)
         self._shared = matched.shared
         self._calls = int(matched.shared.max(initial=-1)) + 1
         self._forget()

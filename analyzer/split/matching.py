@@ -11,7 +11,8 @@ import numpy as np
 from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_min
 from stepsplit.analyzer.split.call_identity import SYMMETRIC_CODES, build_call_rows, identify_calls
 from stepsplit.analyzer.split.clock import Alignment
-from stepsplit.analyzer.split.world_group import UNNAMED, find_unnamed
+from stepsplit.analyzer.split.protocols import find_call_roles, find_carriers
+from stepsplit.analyzer.split.world_group import UNNAMED, find_replayed, find_unnamed
 from stepsplit.analyzer.trace import (
     OP_CODE,
     Bool,
@@ -32,7 +33,11 @@ class MatchedCalls:
     trace indexes the traces and call the Calls of that trace; group indexes groups (-1: unknown).
     shared is one number for all rows of a collective or message, -1 if only one rank has it; key is
     the same if every member's call is recorded, else -1. leads marks a rank's first row of a call,
-    which may consist of several kernels. start_ns is the arrival (on gloo: of the call) and end_ns
+    which may consist of several kernels, counts the first that moves its data. together: it ends on
+    all members at once. carrier is the row of the kernel that moves the data of its call, another
+    one for a barrier. arrives: the start of the row is its rank's arrival; waits: it waits for the
+    arrivals of all. A kernel that only sends does not wait, one that only receives, and a copy
+    behind a barrier, do not arrive. start_ns is the arrival (on gloo: of the call) and end_ns
     the end, on the rank's own clock.
     """
 
@@ -46,6 +51,11 @@ class MatchedCalls:
     start_ns: Int64
     end_ns: Int64
     message_bytes: Int64
+    counts: Bool
+    together: Bool
+    carrier: Int64
+    arrives: Bool
+    waits: Bool
     groups: tuple[Group, ...]
     notes: tuple[Note, ...]
 
@@ -71,6 +81,8 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
     """
     groups, group = _merge_groups(traces)
     column = [trace.calls for trace in traces]
+    roles = [find_call_roles(trace) for trace in traces]
+    first = np.cumsum([0, *(len(calls) for calls in column)])
     rows = MatchedCalls(
         trace=np.repeat(np.arange(len(traces), dtype=np.int32), [len(calls) for calls in column]),
         call=np.concatenate([np.arange(len(calls), dtype=np.int32) for calls in column]),
@@ -79,6 +91,16 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
         key=np.empty(0, dtype=np.int64),
         shared=np.empty(0, dtype=np.int64),
         leads=np.empty(0, dtype=np.bool_),
+        counts=np.empty(0, dtype=np.bool_),
+        together=np.concatenate([one.mask("together") for one in roles]),
+        carrier=np.concatenate(
+            [
+                find_carriers(trace, one) + offset
+                for trace, one, offset in zip(traces, roles, first, strict=False)
+            ]
+        ),
+        arrives=~np.concatenate([one.mask("protocol") for one in roles]),
+        waits=~np.concatenate([one.mask("halves") for one in roles]),
         start_ns=np.concatenate([_compute_arrival_ns(trace) for trace in traces]),
         end_ns=np.concatenate([trace.events.ends_of(trace.calls.event) for trace in traces]),
         message_bytes=np.concatenate([calls.message_bytes for calls in column]),
@@ -157,10 +179,38 @@ def _assign_keys(
     known = np.where(label >= 0, label, 0)
     shared = np.where((label >= 0) & _take_by_label(one_call, known), label, -1)
     key = np.where((label >= 0) & _take_by_label(complete, known), label, -1)
+    barrier = rows.carrier != np.arange(len(rows))
     leads = _find_first_kernels(rows, shared)
+    # Copies between two barriers end one by one.
+    copies = ~barrier & np.isin(shared, shared[barrier & (shared >= 0)])
+    # Of a call in two halves the first one sends and the second one receives.
+    in_halves = leads & ~rows.waits & np.isin(shared, shared[~leads & (shared >= 0)])
     return replace(
-        rows, key=key, shared=shared, leads=leads, notes=(*rows.notes, *identified.notes)
+        rows,
+        key=key,
+        shared=shared,
+        leads=leads,
+        arrives=rows.arrives | leads,
+        waits=~in_halves & ~copies,
+        carrier=_join_halves(rows, shared, leads),
+        counts=_find_first_kernels(rows, np.where(barrier, -1, shared)) & ~barrier,
+        together=rows.together & ~copies,
+        notes=(*rows.notes, *identified.notes),
     )
+
+
+def _join_halves(rows: MatchedCalls, shared: Int64, leads: Bool) -> Int64:
+    """The carriers, with the half of a call that receives carried by the one that sends."""
+    receives = np.flatnonzero(~rows.waits & ~leads & (shared >= 0))
+    if not len(receives):
+        return rows.carrier
+    sends = np.flatnonzero(leads & (shared >= 0))
+    traces = int(rows.trace.max()) + 1
+    key, wanted = (shared[at] * traces + rows.trace[at] for at in (sends, receives))
+    order = np.argsort(key)
+    carrier = rows.carrier.copy()
+    carrier[receives] = sends[order[np.searchsorted(key[order], wanted)]]
+    return carrier
 
 
 def _find_first_kernels(rows: MatchedCalls, shared: Int64) -> Bool:
@@ -220,10 +270,3 @@ def _build_notes(groups: Sequence[Group], traces: Sequence[RankTrace]) -> tuple[
         "and their time is not separated into waiting and transfer"
     )
     return (Note("groups_unknown", text),)
-
-
-def find_replayed(trace: RankTrace, events: Int64) -> Bool:
-    """Which of these events a graph launch started."""
-    launches = trace.events.find_launches(events)
-    graph = trace.events.name_mask(tuple("GraphLaunch" in name for name in trace.events.names))
-    return np.asarray((launches >= 0) & graph[launches])

@@ -143,7 +143,9 @@ def find_sharded_groups(traces: Sequence[RankTrace]) -> set[Group]:
         weights, backward = purposes.weights, purposes.backward
         for group_id in set(calls.group_id[gathers & (weights | backward)].tolist()) - {-1}:
             rows = gathers & (calls.group_id == group_id)
-            scatters = (calls.group_id == group_id) & (calls.op == _SCATTER)
+            ranks = trace.groups[group_id].ranks
+            same = [i for i, group in enumerate(trace.groups) if group.ranks == ranks]
+            scatters = np.isin(calls.group_id, same) & (calls.op == _SCATTER)
             if weights[rows].all() or ((backward & rows).any() and scatters.any()):
                 found.add(trace.groups[group_id])
     return found

@@ -50,9 +50,22 @@ from stepsplit.analyzer.split.transfers import (
     map_call_times,
     split_calls,
 )
+from stepsplit.analyzer.split.unnamed_groups import (
+    FoundGroups,
+    find_unnamed_groups,
+    has_unnamed_calls,
+)
 from stepsplit.analyzer.split.work import Work, collect_work
 from stepsplit.analyzer.split.world_group import assign_world_group, drop_lone_calls
-from stepsplit.analyzer.trace import COMPILES, Category, Lack, Note, RankTrace, find_earlier_calls
+from stepsplit.analyzer.trace import (
+    COMPILES,
+    Category,
+    Group,
+    Lack,
+    Note,
+    RankTrace,
+    find_earlier_calls,
+)
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
@@ -123,7 +136,8 @@ def split_run(
     A rank without device data or steps is left out, with a note. Raises DataError if none is left.
     """
     usable = select_usable_ranks([drop_lone_calls(trace) for trace in traces])
-    traces = assign_world_group(usable.traces)
+    found = _find_groups(usable, spec, mesh)
+    traces = assign_world_group(found.traces)
     layout = infer_layout(spec, traces, mesh)
     traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]
@@ -139,7 +153,7 @@ def split_run(
     schedule = (
         _infer_schedule(layout, ranks, spec, ideal_bubble, stage_bubbles) if stage_bubbles else None
     )
-    notes = _collect_notes(usable, steps, layout, alignment, matched)
+    notes = (*_collect_notes(usable, steps, layout, alignment, matched), *found.notes)
     notes += tuple(note for rank in ranks if (note := _note_few_ops(rank)) is not None)
     complete = any({rank.trace.rank for rank in ranks} >= {*line} for line in layout.pipelines)
     inferred = stage_bubbles if complete else [grid for grid in grids.values() if grid.slots]
@@ -172,6 +186,20 @@ def split_run(
         ),
         kinds=find_step_kinds(traces, steps, matched, layout),
     )
+
+
+def _find_groups(usable: UsableRanks, spec: RunSpec | None, mesh: Mesh | None) -> FoundGroups:
+    """The traces with the groups of calls without arguments, by the clocks and the steps that calls
+    with arguments show."""
+    traces = usable.traces
+    if not has_unnamed_calls(traces):
+        return FoundGroups(traces, ())
+    matched, alignment = _match_and_align(traces)
+    steps = unify_step_numbers(usable.steps, matched)
+    listed = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
+    listed += dict.fromkeys(group for trace in traces for group in trace.groups)
+    stated = mesh if mesh is not None else spec.mesh if spec is not None else None
+    return find_unnamed_groups(traces, steps, matched, alignment, listed, stated)
 
 
 def _match_and_align(traces: Sequence[RankTrace]) -> tuple[MatchedCalls, Alignment]:

@@ -183,7 +183,7 @@ def find_step_kinds(
         rows = matched.slice_trace(i)
         issued = trace.calls.issued_ns
         begun = np.where(_are_marked(windows) & (issued >= 0), issued, matched.start_ns[rows])
-        at = np.where(matched.leads[rows], _find_window(windows, begun), -1)
+        at = np.where(matched.counts[rows], _find_window(windows, begun), -1)
         for place, group, op in zip(
             at.tolist(), matched.group[rows].tolist(), matched.op[rows].tolist(), strict=True
         ):

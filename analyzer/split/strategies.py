@@ -31,6 +31,7 @@ from stepsplit.analyzer.split.strategy_rules import (
     BY_FSDP,
     DEEPSPEED_ZERO_3,
     EXCHANGE,
+    EXCHANGED_TOKENS,
     GATHER,
     GATHERED_AGAIN,
     GATHERED_TWICE,
@@ -56,6 +57,7 @@ from stepsplit.analyzer.split.strategy_rules import (
     is_megatron,
     name_data_axis,
     name_expert_protocol,
+    name_group_library,
     sums_after_each_backward,
     updates_on_host,
 )
@@ -77,7 +79,7 @@ def detect_strategies(
     has_messages = any(trace.calls.is_message.any() for trace in traces)
     counts: Counter[Strategy] = Counter()
     for i, (trace, windows) in enumerate(zip(traces, steps, strict=True)):
-        evidence = collect_evidence(trace, windows, matched.leads[matched.slice_trace(i)], layout)
+        evidence = collect_evidence(trace, windows, matched.counts[matched.slice_trace(i)], layout)
         counts.update(
             set(match_signatures(evidence, SIGNATURES, schedule, has_messages=has_messages))
         )
@@ -294,10 +296,10 @@ SIGNATURES = (
         axis="ep",
         unless=("cp",),
         patterns=(
-            Pattern(needs=(IsAlong(("ep",)), HasCalls(EXCHANGE))),
+            Pattern(needs=(EXCHANGED_TOKENS,), detail=name_group_library),
             Pattern(needs=(IsAlong((UNKNOWN_AXIS,)), HasOrder(_ROUTED, EXCHANGE))),
         ),
-        device_patterns=(Pattern(needs=(IsAlong(("ep",)), HasCalls(EXCHANGE))),),
+        device_patterns=(Pattern(needs=(EXCHANGED_TOKENS,), detail=name_group_library),),
     ),
     # Kernels that do nothing but move tokens to experts and back, on a group that is not recorded.
     Signature(

@@ -16,10 +16,10 @@ from stepsplit.analyzer.split.issue_steps import (
     compute_issued_ns,
     take_whole_trace,
 )
-from stepsplit.analyzer.split.matching import find_replayed
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.steps import Steps
+from stepsplit.analyzer.split.world_group import find_replayed
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Group, Int64, RankTrace
 
 FORWARD, BACKWARD, AFTER = range(3)

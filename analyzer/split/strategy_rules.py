@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from msgspec import Struct
 
 from stepsplit.analyzer.arrays import is_inside
 from stepsplit.analyzer.split.call_purposes import find_spans
 from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.protocols import name_expert_library
 from stepsplit.analyzer.split.signature import (
     UNKNOWN_AXIS,
     AnyOf,
@@ -212,45 +211,23 @@ def describe_summing_replicas(calls: CallSet) -> str | None:
 # Expert parallelism by kernels of its own.
 
 
-class ExpertProtocol(Struct, frozen=True):
-    """A library that moves the tokens of experts: its name, and what its kernels are called."""
-
-    name: str
-    dispatches: re.Pattern[str]
-    combines: re.Pattern[str]
+EXCHANGED_TOKENS = Pattern(needs=(IsAlong(("ep",)), HasCalls(EXCHANGE)))
 
 
-EXPERT_PROTOCOLS = (
-    # deepseek-ai/DeepEP, branch hybrid-ep: compiled when a job starts, in the namespace hybrid_ep.
-    ExpertProtocol(
-        "HybridEP",
-        re.compile(r"hybrid_ep(::|\d+)dispatch_kernel"),
-        re.compile(r"hybrid_ep(::|\d+)combine_kernel"),
-    ),
-    # deepseek-ai/DeepEP: intranode, internode and, for low latency, internode_ll.
-    ExpertProtocol(
-        "DeepEP",
-        re.compile(r"deep_ep(::|\d+)(intranode|internode(_ll)?)(::|\d+)dispatch"),
-        re.compile(r"deep_ep(::|\d+)(intranode|internode(_ll)?)(::|\d+)combine"),
-    ),
-    # ROCm/mori.
-    ExpertProtocol(
-        "MORI",
-        re.compile(r"\bEpDispatch\w*Kernel"),
-        re.compile(r"\bEpCombine\w*Kernel"),
-    ),
-)
+def name_group_library(calls: CallSet) -> str:
+    """The library whose kernels move the tokens of experts on a group, "" for collectives."""
+    library = name_expert_library(calls.rank.evidence.trace)
+    return library[0] if library else ""
 
 
 def name_expert_protocol(calls: CallSet) -> str | None:
-    """The library whose kernels dispatch tokens to experts and combine their results."""
-    trace = calls.rank.evidence.trace
-    kernels = trace.events.is_category(Category.KERNEL)
-    for one in EXPERT_PROTOCOLS:
-        found = (trace.events.match_names(name) for name in (one.dispatches, one.combines))
-        if all((kernels & names).any() for names in found):
-            return one.name
-    return None
+    """The library whose kernels dispatch tokens to experts and combine their results, with the
+    number of ranks that they state; None if their group is known."""
+    library = name_expert_library(calls.rank.evidence.trace)
+    if library is None or any(one.satisfies(EXCHANGED_TOKENS) for one in calls.rank.groups):
+        return None
+    name, ranks = library
+    return f"{name}, {ranks} ranks" if ranks else name
 
 
 # Memory saving: gradient accumulation, recomputation, and optimizers on the host.

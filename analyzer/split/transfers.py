@@ -181,6 +181,7 @@ def compute_arrivals(
     guess = estimate_missing_transfers(traces, matched, last_arrival.at_ns, end, model)
     waited = guess >= 0
     moves = np.where(waited, end - guess, last_arrival.at_ns)
+    moves[~matched.waits] = start[~matched.waits]
     # The missing rank of each incomplete call, -1 if none or several are missing.
     present = ranks
     here = set(present.tolist())
@@ -190,6 +191,7 @@ def compute_arrivals(
     last = np.where(
         waited, np.where(matched.key < 0, of_group, -1).astype(np.int32), last_arrival.rank
     ).astype(np.int32)
+    last[~matched.waits] = -1
     return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
 
 
@@ -210,7 +212,8 @@ def _find_last_arrivals(
 ) -> _LastArrivals:
     members = _Members.build(matched, start)
     last = members.find_last(matched)
-    may_leave = (matched.shared >= 0) & np.isin(matched.op, _MAY_LEAVE)
+    may_leave = (matched.shared >= 0) & np.isin(matched.op, _MAY_LEAVE) & ~matched.together
+    may_leave &= matched.waits
     left = np.zeros(len(members.after) + 1, dtype=np.bool_)
     left[matched.shared[may_leave & (end <= start[last])]] = True
     left_early: Bool = left[matched.shared] & (matched.shared >= 0)

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from stepsplit.analyzer.split.protocols import find_call_roles
 from stepsplit.analyzer.trace import (
+    Bool,
     Category,
     EventKind,
     EventKinds,
@@ -39,7 +41,7 @@ def assign_world_group(traces: Sequence[RankTrace]) -> list[RankTrace]:
     assigned = []
     for trace in traces:
         calls = trace.calls
-        unnamed = (calls.group_id < 0) & (calls.peer < 0)
+        unnamed = (calls.group_id < 0) & (calls.peer < 0) & ~_is_by_library(trace)
         group_id = np.where(unnamed, len(trace.groups), calls.group_id).astype(np.int32)
         calls = replace(calls, group_id=group_id)
         assigned.append(replace(trace, calls=calls, groups=(*trace.groups, world)))
@@ -70,7 +72,7 @@ def drop_lone_calls(trace: RankTrace) -> RankTrace:
 
 def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
     """The group of all ranks if the calls without a group are its collectives, else None."""
-    rows = [find_unnamed(trace) for trace in traces]
+    rows = [find_unnamed(trace, libraries=False) for trace in traces]
     complete = len(traces) > 1 and len(traces) == max(trace.world_size for trace in traces)
     if not complete or not len(rows[0]) or len({len(one) for one in rows}) > 1:
         return None
@@ -88,6 +90,9 @@ def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
     }
     if len(names) > 1:
         return None
+    # A graph of several groups looks like this, too: of those only the calls themselves tell.
+    if len(traces) > 2 and any(find_replayed(*one).any() for one in zip(traces, rows, strict=True)):
+        return None
     # Whether the n-th kernels of all ranks overlap, after aligning the median ends.
     start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
     end = np.stack([t.events.ends_of(r) for t, r in zip(traces, rows, strict=True)])
@@ -99,9 +104,25 @@ def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
     )
 
 
-def find_unnamed(trace: RankTrace) -> Int64:
-    """The events of the calls without group and peer, by start; not those of earlier steps."""
+def find_unnamed(trace: RankTrace, *, libraries: bool = True) -> Int64:
+    """The events of the calls without group and peer, by start; not those of earlier steps.
+
+    libraries: with those by kernels of a library's protocol, whose groups need better evidence.
+    """
     calls = trace.calls
     unnamed = (calls.group_id < 0) & (calls.peer < 0) & ~find_earlier_calls(trace)
+    if not libraries:
+        unnamed &= ~_is_by_library(trace)
     events = calls.event[unnamed]
     return events[np.argsort(trace.events.start_ns[events], kind="stable")]
+
+
+def find_replayed(trace: RankTrace, events: Int64) -> Bool:
+    """Which of these events a graph launch started."""
+    launches = trace.events.find_launches(events)
+    graph = trace.events.name_mask(tuple("GraphLaunch" in name for name in trace.events.names))
+    return np.asarray((launches >= 0) & graph[launches])
+
+
+def _is_by_library(trace: RankTrace) -> Bool:
+    return find_call_roles(trace).mask("protocol")

@@ -26,6 +26,7 @@ from .program import (
     Synchronize,
     WaitEvent,
 )
+from .protocols import BARRIER, EXPERT_PROTOCOLS, SUM_BY_SYMMETRIC_MEMORY, ProtocolKernel
 
 COMPUTE_STREAM = 7
 COMM_STREAMS = {
@@ -234,6 +235,15 @@ class Job:
     warmup: int = 2
     steps: int = 3
     causes: tuple[Cause, ...] = ()
+    experts_by: str = "nccl"
+    """What moves the tokens of experts: nccl, or one of protocols.EXPERT_PROTOCOLS."""
+    tensor_by: str = "nccl"
+    """What sums activations: nccl, or symm_mem."""
+    weights_by: str = "nccl"
+    """What gathers FSDP's parameters: nccl, or copy_engine."""
+    described: bool = True
+    """NCCL's kernels have arguments; those that a replayed graph launches have none."""
+    ranks_per_host: int = RANKS_PER_HOST
     link_speeds: tuple[tuple[str, float], ...] = ()
     """Axis and by how much all its transfers are faster."""
 
@@ -435,8 +445,51 @@ class _Process:
             out_nelems=nelems // size if scatters else nelems if returned is None else returned,
             transfer_ns=round(transfer_ns * times),
             sequence=sequence,
+            described=self.job.described,
         )
         return self._communicate(COMM_STREAMS[axis], call)
+
+    def run_protocol(
+        self,
+        axis: str,
+        kernels: Sequence[ProtocolKernel],
+        own_ns: float,
+        most_ns: float,
+        stream: int,
+    ) -> None:
+        """Launches the kernels of one call behind what the compute stream has been given so far;
+        the compute stream waits for them.
+
+        own_ns: the transfer of this rank, most_ns: that of the rank that has most to receive.
+        """
+        group = self.group(axis)
+        times = self.job.transfer_times(axis, group.ranks)
+        times *= self.noise(f"group {group.name}").factor()
+        if stream != COMPUTE_STREAM:
+            self.program += [
+                RecordEvent(self._new_event(), COMPUTE_STREAM, self.thread),
+                WaitEvent(self.events, stream, self.thread),
+            ]
+        for one in kernels:
+            transfer_ns = most_ns if one.together else own_ns
+            took_ns = round(one.fixed_ns + one.share * transfer_ns * times)
+            jitter_ns = round(abs(self.jitter.gauss(0, 1_200)))
+            if one.role == "local":
+                self.program.append(Kernel(one.name, one.op, stream, took_ns, thread=self.thread))
+                continue
+            call = Call("", group, 0, 0, took_ns, phase=f"{axis}/{one.phase}", role=one.role,
+                        described=False)  # fmt: skip
+            self.program.append(
+                Kernel(one.name, one.op, stream, call=call, host_ns=15_000, thread=self.thread,
+                       end_jitter_ns=jitter_ns)
+            )  # fmt: skip
+            if one.host_reads:
+                self.program.append(Synchronize(stream, self.thread, silent=True))
+            if one.computes_ns:
+                self.launch_compute(_MLP_FORWARD[0][0], "aten::mm", one.computes_ns)
+        if stream != COMPUTE_STREAM:
+            self.program.append(RecordEvent(self._new_event(), stream, self.thread))
+            self.wait(_Work(self.events))
 
     def message(
         self, op: str, axis: str, peer: int, channel: str, stream: int, nelems: int, ns: float
@@ -483,7 +536,10 @@ class _Process:
             self.launch_compute(name, op, layer_ns * share, load)
 
     def reduce_tensor_parallel(self) -> None:
-        if self.job.tp > 1:
+        if self.job.tp > 1 and self.job.tensor_by == "symm_mem":
+            took_ns = self.job.tp_transfer_ns
+            self.run_protocol("tp", SUM_BY_SYMMETRIC_MEMORY, took_ns, took_ns, COMPUTE_STREAM)
+        elif self.job.tp > 1:
             self.wait(self.collective("tp", "allreduce", self.job.tp_transfer_ns, 16_777_216))
 
     def run_experts(self, kernels: Sequence[tuple[str, str, float]]) -> None:
@@ -496,6 +552,16 @@ class _Process:
         received = round(sent * load)
         most = max(job.expert_load(rank) for rank in self.group("ep").ranks)
         transfer_ns = job.experts_transfer_ns * most
+        if job.experts_by != "nccl":
+            backward = kernels is _MLP_BACKWARD
+            dispatch, combine = EXPERT_PROTOCOLS[job.experts_by](backward, job.ep)
+            stream = COMM_STREAMS["ep"]
+            # Each rank's dispatch ends when its own tokens have come.
+            own_ns = job.experts_transfer_ns * load
+            self.run_protocol("ep", dispatch, own_ns, transfer_ns, stream)
+            self.launch_all(kernels, job.layer_ns, load)
+            self.run_protocol("ep", combine, transfer_ns, transfer_ns, stream)
+            return
         self.wait(self.collective("ep", "all_to_allv", transfer_ns, sent, received))
         self.launch_all(kernels, job.layer_ns, load)
         self.wait(self.collective("ep", "all_to_allv", transfer_ns, received, sent))
@@ -772,7 +838,37 @@ class _Process:
             yield layer
 
     def _gather_layer(self) -> _Work:
+        if self.job.weights_by == "copy_engine":
+            return self._gather_by_copies()
         return self.collective("dp", "_allgather_base", self.job.gather_ns, 16_777_216)
+
+    def _gather_by_copies(self) -> _Work:
+        """Each rank copies the others' shards, between two barriers."""
+        job, ranks = self.job, self.group("dp").ranks
+        stream = COMM_STREAMS["dp"] + 1
+        self.program += [
+            RecordEvent(self._new_event(), COMPUTE_STREAM, self.thread),
+            WaitEvent(self.events, stream, self.thread),
+        ]
+        times = job.transfer_times("dp", ranks) * self.noise("copies").factor()
+        op = "symm_mem::_low_contention_all_gather"
+        for phase in ("before", "copies", "after"):
+            if phase == "copies":
+                took_ns = round(job.gather_ns * times / (len(ranks) - 1))
+                self.program += [
+                    Kernel(
+                        "Memcpy PtoP (Device -> Device)", op, stream, took_ns,
+                        host_ns=6_000, thread=self.thread,
+                    )
+                ] * (len(ranks) - 1)  # fmt: skip
+                continue
+            call = Call("", self.group("dp"), 0, 0, 4_000, phase=f"dp/{phase}", described=False)
+            self.program.append(
+                Kernel(BARRIER, op, stream, call=call, thread=self.thread,
+                       end_jitter_ns=round(abs(self.jitter.gauss(0, 800))))
+            )  # fmt: skip
+        self.program.append(RecordEvent(self._new_event(), stream, self.thread))
+        return _Work(self.events)
 
 
 def build_programs(job: Job) -> list[list[Instruction]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from .jobs import COMPUTE_STREAM, RANKS_PER_HOST, Job
+from .jobs import COMPUTE_STREAM, Job
 from .machine import HostCall, KernelRun, RankTimeline
 from .program import Call, Group, RecordEvent, Synchronize, WaitEvent
 
@@ -30,6 +30,12 @@ class TraceStyle:
     late_ends_ns: int = 0
     """How much later than they end communication kernels are recorded to end."""
     largest_clock_offset_ns: int = 5_000_000
+    lists_groups: str = "all"
+    """The groups in pg_config: all, the world's alone (world), or none."""
+    graph: bool = False
+    """Each step is the replay of one CUDA graph: its kernels have the launch of the graph."""
+    captures: bool = False
+    """The capture of the graph is part of the recording."""
     names_groups: bool = True
     """Groups have descriptions; torch calls those without one undefined."""
 
@@ -47,9 +53,9 @@ class _Writer:
         self.rank = rank
         self.timeline = timeline
         self.style = style
-        self.device = rank % RANKS_PER_HOST
+        self.device = rank % job.ranks_per_host
         self.pid = 4000 + rank
-        host = rank // RANKS_PER_HOST
+        host = rank // job.ranks_per_host
         clock = random.Random(f"{job.seed}/clock {host}")
         largest_ns = style.largest_clock_offset_ns
         self.offset_ns = clock.randint(-largest_ns, largest_ns) if host else 0
@@ -92,6 +98,8 @@ class _Writer:
         for number, run in enumerate(self.timeline.kernels):
             if run.start_ns >= self.start_ns:
                 yield from self._write_kernel(100_000 + number, run)
+        if self.style.graph:
+            yield from self._write_graphs()
         yield from self._write_calls()
         yield (
             '{"ph": "i", "name": "Record Window End", "pid": "", "tid": "", '
@@ -136,17 +144,22 @@ class _Writer:
         tid = self._thread(kernel.thread)
         copies = kernel.name.startswith("Memcpy")
         arguments = ""
-        if run.call_ns >= self.start_ns:  # what was launched earlier has no op to describe it
-            extra = arguments = self._describe_call(call) if call else ""
-            if call and call.sequence is not None and self.style.sequence:
+        replayed = self.style.graph and not kernel.name.startswith("Memcpy DtoH")
+        if replayed:
+            correlation = self.graph_correlation(run.step)
+        elif run.call_ns >= self.start_ns:  # what was launched earlier has no op to describe it
+            described = call is not None and call.described
+            extra = arguments = self._describe_call(call) if described else ""
+            if described and call.sequence is not None and self.style.sequence:
                 extra += f', "Seq": {_FIRST_SEQUENCE + call.sequence}'
             op_ns = run.launched_ns - kernel.host_ns
             runtime, cbid = ("cudaMemcpyAsync", 41) if copies else ("cudaLaunchKernelExC", 430)
-            yield (
-                f'{{"ph": "X", "cat": "cpu_op", "name": "{kernel.op}", "pid": {self.pid}, '
-                f'"tid": {tid}, {self.format_span(op_ns, run.launched_ns)}, '
-                f'"args": {{"External id": {correlation}{extra}}}}}'
-            )
+            if kernel.op:
+                yield (
+                    f'{{"ph": "X", "cat": "cpu_op", "name": "{kernel.op}", "pid": {self.pid}, '
+                    f'"tid": {tid}, {self.format_span(op_ns, run.launched_ns)}, '
+                    f'"args": {{"External id": {correlation}{extra}}}}}'
+                )
             yield (
                 f'{{"ph": "X", "cat": "cuda_runtime", "name": "{runtime}", "pid": {self.pid}, '
                 f'"tid": {tid}, {self.format_span(run.call_ns, run.launched_ns)}, '
@@ -160,7 +173,8 @@ class _Writer:
         category = "gpu_memcpy" if copies else "kernel"
         end_ns = self.recorded_ends_ns.get(run, run.end_ns)
         grid = f', "grid": [{kernel.blocks}, 1, 1], "block": [384, 1, 1]'
-        size = ', "bytes": 4' if copies else grid
+        peer_to_peer = kernel.name.startswith("Memcpy PtoP")
+        size = f', "bytes": {2_097_152 if peer_to_peer else 4}' if copies else grid
         yield (
             f'{{"ph": "X", "cat": "{category}", "name": "{kernel.name}", "pid": {self.device}, '
             f'"tid": {kernel.stream}, {self.format_span(run.start_ns, end_ns)}, '
@@ -168,11 +182,48 @@ class _Writer:
             f'"context": 1, "stream": {kernel.stream}, "correlation": {correlation}'
             f"{size}{arguments}}}}}"
         )
-        if run.call_ns >= self.start_ns:
+        if run.call_ns >= self.start_ns and not replayed:
             yield (
                 f'{{"ph": "f", "id": {correlation}, "pid": {self.device}, '
                 f'"tid": {kernel.stream}, "ts": {self.format_time(run.start_ns)}, "cat": "ac2g", '
                 '"name": "ac2g", "bp": "e"}'
+            )
+
+    def graph_correlation(self, step: int) -> int:
+        return 9_000_000 + step
+
+    def _write_graphs(self) -> Iterator[str]:
+        """The launch of each step's graph, at the first of its kernels' launches; before the first
+        one the capture, in which the ops of c10d have their arguments and launch nothing."""
+        for number, _ in self.steps[:-1]:
+            runs = [run for run in self.timeline.kernels if run.step == number]
+            at_ns = max(min(run.call_ns for run in runs), self.start_ns + 1_000)
+            yield (
+                '{"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", '
+                f'"pid": {self.pid}, "tid": {self.pid}, {self.format_span(at_ns, at_ns + 500)}, '
+                f'"args": {{"cbid": 311, "correlation": {self.graph_correlation(number)}}}}}'
+            )
+        if not self.style.captures:
+            return
+        first = self.steps[0][0]
+        runs = [run for run in self.timeline.kernels if run.step == first and run.kernel.call]
+        at_ns = self.start_ns - 2_000 * (len(runs) + 2)
+        edges = (("cudaStreamBeginCapture", at_ns),
+                 ("cudaStreamEndCapture", self.start_ns - 1_000))  # fmt: skip
+        for name, edge_ns in edges:
+            yield (
+                f'{{"ph": "X", "cat": "cuda_runtime", "name": "{name}", "pid": {self.pid}, '
+                f'"tid": {self.pid}, {self.format_span(edge_ns, edge_ns + 300)}, '
+                f'"args": {{"cbid": 300, "correlation": {8_000_000 + edge_ns % 1000}}}}}'
+            )
+        for number, run in enumerate(runs):
+            op_ns = at_ns + 1_000 + 2_000 * number
+            assert run.kernel.call is not None
+            yield (
+                f'{{"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "pid": {self.pid}, '
+                f'"tid": {self.pid}, {self.format_span(op_ns, op_ns + 900)}, '
+                f'"args": {{"External id": {7_000_000 + number}'
+                f"{self._describe_call(run.kernel.call)}}}}}"
             )
 
     def _describe_call(self, call: Call) -> str:
@@ -202,9 +253,11 @@ class _Writer:
             if call.start_ns < self.start_ns:
                 continue
             instruction = call.instruction
+            if isinstance(instruction, Synchronize) and instruction.silent:
+                continue
             if isinstance(instruction, Synchronize):
                 yield self._write_runtime(call, correlation)
-            elif self.style.events != "none":
+            elif self.style.events != "none" and not self.style.graph:
                 yield self._write_runtime(call, correlation)
                 if self.style.events == "cuda_sync" and isinstance(instruction, WaitEvent):
                     before = recorded[instruction.event]
@@ -261,15 +314,17 @@ def _describe_job(job: Job, rank: int, style: TraceStyle) -> str:
             "pg_size": len(group.ranks),
             "ranks": list(group.ranks),
         }
-        for axis in job.groups.values()
-        for group in axis
-        if rank in group.ranks and (len(group.ranks) > 1)
+        for axis, parts in job.groups.items()
+        for group in parts
+        if rank in group.ranks
+        and len(group.ranks) > 1
+        and (style.lists_groups == "all" or (style.lists_groups, axis) == ("world", "world"))
     ]
     header = {
         "schemaVersion": 1,
         "deviceProperties": [
             {
-                "id": rank % RANKS_PER_HOST,
+                "id": rank % job.ranks_per_host,
                 "name": "NVIDIA H100 80GB HBM3",
                 "totalGlobalMem": 85045084160,
                 "computeMajor": 9,

@@ -98,13 +98,15 @@ class _Stream:
 
 
 class _Meeting:
-    """The members of a collective, or the two ends of a message, that have started."""
+    """The members of a collective, or the two ends of a message, that have started, with their
+    transfers; posted is the number of members that began to send without waiting."""
 
-    __slots__ = ("arrived", "last_ns")
+    __slots__ = ("arrived", "last_ns", "posted")
 
     def __init__(self) -> None:
-        self.arrived: list[KernelRun] = []
+        self.arrived: list[tuple[KernelRun, int]] = []
         self.last_ns = 0
+        self.posted = 0
 
 
 class _Host:
@@ -268,11 +270,13 @@ class _Machine:
                 self._number((each.src, each.dst, each.channel), run.rank) for each in call.messages
             ]
         elif call:
-            self.keys[run] = [self._number(call.group.name, run.rank)]
+            place = (call.group.name, call.phase)
+            count = self._number((place, call.role), run.rank)[1]
+            self.keys[run] = [(place, count)]
         if not run.missing:
             self._start(run)
 
-    def _number(self, key: Hashable, rank: int) -> Hashable:
+    def _number(self, key: Hashable, rank: int) -> tuple[Hashable, int]:
         count = self.counts.get((key, rank), 0)
         self.counts[key, rank] = count + 1
         return key, count
@@ -293,15 +297,26 @@ class _Machine:
         run.missing = len(transfers)
         for key, transfer_ns in zip(self.keys.pop(run), transfers, strict=True):
             meeting = self.meetings.setdefault(key, _Meeting())
-            meeting.arrived.append(run)
-            meeting.last_ns = max(meeting.last_ns, run.start_ns)
-            if len(meeting.arrived) == size:
-                self._complete(self.meetings.pop(key), transfer_ns)
+            if call.role != "receive":
+                meeting.last_ns = max(meeting.last_ns, run.start_ns)
+            if call.role == "post":
+                meeting.posted += 1
+                run.missing = 0
+                self._end(run, run.start_ns + transfer_ns)
+            else:
+                meeting.arrived.append((run, transfer_ns))
+            if call.role == "meet" and len(meeting.arrived) == size:
+                self._complete(self.meetings.pop(key))
+            elif meeting.posted == size:
+                # A receive waits for what is sent, not for the receives of others.
+                self._complete(meeting)
+                meeting.arrived = []
 
-    def _complete(self, meeting: _Meeting, transfer_ns: int) -> None:
+    def _complete(self, meeting: _Meeting) -> None:
         """All have arrived: a kernel ends with the last of what it holds."""
-        for member in meeting.arrived:
-            member.earliest_ns = max(member.earliest_ns, meeting.last_ns + transfer_ns)
+        for member, transfer_ns in meeting.arrived:
+            began_ns = max(meeting.last_ns, member.start_ns)
+            member.earliest_ns = max(member.earliest_ns, began_ns + transfer_ns)
             member.missing -= 1
             if not member.missing:
                 self._end(member, member.earliest_ns + member.kernel.end_jitter_ns)

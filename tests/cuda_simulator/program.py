@@ -50,6 +50,13 @@ class Call:
     sequence: int | None = None
     messages: tuple[Message, ...] = ()
     peer: int | None = None
+    phase: str = ""
+    """The kernels of one phase of a protocol meet each other only."""
+    role: str = "meet"
+    """meet: data moves from the start of the last member's kernel on. post: the kernel sends and
+    does not wait. receive: it ends this call's transfer after all members' posts began."""
+    described: bool = True
+    """The trace has the call's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,8 @@ class Synchronize:
 
     stream: int | None = None
     thread: int = MAIN_THREAD
+    silent: bool = False
+    """The host spins on its memory: the trace shows no call."""
 
 
 @dataclass(frozen=True, slots=True)

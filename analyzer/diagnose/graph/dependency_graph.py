@@ -472,10 +472,10 @@ def build_sync_edges(split: RunSplit, kernels: CommKernels, first: int) -> Edges
     rooted = _build_rooted_edges(split, kernels)
     meet = np.flatnonzero((matched.shared >= 0) & _find_synchronizing(matched, split))
     node = first + group_ids(matched.shared[meet])
-    who = kernel[meet]
+    who, arrives, waits = kernel[meet], matched.arrives[meet], matched.waits[meet]
     return (
-        np.concatenate((alone[0], rooted[0], kernels.start[who], node)),
-        np.concatenate((alone[1], rooted[1], node, kernels.end[who])),
+        np.concatenate((alone[0], rooted[0], kernels.start[who[arrives]], node[waits])),
+        np.concatenate((alone[1], rooted[1], node[arrives], kernels.end[who[waits]])),
     )
 
 

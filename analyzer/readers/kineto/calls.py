@@ -23,6 +23,7 @@ from stepsplit.analyzer.ops import (
 )
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry, parse_entry_op
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_ops
 from stepsplit.analyzer.readers.kineto.collective_launches import (
     MadeCall,
     find_launched,
@@ -83,6 +84,11 @@ def build_device_calls(
         kernels = np.concatenate((kernels, found.rows))[order]
         launches = events.find_launches(kernels)
         surrounding_ops = np.concatenate((surrounding_ops, found.ops))[order]
+    captured = find_captured_ops(
+        events, kernels, launches, [op for op in params.tolist() if _is_call(args_of_event[op])],
+        args_of_event, lambda row: rules.find_op(events.name_of(row)),
+    )  # fmt: skip
+    surrounding_ops = np.where(captured >= 0, captured, surrounding_ops)
     surrounding_ops = _leave_batches(rows, args_of_event, kernels, surrounding_ops, launches)
     issued = np.where(launches >= 0, events.start_ns[launches], -1)
     posted = _find_posted(rows, args_of_event, kernels, surrounding_ops, launches)
@@ -91,16 +97,19 @@ def build_device_calls(
     )
     any_named = any(args.collective is not None for args in args_of_event.values())
     by_name = {name: rules.find_op(name) for name in set(map(events.name_of, kernels.tolist()))}
+    library_ops = _find_library_ops(events, launches)
     calls: list[Call] = []
     made: list[MadeCall] = []
-    for event, op, issued_ns, batch in zip(
-        kernels.tolist(), surrounding_ops.tolist(), issued.tolist(), posted, strict=True
-    ):
+    for event, op, issued_ns, batch, library_op in zip(
+        kernels.tolist(), surrounding_ops.tolist(), issued.tolist(), posted, library_ops,
+        strict=True,
+    ):  # fmt: skip
         own_args, name = args_of_event.get(event), events.name_of(event)
         args = _merge_args(own_args, args_of_event.get(op))
         parts = [args_of_event[post] for post in batch] or [args]
+        named_op = library_op or by_name[name]
         parts_as_calls = [
-            _build_call(event, by_name[name], part, group_table.find_number(part), issued_ns)
+            _build_call(event, named_op, part, group_table.find_number(part), issued_ns)
             for part in parts
         ]
         unnamed = not batch and any_named and "SendRecv" in name and _may_be_batch(name, args)
@@ -280,6 +289,8 @@ def _build_call(event: int, by_name: str, args: Args, group_id: int, issued_ns: 
     if op == "unknown":  # such as "coalesced", which does not name the operation
         op = by_name
     input_bytes = _compute_bytes(args.in_nelems, args.dtype)
+    if args.collective is None and input_bytes < 0:
+        input_bytes = sanitize_bytes(args.copied_bytes)
     output_bytes = _compute_bytes(args.out_nelems, args.dtype)
     return Call(
         event=event,
@@ -290,9 +301,9 @@ def _build_call(event: int, by_name: str, args: Args, group_id: int, issued_ns: 
         dtype=normalize_dtype(args.dtype),
         peer={"send": args.dst_rank, "recv": args.src_rank}.get(op, -1),
         input_bytes=input_bytes,
-        message_bytes=sanitize_bytes(
-            compute_message_bytes(op, input_bytes, output_bytes, args.group_size)
-        ),
+        message_bytes=-1
+        if args.collective is None and args.copied_bytes >= 0
+        else sanitize_bytes(compute_message_bytes(op, input_bytes, output_bytes, args.group_size)),
     )
 
 
@@ -302,6 +313,25 @@ def _compute_bytes(nelems: int, dtype: str) -> int:
 
 
 # The op that surrounds the launch of a device event.
+
+_LIBRARY_OPS = "symm_mem::"
+"""Prefix of torch's ops of symmetric memory; they contain each other."""
+
+
+def _find_library_ops(events: Events, launches: Int64) -> list[str]:
+    """For each launch the op by the name of the outermost library op around it, "" for none."""
+    ops = np.flatnonzero(events.match_prefix(_LIBRARY_OPS) & events.is_category(Category.OP))
+    if not len(ops):
+        return [""] * len(launches)
+    outer, ends_ns = list[int](), dict[int, int]()
+    for op in ops.tolist():
+        lane = int(events.lane[op])
+        if events.start_ns[op] >= ends_ns.get(lane, -(2**62)):
+            outer.append(op)
+            ends_ns[lane] = int(events.start_ns[op] + events.dur_ns[op])
+    around = find_surrounding_ops(events, np.array(outer, dtype=np.int64), launches)
+    found = [parse_op(events.name_of(op)) if op >= 0 else "" for op in around.tolist()]
+    return ["" if op == "unknown" else op for op in found]
 
 
 def find_surrounding_ops(events: Events, ops: Int64, rows: Int64) -> Int64:

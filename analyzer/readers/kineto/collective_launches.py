@@ -13,6 +13,7 @@ from msgspec import Struct
 from stepsplit.analyzer import units
 from stepsplit.analyzer.ops import MESSAGES, parse_op
 from stepsplit.analyzer.readers.kernel_rules import OTHER, Rules, has_kernel_rule
+from stepsplit.analyzer.readers.kineto.captured_graphs import BEGIN_CAPTURE, END_CAPTURE
 from stepsplit.analyzer.readers.kineto.schema import Args
 from stepsplit.analyzer.trace import Category, Events, Int64, Lack, Note
 
@@ -154,8 +155,6 @@ def _list_counts(count: Mapping[str, int]) -> str:
 
 # Collectives whose kernels were not recorded.
 
-_BEGIN_CAPTURE, _END_CAPTURE = re.compile("StreamBeginCapture"), re.compile("StreamEndCapture")
-
 _LEAST_SHARE = 0.02
 """Fewer collectives without a device event are not reported: the last ones of a recording may run
 after it."""
@@ -183,8 +182,7 @@ def note_missing(
     # A captured call runs in the launches of its graph.
     runtime = events.is_category(Category.RUNTIME)
     begins, ends = (
-        events.start_ns[runtime & events.match_names(edge)]
-        for edge in (_BEGIN_CAPTURE, _END_CAPTURE)
+        events.start_ns[runtime & events.match_names(edge)] for edge in (BEGIN_CAPTURE, END_CAPTURE)
     )
     elsewhere = Counter((call.group_id, call.op) for call in calls if not call.carries)
     total, missing = 0, Counter[str]()

@@ -124,6 +124,7 @@ class Args(Struct, gc=False):
     dims: list[Any] = field(default=[], name="Input Dims")
     types: list[Any] = field(default=[], name="Input type")
     concrete: list[Any] = field(default=[], name="Concrete Inputs")
+    copied_bytes: Wide = field(default=-1, name="bytes")
 
     @property
     def strided_ranks(self) -> tuple[int, ...]:

@@ -1,0 +1,311 @@
+"""Groups of communication without arguments, on simulated jobs of which the truth is known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_simulator.jobs import ExpertLoad, Job, SlowLink, SlowRank
+from cuda_simulator.kineto import TraceStyle
+from cuda_simulator.simulate import Simulation, simulate
+from cuda_simulator.truth import measure_exposed
+
+from stepsplit.analyzer import Report, StepsplitError, analyze
+
+SHARE = 0.005
+"""Of the step: how close transfers and waits are to the truth."""
+
+CLOCK_NS = 5_000
+
+APART = TraceStyle(largest_clock_offset_ns=100_000_000)
+
+LATE = SlowRank(5, 1.2)
+
+EXPERTS = Job("experts", dp=8, ep=8, microbatches=2, ranks_per_host=1, steps=4, causes=(LATE,))
+TENSORS = Job("sums", tp=8, tensor_by="symm_mem", microbatches=2, ranks_per_host=1, steps=4,
+              causes=(LATE,))  # fmt: skip
+COPIES = Job("copies", dp=8, fsdp=True, weights_by="copy_engine", microbatches=1, layers=8,
+             ranks_per_host=1, steps=4, causes=(LATE,))  # fmt: skip
+GRAPH = Job("graph", tp=4, dp=2, microbatches=2, ranks_per_host=1, steps=4, described=False,
+            causes=(LATE,))  # fmt: skip
+
+LIBRARIES = ("deep_ep", "low_latency", "hybrid_ep", "elastic")
+
+
+def run(job: Job, folder: Path, style: TraceStyle = APART) -> tuple[Simulation, Report]:
+    simulation = simulate(job)
+    simulation.write(folder, style)
+    return simulation, analyze(folder)
+
+
+def list_errors(simulation: Simulation, report: Report) -> list[float]:
+    """How far transfers and waits of each rank are off, as a share of the step."""
+    steps, errors = simulation.job.steps, []
+    for rank, truth in enumerate(measure_exposed(simulation)):
+        rows = [row.split for row in report.steps if row.rank == rank]
+        transfer_ns = sum(row.collective_ns + row.p2p_ns for row in rows)
+        wait_ns = sum(row.skew_ns + row.bubble_ns for row in rows)
+        errors += [abs(transfer_ns - truth.transfer_ns), abs(wait_ns - truth.wait_ns)]
+    return [error / steps / simulation.step_ns for error in errors]
+
+
+def find_most_blamed(report: Report) -> int | None:
+    blamed: dict[int | None, int] = {}
+    for row in report.blame:
+        blamed[row.rank] = blamed.get(row.rank, 0) + row.caused_ns
+    return max(blamed, key=lambda rank: blamed[rank])
+
+
+def list_clock_errors(simulation: Simulation, report: Report, style: TraceStyle) -> list[int]:
+    job = simulation.job
+
+    def offset_ns(rank: int) -> int:
+        host, largest = rank // job.ranks_per_host, style.largest_clock_offset_ns
+        clock = random.Random(f"{job.seed}/clock {host}")
+        return clock.randint(-largest, largest) if host else 0
+
+    return [abs(row.offset_ns - offset_ns(row.rank) + offset_ns(0)) for row in report.clocks]
+
+
+def list_found(report: Report) -> set[tuple[int, ...]]:
+    """The ranks of the groups on which calls without arguments were found."""
+    ranks = {row.id: row.ranks for row in report.groups}
+    return {ranks[row.group] for row in report.collectives if row.group >= 0 and not row.dtype}
+
+
+def assert_true(simulation: Simulation, report: Report, style: TraceStyle = APART) -> None:
+    assert max(list_errors(simulation, report)) <= SHARE
+    assert max(list_clock_errors(simulation, report, style)) <= CLOCK_NS
+    (cause,) = simulation.job.causes
+    assert isinstance(cause, SlowRank)
+    assert find_most_blamed(report) == cause.rank
+    gain_ns = simulation.step_ns - simulate(simulation.job.without(cause)).step_ns
+    said = next(row for row in report.findings if row.ranks == (cause.rank,))
+    assert said.code == "slow_rank"
+    assert said.gain_ns == pytest.approx(gain_ns, rel=0.15)
+
+
+@pytest.mark.parametrize("groups", ["all", "none"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_late_rank_of_experts_is_named_with_what_it_costs(
+    library: str, groups: str, tmp_path: Path
+) -> None:
+    style = replace(APART, lists_groups=groups)
+    simulation, report = run(replace(EXPERTS, experts_by=library), tmp_path, style)
+    assert_true(simulation, report, style)
+    (row,) = [row for row in report.collectives if row.op == "all_to_all"]
+    assert next(g.axis for g in report.groups if g.id == row.group) == "ep"
+    assert (row.count, row.busbw_bytes_per_s) == (4 * 16, None)
+
+
+@pytest.mark.parametrize("groups", ["all", "none"])
+@pytest.mark.parametrize("job", [TENSORS, COPIES], ids=lambda job: job.name)
+def test_a_late_rank_is_named_where_torch_communicates_by_memory_and_copies(
+    job: Job, groups: str, tmp_path: Path
+) -> None:
+    style = replace(APART, lists_groups=groups)
+    simulation, report = run(job, tmp_path, style)
+    assert_true(simulation, report, style)
+
+
+def test_a_gather_by_copies_has_the_size_of_all_copies(tmp_path: Path) -> None:
+    _, report = run(COPIES, tmp_path)
+    (row,) = [row for row in report.collectives if row.op == "all_gather"]
+    assert (row.message_bytes, row.count) == (8 * 2_097_152, 4 * 16)
+    assert row.busbw_bytes_per_s == pytest.approx(7 / 8 * row.algbw_bytes_per_s)
+
+
+def test_the_captured_ops_describe_the_replays_of_a_graph(tmp_path: Path) -> None:
+    style = replace(APART, graph=True, captures=True)
+    simulation, report = run(GRAPH, tmp_path, style)
+    assert_true(simulation, report, style)
+    axes = {row.id: row.axis for row in report.groups}
+    assert {axes[row.group] for row in report.collectives} == {"tp", "dp_replicate"}
+    assert all(row.busbw_bytes_per_s for row in report.collectives)
+
+
+def test_two_groups_of_a_graph_are_separated_by_when_their_members_end(tmp_path: Path) -> None:
+    style = replace(APART, graph=True)
+    simulation, report = run(replace(GRAPH, tp=2, dp=4), tmp_path, style)
+    assert_true(simulation, report, style)
+
+
+@pytest.mark.parametrize("groups", ["world", "none"])
+def test_two_groups_of_experts_are_not_one_although_they_end_at_the_same_time(
+    groups: str, tmp_path: Path
+) -> None:
+    """No rank is late: whatever the recording does not list may be one group or two."""
+    job = replace(EXPERTS, dp=16, experts_by="hybrid_ep", causes=())
+    simulation, report = run(job, tmp_path, replace(APART, lists_groups=groups))
+    assert list_found(report) <= {group.ranks for axis in job.groups.values() for group in axis}
+    reasons = {row.code: row.message for row in report.warnings}
+    assert "at the same time" in reasons["groups_not_found"]
+    assert max(list_errors(simulation, report)) <= 0.01
+
+
+def test_what_the_kernels_state_contradicts_other_groups(tmp_path: Path) -> None:
+    """The kernels state 8 ranks, and all 16 end at the same time."""
+    job = replace(EXPERTS, dp=16, experts_by="deep_ep", causes=())
+    _, report = run(job, tmp_path, replace(APART, lists_groups="none"))
+    assert tuple(range(16)) not in {
+        next(g.ranks for g in report.groups if g.id == row.group)
+        for row in report.collectives
+        if row.op == "all_to_all" and row.group >= 0
+    }
+
+
+# Damaged recordings: a false separation is worse than none.
+
+Trace = dict[str, Any]
+
+
+def change_traces(folder: Path, change: Callable[[int, Trace], Trace | None]) -> None:
+    """Changes or, where change returns None, removes the trace of each rank."""
+    for path in sorted(folder.glob("rank*.json.gz")):
+        rank = int(path.name.removeprefix("rank").partition(".")[0])
+        trace = change(rank, json.loads(gzip.decompress(path.read_bytes())))
+        if trace is None:
+            path.unlink()
+        else:
+            path.write_bytes(gzip.compress(json.dumps(trace).encode(), 1))
+
+
+def list_kernels(trace: Trace, name: str) -> list[Trace]:
+    return [e for e in trace["traceEvents"] if e.get("cat") == "kernel" and name in e["name"]]
+
+
+def drop_kernels(chance: float, name: str) -> Callable[[int, Trace], Trace]:
+    def change(rank: int, trace: Trace) -> Trace:
+        lost = random.Random(rank)
+        gone = {id(e) for e in list_kernels(trace, name) if lost.random() < chance}
+        return trace | {"traceEvents": [e for e in trace["traceEvents"] if id(e) not in gone]}
+
+    return change
+
+
+def drop_of_one_rank(rank: int, trace: Trace) -> Trace:
+    return drop_kernels(0.3, "notify")(rank, trace) if rank == 2 else trace
+
+
+def shuffle_times(rank: int, trace: Trace) -> Trace:
+    """The kernels of the library at the times of each other."""
+    kernels = list_kernels(trace, "deep_ep")
+    spans = [(e["ts"], e["dur"]) for e in kernels]
+    random.Random(rank).shuffle(spans)
+    for event, (start, length) in zip(kernels, spans, strict=True):
+        event["ts"], event["dur"] = start, length
+    return trace
+
+
+def shift_by_a_call(rank: int, trace: Trace) -> Trace:
+    """One rank runs each call as late as the next one."""
+    if rank == 2:
+        kernels = list_kernels(trace, "notify")
+        for event, after in pairwise(kernels):
+            event["ts"] = after["ts"]
+    return trace
+
+
+def keep_some(rank: int, trace: Trace) -> Trace | None:
+    return trace if rank in (0, 1, 5) else None
+
+
+def keep_one(rank: int, trace: Trace) -> Trace | None:
+    return trace if rank == 5 else None
+
+
+DAMAGES = (
+    drop_kernels(0.05, "deep_ep"), drop_of_one_rank, shuffle_times, shift_by_a_call, keep_some,
+    keep_one,
+)  # fmt: skip
+
+
+UNTRUE = DAMAGES[:4]
+"""Nothing is true of what is left of the calls."""
+
+
+@pytest.mark.parametrize("groups", ["all", "none"])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__qualname__.partition(".")[0])
+def test_damaged_recordings_are_not_separated_wrongly(
+    damage: Callable[[int, Trace], Trace | None], groups: str, tmp_path: Path
+) -> None:
+    job = replace(EXPERTS, experts_by="deep_ep")
+    simulation = simulate(job)
+    simulation.write(tmp_path, replace(APART, lists_groups=groups))
+    change_traces(tmp_path, damage)
+    report = analyze(tmp_path)
+    true = {group.ranks for axis in job.groups.values() for group in axis}
+    found = list_found(report)
+    assert found <= true
+    if damage in UNTRUE:
+        assert not found
+        return
+    # No rank waits longer than it did.
+    step_ns = simulation.step_ns
+    for rank, truth in enumerate(measure_exposed(simulation)):
+        rows = [row.split for row in report.steps if row.rank == rank]
+        wait_ns = sum(row.skew_ns + row.bubble_ns for row in rows)
+        assert wait_ns <= truth.wait_ns + 2 * SHARE * step_ns * job.steps
+
+
+def draw_jobs() -> Iterator[tuple[Job, TraceStyle]]:
+    """Jobs of all kinds, with and without a cause and with and without groups."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        kind = draw.choice(("experts", "sums", "copies", "graph", "both"))
+        size = draw.choice((2, 4, 8))
+        many = draw.choice((1, 2, 4)) if size < 8 else draw.choice((1, 2))
+        world = size * many
+        causes = draw.choice((
+            (), (SlowRank(draw.randrange(world), draw.choice((1.05, 1.3))),),
+            (SlowRank(0, 1.2), SlowRank(world - 1, 1.2)),
+        ))  # fmt: skip
+        job = Job(f"drawn {seed} {kind}", microbatches=draw.choice((1, 2)),
+                  steps=draw.choice((2, 4)), ranks_per_host=draw.choice((1, 8)),
+                  seed=seed, causes=causes, noise=draw.choice((0.0, 0.005, 0.05)))  # fmt: skip
+        library = draw.choice(LIBRARIES)
+        if kind == "experts":
+            job = replace(job, dp=world, ep=size, experts_by=library)
+            if draw.random() < 0.3:
+                job = replace(job, causes=(ExpertLoad(draw.randrange(world), 1.5),))
+        elif kind == "sums":
+            job = replace(job, tp=size, dp=many, tensor_by="symm_mem")
+            if draw.random() < 0.3:
+                job = replace(job, causes=(SlowLink("tp", 0, 3.0),))
+        elif kind == "copies":
+            job = replace(job, dp=world, fsdp=True, weights_by="copy_engine", layers=4)
+        elif kind == "graph":
+            job = replace(job, tp=size, dp=many, described=False)
+        else:
+            job = replace(job, tp=2, dp=world, ep=size, tensor_by="symm_mem", experts_by=library)
+        style = TraceStyle(
+            largest_clock_offset_ns=100_000_000, graph=kind == "graph",
+            lists_groups=draw.choice(("all", "world", "none")), sequence=draw.random() < 0.7,
+        )  # fmt: skip
+        yield job, style
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "style"), list(draw_jobs()), ids=str)
+def test_what_is_separated_is_true_of_any_job(job: Job, style: TraceStyle, tmp_path: Path) -> None:
+    """Waits are those of the truth, or, where groups stay unknown, too small."""
+    simulation = simulate(job)
+    simulation.write(tmp_path, style)
+    try:
+        report = analyze(tmp_path)
+    except StepsplitError:
+        return
+    true = {group.ranks for axis in job.groups.values() for group in axis}
+    assert list_found(report) <= true
+    step_ns = simulation.step_ns * job.steps
+    for rank, truth in enumerate(measure_exposed(simulation)):
+        rows = [row.split for row in report.steps if row.rank == rank]
+        wait_ns = sum(row.skew_ns + row.bubble_ns for row in rows)
+        assert wait_ns <= truth.wait_ns + 2 * SHARE * step_ns

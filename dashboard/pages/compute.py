@@ -25,6 +25,7 @@ from stepsplit.dashboard.pages.components import (
     build_section,
     count_summed_steps,
 )
+from stepsplit.dashboard.pages.kernels import build_kernels
 from stepsplit.dashboard.pages.page import RunPage
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
@@ -314,12 +315,14 @@ def _build_allocator(view: View) -> list[html.Section]:
 
 
 def build_compute_page(view: View) -> list[Component]:
-    """The compute page: kernel families, contention, slow kernels and idle time."""
-    shown: list[Component] = [*build_compute(view), *build_idle(view)]
+    """The compute page: kernels and their families, contention, slow kernels and idle time."""
+    shown: list[Component] = [*build_kernels(view), *build_compute(view), *build_idle(view)]
     return shown or [build_empty_card("No compute", "The recording has no kernels and no ops.")]
 
 
-COMPUTE_PAGE = RunPage("compute", lambda view, _: build_compute_page(view), chapter="Compute")
+COMPUTE_PAGE = RunPage(
+    "compute", lambda view, _: build_compute_page(view), needs_tables=True, chapter="Compute"
+)
 
 MEMORY_PAGE = RunPage(
     "memory", lambda view, _: build_memory_page(view),

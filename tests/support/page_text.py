@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dash import dcc
@@ -56,10 +56,14 @@ def read_cards(page: Any) -> dict[str, tuple[str, str]]:
 
 
 def read_tables(page: Any) -> list[list[dict[str, str]]]:
-    """The rows of each table, a text for each header."""
+    """The rows of each table, what is seen below each header."""
+
+    def read(content: Any) -> str:
+        return " ".join(" ".join(_list_texts(content, ())).split())
+
     return [
         [
-            dict(zip(heads, (read_text(cell.content) for cell in row), strict=True))
+            dict(zip(heads, (read(cell.content) for cell in row), strict=True))
             for row in table.cells
             if len(row) == len(heads)
         ]
@@ -68,10 +72,10 @@ def read_tables(page: Any) -> list[list[dict[str, str]]]:
     ]
 
 
-def _list_texts(part: Any) -> Iterator[str]:
+def _list_texts(part: Any, spoken: Sequence[str] = _SPOKEN) -> Iterator[str]:
     if isinstance(part, list | tuple):
         for one in part:
-            yield from _list_texts(one)
+            yield from _list_texts(one, spoken)
     elif isinstance(part, DataTable):
         for head in part.heads:
             yield from _list_texts(getattr(head, "content", head))
@@ -79,10 +83,10 @@ def _list_texts(part: Any) -> Iterator[str]:
             for cell in row:
                 yield from _list_texts(cell.content)
     elif isinstance(part, Component):
-        for name in _SPOKEN:
+        for name in spoken:
             if getattr(part, name, None):
                 yield str(getattr(part, name))
-        yield from _list_texts(getattr(part, "children", None))
+        yield from _list_texts(getattr(part, "children", None), spoken)
     elif part is not None:
         yield str(part)
 

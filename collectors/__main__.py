@@ -275,6 +275,11 @@ def _add_recording_options(verb: argparse.ArgumentParser, out: str) -> None:
     verb.add_argument("--shapes", action="store_true", help="record the input shapes of ops")
     verb.add_argument("--stacks", action="store_true", help="record Python stacks (large and slow)")
     verb.add_argument(
+        "--modules",
+        action="store_true",
+        help="record the names of the model's modules, in the first step",
+    )
+    verb.add_argument(
         "--share",
         action="store_true",
         help="if the script's own torch.profiler runs then, copy its trace (default: record after"
@@ -300,6 +305,7 @@ def _build_plan(options: argparse.Namespace, out: Path, first_step: int | None) 
         stacks=options.stacks,
         mesh=options.mesh,
         share=options.share,
+        modules=options.modules,
     )
 
 

@@ -37,6 +37,7 @@ def profile_run(
     every: int | None = None,
     budget: float = DEFAULT_BUDGET,
     log_to: str | Sequence[str] | None = None,
+    modules: bool = False,
 ) -> ProfiledRun:
     """Records `active` training steps with torch.profiler into the folder `out`.
 
@@ -61,6 +62,7 @@ def profile_run(
         every: Steps between samples of two, in `out`/samples, until the job ends. Default: None.
         budget: Part of the training time that these may cost, else they get rarer. Default: 0.005.
         log_to: Tools to log its numbers to, such as "wandb" (docs/integrations.md). Default: None.
+        modules: Whether to name the model's modules in the first recorded step. Default: False.
 
     Returns:
         A ProfiledRun to use as a context manager, or with start() and stop().
@@ -77,7 +79,7 @@ def profile_run(
     folder = Path(out).absolute()  # the script may change its own
     title = name or folder.resolve().name
     details = (ranks, record_shapes, profile_memory, with_stack)
-    plan = RecordPlan(str(folder), title, wait + warmup, active, warmup, *details)
+    plan = RecordPlan(str(folder), title, wait + warmup, active, warmup, *details, modules=modules)
     watch = None if every is None else WatchPlan(plan.out, title, every, budget=budget)
     return ProfiledRun(plan, mesh, model, training, watch, parse_sinks(log_to, watch is not None))
 

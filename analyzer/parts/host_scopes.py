@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import is_inside, list_distinct
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
@@ -19,7 +20,7 @@ from stepsplit.analyzer.parts.scope_names import (
     parse_range_name,
 )
 from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans
-from stepsplit.analyzer.split.host_threads import build_nested, find_host_threads
+from stepsplit.analyzer.split.host_threads import STEP, build_nested, find_host_threads
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
 _LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
@@ -108,7 +109,7 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
     events = trace.events
     threads = find_host_threads(events)
     scopes = _collect_scopes(events)
-    layers = _number_layers(events, scopes, threads.of_lane)
+    scopes, layers = _number_layers(events, scopes, threads.of_lane)
     timelines = {}
     rows = np.flatnonzero(scopes.is_scope)
     thread_of = threads.of_lane[events.lane[rows]]
@@ -129,6 +130,7 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
     # The nodes are placed by the forward, then put into the same timelines.
     nodes = _place_nodes(found)
     op_rows = np.flatnonzero(events.is_category(Category.OP))
+    steps = _find_steps(events, scopes)
     for thread in sorted({*timelines, *nodes}):
         line = timelines.get(thread, _NO_RANGES)
         if thread in nodes:
@@ -137,6 +139,7 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
         timelines[thread] = _fill_gaps(
             line, events.start_ns[ops], numbers, has_forward=scopes.has_modules
         )
+        timelines[thread] = _repeat_named_step(timelines[thread], events, ops, steps)
     return found
 
 
@@ -199,6 +202,63 @@ def _fill_gaps(
     return _Timeline(edges, part, line.begin_ns[change], line.module_ns[change])
 
 
+# The recorder names modules in one step; the ops of the others follow in the same order.
+
+
+class _HostSteps(Struct, frozen=True):
+    """The steps on the host, in order, and the one whose modules have names; -1 if that is none or
+    not the only one."""
+
+    start_ns: Int64
+    end_ns: Int64
+    named: int
+
+
+def _find_steps(events: Events, scopes: _Scopes) -> _HostSteps:
+    marks = np.flatnonzero(events.match_prefix(STEP) & events.is_category(Category.ANNOTATION))
+    start, end = events.start_ns[marks], events.ends_of(marks)
+    is_module = [scope is not None and scope.is_module for scope in scopes.of_name]
+    modules = events.start_ns[scopes.is_scope & events.name_mask(tuple(is_module))]
+    has_names = np.searchsorted(modules, start) < np.searchsorted(modules, end)
+    named = np.flatnonzero(has_names)
+    return _HostSteps(start, end, int(named[0]) if len(named) == 1 < len(marks) else -1)
+
+
+def _repeat_named_step(line: _Timeline, events: Events, ops: Int64, steps: _HostSteps) -> _Timeline:
+    """The timeline, with the parts of the named step in each step that runs the same ops on this
+    thread."""
+    if steps.named < 0:
+        return line
+    ops = ops[np.lexsort((-events.dur_ns[ops], events.start_ns[ops]))]
+    step = np.searchsorted(steps.start_ns, events.start_ns[ops], side="right") - 1
+    of_step = [ops[step == one] for one in range(len(steps.start_ns))]
+    named = of_step[steps.named]
+    first, last = int(steps.start_ns[steps.named]), int(steps.end_ns[steps.named])
+    inside = (line.edges_ns > first) & (line.edges_ns < last)
+    # The begin of the step, and its edges.
+    edges = np.append(first, line.edges_ns[inside])
+    part = np.append(line.part[line.find_at(edges[:1])], line.part[inside])
+    for one, own in enumerate(of_step):
+        is_same = np.array_equal(events.name_id[own], events.name_id[named])
+        if one == steps.named or not is_same or not len(own):
+            continue
+        begin, end = int(steps.start_ns[one]), int(steps.end_ns[one])
+        # An edge lies between the begins and ends of ops as it does in the named step.
+        known = np.concatenate(([first], events.start_ns[named], events.ends_of(named), [last]))
+        there = np.concatenate(([begin], events.start_ns[own], events.ends_of(own), [end]))
+        order = np.argsort(known, kind="stable")
+        there = np.minimum(np.maximum.accumulate(there[order]), end)
+        moved = np.interp(edges, known[order], there).astype(np.int64)
+        low, high = np.searchsorted(line.edges_ns, (begin, end))
+        # What follows the step keeps its part.
+        after = line.part[line.find_at(np.array([end]))]
+        at = np.concatenate((line.edges_ns[:low], moved, [end], line.edges_ns[high:]))
+        line = _Timeline(
+            at, np.concatenate((line.part[:low], part, after, line.part[high:])), at, at
+        )
+    return line
+
+
 # The ranges that say where in the model the host is.
 
 
@@ -244,44 +304,56 @@ def _collect_scopes(events: Events) -> _Scopes:
 
 def _number_layers(
     events: Events, scopes: _Scopes, thread_of_lane: Int64
-) -> dict[tuple[str, int], int]:
+) -> tuple[_Scopes, dict[tuple[str, int], int]]:
     """The number of each layer by class and number, from 0 in the order of their first calls.
 
     A class that contains other such modules (Megatron's TransformerBlock) is a container; a layer
-    that its path numbers keeps its number.
+    that its path numbers keeps its number. What layers are in is a model, whatever its name: the
+    kind that it says (GPT2LMHeadModel) is dropped from the scopes.
     """
     names = [
         number for number, scope in enumerate(scopes.of_name)
-        if scope is not None and scope.layer != NO_LAYER and scope.is_module
+        if scope is not None and scope.is_module
     ]  # fmt: skip
     chosen = np.zeros(len(events.names), dtype=np.bool_)
     chosen[names] = True
     rows = np.flatnonzero(scopes.is_scope & chosen[events.name_id])
-    containers: set[str] = set()
+    layer_class = [scope.layer_class if scope else "" for scope in scopes.of_name]
+    containers, around = set[str](), set[int]()
     first: dict[tuple[str, int], int] = {}
     for thread in list_distinct(thread_of_lane[events.lane[rows]]).tolist():
         own = rows[thread_of_lane[events.lane[rows]] == thread]
         mask = np.zeros(len(events), dtype=np.bool_)
         mask[own] = True
         nested = build_nested(events, mask)
-        open_until: list[tuple[int, str]] = []
-        for row in nested.row.tolist():
-            scope = scopes.of_name[events.name_id[row]]
-            assert scope is not None
-            start = int(events.start_ns[row])
+        open_until: list[tuple[int, int]] = []
+        for start, end, name in zip(
+            nested.start_ns.tolist(), nested.end_ns.tolist(),
+            events.name_id[nested.row].tolist(), strict=True,
+        ):  # fmt: skip
             while open_until and open_until[-1][0] <= start:
                 open_until.pop()
-            if scope.layer_class:
-                containers.update(
-                    outer for _, outer in open_until if outer and outer != scope.layer_class
-                )
-            key = scope.layer_class, scope.layer
-            first[key] = min(first.get(key, start), start)
-            open_until.append((start + int(events.dur_ns[row]), scope.layer_class))
+            scope = scopes.of_name[name]
+            if scope is not None and scope.layer != NO_LAYER:
+                key = scope.layer_class, scope.layer
+                first[key] = min(first.get(key, start), start)
+                around.update(outer for _, outer in open_until)
+                for _, outer in open_until:
+                    outer_class = layer_class[outer]
+                    if outer_class != scope.layer_class:
+                        containers.add(outer_class)
+            open_until.append((end, name))
     classes = [key for key in first if key[0] and key[0] not in containers]
     classes.sort(key=lambda key: (first[key], key))
     numbered = {key: place for place, key in enumerate(classes)}
-    return numbered | {key: key[1] for key in first if not key[0]}
+    of_name = [
+        replace(scope, kind=None)
+        if number in around and scope is not None and scope.layer == NO_LAYER
+        else scope
+        for number, scope in enumerate(scopes.of_name)
+    ]
+    numbered |= {key: key[1] for key in first if not key[0]}
+    return replace(scopes, of_name=of_name), numbered
 
 
 class _State(Struct, frozen=True):

@@ -68,6 +68,9 @@ _KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in _KIND_OF_WORD)
 _LAYER_CLASS = re.compile(r"(layer|block|bottleneck)(v?\d+)?$")
 _NO_LAYER_CLASS = re.compile(r"conv|list|embedding|output|pool|dropout")
 
+_WHOLE_MODEL = re.compile(r"model$|_for_")
+"""Classes of whole models, whatever else their names say: GPT2LMHeadModel."""
+
 _OPTIMIZER = re.compile(
     r"^Optimizer\.|optimizer|clip_grad|grad_?(norm|clip)|unscale_|GradScaler|lr_scheduler", re.I
 )
@@ -149,7 +152,7 @@ def _find_kind(table: tuple[tuple[PartKind, re.Pattern[str]], ...], name: str) -
 
 def _parse_class(name: str, number: int) -> ScopeName:
     lowered = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    kind = _find_kind(_KINDS, lowered)
+    kind = None if _WHOLE_MODEL.search(lowered) else _find_kind(_KINDS, lowered)
     is_layer = kind is None and _LAYER_CLASS.search(lowered) and not _NO_LAYER_CLASS.search(lowered)
     return ScopeName(
         kind=kind,

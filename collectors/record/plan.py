@@ -28,7 +28,8 @@ class RecordPlan:
     "auto" (one pipeline in full, the others thin) or a list such as "0-7,16". memory measures the
     allocations of the steps; stacks and shapes are options of the profiler. mesh is the job's mesh
     as the user states it, such as "pp=2,tp=4"; "" if unknown. share takes the trace of the script's
-    own profiler if that one runs in the steps to record.
+    own profiler if that one runs in the steps to record. modules names the model's modules in the
+    first recorded step.
     """
 
     out: str
@@ -42,6 +43,7 @@ class RecordPlan:
     stacks: bool = False
     mesh: str = ""
     share: bool = False
+    modules: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 0 or (self.first is not None and self.first < 0):

@@ -15,7 +15,9 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, record_function
 
+from stepsplit.collectors.guard import warn
 from stepsplit.collectors.record.annotations import annotate_layers, replace_attribute
+from stepsplit.collectors.record.module_names import has_compiled_code, name_modules
 from stepsplit.collectors.record.plan import RecordPlan
 
 _STARTERS = ("_prepare_profiler", "_enable_profiler")
@@ -56,6 +58,7 @@ class TraceWindow:
         self._profiler: Any = None
         self._mark: Any = None
         self._patches = ExitStack()
+        self._names = ExitStack()
         self._activities = _list_activities()
         self._ours = self._warm = self._started = False
         self.recorded = 0
@@ -71,6 +74,7 @@ class TraceWindow:
         if self._profiler is not None and step >= self._first:
             if not self._started:
                 self._start()
+                self._name_modules()
             self._mark = record_function(f"ProfilerStep#{number}")
             self._mark.__enter__()
 
@@ -80,6 +84,8 @@ class TraceWindow:
         if mark is not None:
             mark.__exit__(None, None, None)
             self.recorded += 1
+        # The hooks cost time, so that the other steps are without them.
+        self._names.close()
 
     @property
     def device_stopped(self) -> bool:
@@ -105,6 +111,7 @@ class TraceWindow:
             self._call_own(profiler.stop_trace)
         finally:
             self._profiler = None
+            self._names.close()
             self._patches.close()
         if not self.recorded:
             release_profiler(profiler)
@@ -135,6 +142,14 @@ class TraceWindow:
     def _start(self) -> None:
         self._started = True
         self._call_own(self._profiler.start_trace)
+
+    def _name_modules(self) -> None:
+        if not self._plan.modules:
+            return
+        if has_compiled_code():
+            warn("--modules: not with torch.compile, whose code hooks would compile again")
+            return
+        self._names.enter_context(name_modules())
 
     def _wrap_starter(self, name: str) -> None:
         original = getattr(autograd_profiler, name, None)

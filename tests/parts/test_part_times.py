@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.builders import CpuTrace, GpuTrace
 
-from stepsplit.analyzer import analyze
+from stepsplit.analyzer import analyze, examine
+from stepsplit.analyzer.parts.part import PartKind, PartPhase
 from stepsplit.analyzer.parts.scope_names import parse_op_kind, parse_range_name
 from stepsplit.analyzer.report.report import Report
 
@@ -121,6 +122,47 @@ def test_a_module_that_is_called_inside_a_node_of_autograd_is_recomputed(tmp_pat
         (0, "mlp", "backward"): 50,
         (None, "other", "other"): 10,
     }
+
+
+def test_the_names_of_one_step_place_the_ops_of_all_that_do_the_same(tmp_path: Path) -> None:
+    trace = CpuTrace()
+
+    def run_step(number: int, start: float, pace: float, op: str = "aten::mul") -> None:
+        def at(us: float) -> float:
+            return start + pace * us
+
+        trace.step(number, at(0), at(100))
+        for name, begin, end, sequence in (("aten::mm", 10, 30, 1), (op, 30, 60, 2)):
+            trace.op(name, at(begin), at(end), **{"Sequence number": 10 * number + sequence})
+        for sequence, begin, end in ((2, 60, 80), (1, 80, 100)):
+            node = {"Sequence number": 10 * number + sequence}
+            trace.op(ENGINE + "MmBackward0", at(begin), at(end), **node)
+
+    run_step(1, 0, 1)
+    for name, start, end in (("layers.0.attn", 5, 30), ("layers.0.mlp", 30, 60)):
+        trace.annotation(f"stepsplit::module {name}", start, end)
+    # The second one takes twice as long, the third runs another op.
+    run_step(2, 100, 2)
+    run_step(3, 300, 1, "aten::div")
+    trace.write(tmp_path)
+    tables = examine([tmp_path]).tables.parts
+    times = Counter[tuple[int, int, int, int]]()
+    for step, layer, part, phase, ns in zip(
+        tables.step.tolist(), tables.layer.tolist(), tables.part.tolist(),
+        tables.phase.tolist(), tables.ns.tolist(), strict=True,
+    ):  # fmt: skip
+        times[step, layer, part, phase] += ns // 1000
+    attention, mlp = int(PartKind.ATTENTION), int(PartKind.MLP)
+    for step, pace in ((1, 1), (2, 2)):
+        own = {key[1:]: us for key, us in times.items() if key[0] == step}
+        assert own == {
+            (-1, int(PartKind.OTHER), int(PartPhase.OTHER)): 5 * pace,
+            (0, attention, 0): 25 * pace,
+            (0, mlp, 0): 30 * pace,
+            (0, mlp, 1): 20 * pace,
+            (0, attention, 1): 20 * pace,
+        }
+    assert not any(key[0] == 3 and key[1] == 0 for key in times)
 
 
 def test_a_function_around_the_model_is_no_part_of_the_loss(tmp_path: Path) -> None:

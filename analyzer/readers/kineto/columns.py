@@ -468,8 +468,7 @@ class _Builder:
         ops = np.flatnonzero(category == Category.OP)
         # Whether shapes were recorded: then most ops have them.
         samples = ops[:: len(ops) // _SAMPLES + 1].tolist()
-        if any(_SEQUENCE in bytes(events[row].args) for row in samples):
-            correlation[ops] = [_cut_sequence(events[row].args) for row in ops.tolist()]
+        correlation[ops] = [_cut_sequence(events[row].args) for row in ops.tolist()]
         if any(_DIMS in bytes(events[row].args) for row in samples):
             self._add_shapes(ops, [_cut_dims(events[row].args) for row in ops.tolist()])
         parts: tuple[npt.NDArray[Any], ...] = (start, dur, category, name_id, lane, correlation)
@@ -513,7 +512,13 @@ class _Builder:
 
 def _cut_sequence(args: Raw) -> int:
     """The sequence number of an op; -1 if it has none."""
-    digits = bytes(args).partition(_SEQUENCE)[2][: _MOST_DIGITS + 2].partition(b",")[0].strip(b" }")
+    text = bytes(args)
+    begin = text.find(_SEQUENCE)
+    if begin < 0:
+        return -1
+    begin += len(_SEQUENCE)
+    # Without a comma it is the last one, before a brace.
+    digits = text[begin : text.find(b",", begin)][: _MOST_DIGITS + 1].strip()
     return int(digits) if digits.isdigit() else -1
 
 

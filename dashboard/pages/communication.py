@@ -48,6 +48,11 @@ from stepsplit.dashboard.pages.overview import (
 )
 from stepsplit.dashboard.pages.page import RunPage
 from stepsplit.dashboard.pages.rank_groups import list_rank_groupings, list_rank_locations
+from stepsplit.dashboard.pages.schedule_change import (
+    build_change_section,
+    build_verdict,
+    measure_pipeline,
+)
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
@@ -303,9 +308,12 @@ def build_pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
         note += f"; dashed: ideal {format_percent(pipeline_report.ideal_bubble_fraction)}"
     link = build_mark_link(view, "group=stage&show=stage {x}")
     bubbles = build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report), link)
+    measured = None if view.tables is None else measure_pipeline(view.report, view.tables.boxes)
     return [
+        build_verdict(pipeline_report, measured),
         _build_cards(pipeline_report),
         *_build_grid(view, pipeline_report, chosen),
+        *([] if measured is None else build_change_section(view, measured, chosen)),
         build_section("Bubble by stage", note, bubbles),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import orjson
 from flask import Blueprint, Response, jsonify, request
 
 from stepsplit.analyzer.errors import DataError
+from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.timeline import (
     MAX_QUERY_LENGTH,
     TimelineView,
@@ -178,8 +180,17 @@ def _send_perfetto(cache: ReportCache, run_id: str) -> Response:
             yield packer.compress(chunk)
         yield packer.flush()
 
-    name = f"attachment; filename={run_id}.pftrace.gz"
-    return Response(compress(), mimetype="application/gzip", headers={"Content-Disposition": name})
+    headers = {"Content-Disposition": _name_download(view, ".pftrace.gz")}
+    return Response(compress(), mimetype="application/gzip", headers=headers)
+
+
+def _name_download(view: View, suffix: str) -> str:
+    """The header that names a file after the run, with its id: names may be the same."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", view.name).strip("-.")[:_NAME_CHARACTERS]
+    return f"attachment; filename={'-'.join(filter(None, (plain, view.run_id)))}{suffix}"
+
+
+_NAME_CHARACTERS = 80
 
 
 # The HTML export.
@@ -191,10 +202,9 @@ def build_export_routes(cache: ReportCache) -> Blueprint:
 
     @routes.get(f"{_RUN}/report.html")
     def export_run(run_id: str) -> Response:
-        page = export_html(cache.load_finished_run(run_id))
-        name = f"attachment; filename={run_id}.html"
-        headers = {"Content-Disposition": name}
-        return Response(page, mimetype="text/html", headers=headers)
+        view = cache.load_finished_run(run_id)
+        headers = {"Content-Disposition": _name_download(view, ".html")}
+        return Response(export_html(view), mimetype="text/html", headers=headers)
 
     @routes.errorhandler(DataError)
     def report_data_error(error: DataError) -> tuple[Response, int]:

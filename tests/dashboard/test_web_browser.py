@@ -277,6 +277,28 @@ def test_the_trace_is_sent_to_perfetto_in_the_browser(shared: Shared, browser) -
     _until(page, lambda: opened.value.title() == f"{TIMELINE}: 31 139")  # gzip
 
 
+def test_without_the_internet_the_trace_is_downloaded(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(shared.folder)
+    context = browser.new_context(accept_downloads=True)
+    context.route("https://ui.perfetto.dev/**", lambda route: route.abort("internetdisconnected"))
+    page = context.new_page()
+    page.goto(f"{shared.url}/run/{run_id}/timeline")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    page.evaluate("document.getElementById('timeline-view').dataset.patience = 500")
+
+    with context.expect_page() as opened:
+        page.get_by_text("open in Perfetto").click()
+    page.get_by_text("ui.perfetto.dev does not answer: download the trace").wait_for()
+    _until(page, lambda: opened.value.is_closed())
+
+    with page.expect_download() as download:
+        page.get_by_role("link", name="download trace").click()
+    assert download.value.suggested_filename == f"gpt-pp2-tp2-{run_id}.pftrace.gz"
+    with page.expect_download() as saved:
+        page.get_by_role("link", name="download as HTML").click()
+    assert saved.value.suggested_filename == f"gpt-pp2-tp2-{run_id}.html"
+
+
 def test_a_changed_model_is_shown_and_in_the_url(
     shared: Shared, browser  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip

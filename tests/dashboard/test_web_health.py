@@ -147,6 +147,26 @@ def test_downloads_are_sent_as_they_are(store: Store) -> None:
         assert trace.data[:2] == b"\x1f\x8b"
 
 
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("llama 8B / fix", "llama-8B-fix-"),
+        ('a"; filename=evil.exe', "a-filename-evil.exe-"),
+        ("../../etc/passwd", "etc-passwd-"),
+        ("训练", ""),
+        ("x" * 200, f"{'x' * 80}-"),
+    ],
+)
+def test_downloads_have_the_name_of_the_run(store: Store, name: str, plain: str) -> None:
+    made = analysis()
+    run_id = store.import_report(name, made.report, made.tables)
+    client = create_server(store).test_client()
+    for path, suffix in (("report.html", ".html"), ("perfetto", ".pftrace.gz")):
+        with _answer(client, f"/api/v1/runs/{run_id}/{path}", "gzip") as answer:
+            disposition = answer.headers["Content-Disposition"]
+            assert disposition == f"attachment; filename={plain}{run_id}{suffix}"
+
+
 def test_the_data_of_the_timeline_is_compressed_like_its_page(store: Store) -> None:
     made = analysis()
     run_id = store.import_report("run", made.report, made.tables)

@@ -65,7 +65,14 @@
       this.steps = this.menu(bar, "step", (value) => this.toStep(value));
       this.steps.className = "tl-steps";
       this.lanesButton = this.button(bar, "all lanes", "open or close every rank", () => this.toggleAll());
-      if (this.run) this.button(bar, "open in Perfetto", "open the run at ui.perfetto.dev", () => this.perfetto());
+      if (this.run) {
+        this.button(bar, "open in Perfetto", "open the run at ui.perfetto.dev", () => this.perfetto());
+        const link = node("a", "button", "download trace");
+        link.href = "/api/v1/runs/" + this.run + "/perfetto";
+        link.download = "";
+        link.title = "all ranks in one file for Perfetto, here or offline";
+        bar.append(link);
+      }
       this.where = node("span", "tl-where");
       bar.append(this.where);
       return bar;
@@ -544,15 +551,22 @@
       this.say("Reading the trace for Perfetto ...");
       const trace = fetch("/api/v1/runs/" + this.run + "/perfetto").then((answer) => answer.arrayBuffer());
       const asking = setInterval(() => page.postMessage("PING", site), 100);
+      /* Without a way to the internet the new tab would stay empty. */
+      const offline = setTimeout(() => {
+        clearInterval(asking);
+        window.removeEventListener("message", answer);
+        page.close();
+        this.say(new URL(site).hostname + " does not answer: download the trace and open it in a Perfetto that you can reach.");
+      }, Number(this.root.dataset.patience || 15000));
       const answer = async (event) => {
         if (event.origin !== new URL(site).origin || event.data !== "PONG") return;
         clearInterval(asking);
+        clearTimeout(offline);
         window.removeEventListener("message", answer);
         page.postMessage({ perfetto: { buffer: await trace, title: document.title } }, site);
         this.say("The trace was sent to Perfetto.");
       };
       window.addEventListener("message", answer);
-      setTimeout(() => clearInterval(asking), 60000);
     }
   }
 

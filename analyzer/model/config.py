@@ -295,6 +295,8 @@ class HardwareConfig:
         host_update_bytes_per_s: What the processors of a host read and write per second while they
             update offloaded optimizer states; 0 (default): as those of ZeRO-Offload.
         gpus_per_host: GPUs that share these processors; 0 (default): those of the node, up to 8.
+        power_watts: Power limit of a GPU; 0 (default) if unknown. Below that of the preset clocks
+            fall with its root, unless clock is stated.
 
     Examples:
         >>> from stepsplit.analyzer import read_job
@@ -321,6 +323,7 @@ class HardwareConfig:
     gemms: tuple[GemmRate, ...] = ()
     host_update_bytes_per_s: float = 0.0
     gpus_per_host: int = 0
+    power_watts: float = 0.0
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """Returns the dense peak of a dtype in FLOPs per second.

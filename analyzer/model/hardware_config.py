@@ -105,9 +105,21 @@ def decode_hardware(
         "attention": decode_section(table, "attention", AttentionRate, known.attention, mistakes),
         "learned": decode_section(table, "learned", MemoryCorrection, known.learned, mistakes),
     }
+    if base is not None and "clock" not in stated and "power_watts" in stated:
+        decoded["clock"] = base.clock * compute_power_clock(stated["power_watts"], base.power_watts)
     if "gemms" in stated:
         decoded["gemms"] = _decode_gemms(table, dict(peaks_flops_per_s), mistakes)
     return replace(known, **{**select_fields(HardwareConfig, stated), **decoded})
+
+
+def compute_power_clock(watts: float, rated_watts: float) -> float:
+    """Clock at a power limit over that at the rated power: the root of their ratio, at most 1.
+
+    torchtitan's H100 of 500 W take sqrt(500 / 700) of the rate of those of 700 W. Far below, it
+    falls faster: a GB300 of 1,400 W computes at 0.28 to 0.39 of its rate with 500 W, not at 0.6
+    (facebookexperimental/triton, pull request 2023).
+    """
+    return math.sqrt(min(1.0, watts / rated_watts)) if rated_watts else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +180,8 @@ _MULTIPROCESSORS = PlausibleRange(1, 1e4, "multiprocessors")
 
 _CLOCK = PlausibleRange(0.05, 20, "times the family's speed")
 
+_POWER = PlausibleRange(20, 5_000, "W", "kW", 1e3)
+
 _NVLS = PlausibleRange(0.01, 10, "times the link's rate")
 
 _ACTIVATIONS = PlausibleRange(0.05, 20, "times the activations", "%", 0.01)
@@ -211,6 +225,7 @@ def _check_units(
     for key, plausible in (
         ("multiprocessors", _MULTIPROCESSORS),
         ("clock", _CLOCK),
+        ("power_watts", _POWER),
         ("nvls", _NVLS),
         ("host_update_bytes_per_s", _HOST_UPDATE),
         ("gpus_per_node", _GPUS),

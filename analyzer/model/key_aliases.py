@@ -40,7 +40,8 @@ def _read_dropout(value: object) -> Mapping[str, object]:
 
 _GPUS = {
     "a100": "a100-sxm-80gb", "h100": "h100-sxm", "h200": "h200-sxm", "b200": "b200-sxm",
-    "b300": "b300-sxm", "v100": "v100-sxm-32gb",
+    "b300": "b300-sxm", "v100": "v100-sxm-32gb", "h20": "h20-sxm", "h800": "h800-sxm",
+    "a800": "a800-sxm-80gb",
 }  # fmt: skip
 """Presets of GPUs that are usually meant by these names."""
 
@@ -97,7 +98,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "dropout": _read_dropout,
         "flash_attn": _rename("flash_attention"),
     },
-    "hardware": {"gpu": _read_gpu, "device": _read_gpu},
+    "hardware": {"gpu": _read_gpu, "device": _read_gpu, "power_limit": _rename("power_watts")},
 }
 """By table of a job.toml: a key of other programs, and what it is here."""
 

@@ -278,8 +278,9 @@ def test_what_differs_from_the_fitted_runs_leaves_a_medium_confidence() -> None:
 def test_a_kind_without_enough_runs_leaves_a_medium_confidence() -> None:
     dense = llama(ParallelConfig(tp=4), cuda_graph="step")
     experts = replace(dense.model, experts=Experts(4, 2, 2048))
-    (note,) = distances(replace(dense, model=experts))
-    kind = "ampere megatron experts report"
+    tuned = replace(dense.training, recipe="a")
+    (note,) = distances(replace(dense, model=experts, training=tuned))
+    kind = "ampere megatron experts recipe"
     assert note == f"too few published runs of this kind ({kind}) for a band of its GPUs"
 
 
@@ -313,10 +314,40 @@ def test_a_short_update_on_the_host_leaves_a_medium_confidence() -> None:
 
 
 def test_copies_to_the_host_are_assumed_to_overlap() -> None:
-    one = llama(ParallelConfig(tp=4), offload=frozenset({"activations"}))
+    one = llama(ParallelConfig(tp=4), offload=frozenset({"activations"}), recipe="a")
     assert distances(one) == ["copies to the host are assumed to overlap the compute of a pass"]
     to_nvme = replace(one, training=replace(one.training, offload_to="nvme"))
     assert "copies to NVMe are timed as those to host memory" in doubts(to_nvme)
+
+
+@pytest.mark.parametrize(
+    ("layout", "training", "words"),
+    [
+        ({"tp": 4}, {"dtype": "fp8", "fp8_scaling": "row"}, "fp8 with a scale per row"),
+        ({"cp": 2, "context_kind": "ulysses"}, {}, "Ulysses"),
+        ({"tp": 4}, {"offload": frozenset({"activations"})}, "offloaded activations outside of"),
+        ({"dp_replicate": 4}, {"framework": "ddp", "compile": True}, "what torch.compile fuses"),
+    ],
+)
+def test_what_published_runs_miss_leaves_a_low_confidence(
+    layout: dict[str, Any], training: dict[str, Any], words: str
+) -> None:
+    h100 = config_file.load_hardware("h100-sxm")
+    one = llama(ParallelConfig(**layout), h100, **training)
+    assert predict(one).confidence == "low"
+    assert any(note.startswith(words) for note in predict(one).notes)
+    own = replace(h100.efficiency, rows=("run:mine",))
+    calibrated = replace(one, hardware=replace(h100, efficiency=own))
+    assert not any(note.startswith(words) for note in predict(calibrated).notes)
+
+
+def test_experts_of_a_recipe_and_of_others_have_other_caveats() -> None:
+    dense = llama(ParallelConfig(tp=4), config_file.load_hardware("h100-sxm"), cuda_graph="step")
+    other = replace(dense, model=replace(dense.model, experts=Experts(4, 2, 2048)))
+    tuned = replace(other, training=replace(other.training, recipe="a"))
+    words = "experts outside of tuned recipes"
+    assert any(note.startswith(words) for note in predict(other).notes)
+    assert not any(note.startswith(words) for note in predict(tuned).notes)
 
 
 def test_experts_over_efa_are_a_caveat() -> None:

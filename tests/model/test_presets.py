@@ -118,6 +118,7 @@ def test_a_gpu_has_dense_peaks_the_memory_that_its_driver_shows_and_links() -> N
         host=load_link("host-pcie-4"),
         efficiency=load_efficiency("ampere"),
         multiprocessors=108,
+        power_watts=400.0,
     )
 
 

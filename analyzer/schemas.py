@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.prediction import SCHEMA as PREDICTION, ComputePart, UnstatedKey
 from stepsplit.analyzer.regression.checks import SCHEMA as CHECK, CheckResult
 from stepsplit.analyzer.regression.compare import SCHEMA as COMPARISON, ComparisonFile
+from stepsplit.analyzer.report.meanings import read_meanings
 from stepsplit.analyzer.report.report import (
     SCHEMA as REPORT,
     Finding,
@@ -164,21 +164,6 @@ def _describe(schema: dict[str, Any], own: type) -> dict[str, Any]:
         for name, one in schema.get("properties", {}).items()
     }
     return schema | {"description": " ".join(summary.split())} | {"properties": properties}
-
-
-def read_meanings(content: type) -> Mapping[str, str]:
-    """What each attribute means, with its unit, from the docstrings of the type and its bases."""
-    meanings: dict[str, str] = {}
-    for one in reversed(content.__mro__[:-1]):
-        section = re.search(
-            r"^(?:Attributes|Args):\n((?:[ ]+.*\n?|\n)+)", inspect.getdoc(one) or "", re.MULTILINE
-        )
-        if section is not None:
-            found = re.findall(
-                r"^ {4}(\w+): (.+(?:\n {8}.+)*)", section.group(1), flags=re.MULTILINE
-            )
-            meanings |= {name: " ".join(text.split()) for name, text in found}
-    return meanings
 
 
 def list_meanings(name: str) -> tuple[tuple[str, str], ...]:

@@ -20,13 +20,8 @@ from stepsplit.analyzer.report.diagnosis_rows import (
     PathStep,
     SlowKernel,
 )
-from stepsplit.analyzer.report.headline import (
-    Summary,
-    compute_mean_step_ns,
-    round_parts,
-    round_shares,
-    summarize,
-)
+from stepsplit.analyzer.report.frames import ReportFrames
+from stepsplit.analyzer.report.headline import Summary, compute_mean_step_ns
 from stepsplit.analyzer.report.kind_rows import StepKindRow
 from stepsplit.analyzer.report.part_rows import PartEvidence, PartRow
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
@@ -729,7 +724,7 @@ class JobTables(Struct, frozen=True):
     hardware: dict[str, object]
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class Report(ReportFrames, frozen=True, kw_only=True):
     """The analysis of one run.
 
     Times are ns from `run.t0_unix_ns` on the common clock of all ranks. Optional parts are None or
@@ -817,24 +812,10 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
 
-        # The mean step of the run as text with units, one row per bucket; they add up to the
-        # step.
-        import pandas as pd
+        # How a notebook shows it: the split as a bar, the first findings, and the table.
+        from stepsplit.analyzer.report.notebook import build_html
 
-        summary = summarize(self.steps, self.exposed)
-        unit_ns = units.choose_part_unit_ns(summary.step_ns if summary else 0)
-        buckets = summary.buckets if summary else ()
-        times = round_parts([one.mean_ns for one in buckets], unit_ns)
-        shares = round_shares([one.mean_ns for one in buckets])
-        rows = []
-        for one, time, share in zip(buckets, times, shares, strict=True):
-            (worst,) = round_parts([one.worst_ns], unit_ns)
-            shown = units.format_parts(time, unit_ns), units.format_percent(share)
-            rows.append(
-                (one.bucket, *shown, f"{one.worst_rank} ({units.format_parts(worst, unit_ns)})")
-            )
-        columns = ["bucket", "mean of full steps", "share", "worst rank"]
-        return str(pd.DataFrame(rows, columns=columns).set_index("bucket").to_html())
+        return build_html(self)
 
 
 # Speed and calls of a run.

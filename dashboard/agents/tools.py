@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError
-from stepsplit.analyzer.schemas import read_meanings
+from stepsplit.analyzer.report.meanings import read_meanings
 from stepsplit.dashboard.agents import job_tools, queries, run_tools
 from stepsplit.dashboard.agents.answers import ToolAnswer, mark_recorded, write_answer
 from stepsplit.dashboard.agents.recordings import Recordings

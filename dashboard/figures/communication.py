@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
 from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.significance import SIGMA_OF_MAD, compute_median_and_mad
 from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
-from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.figures import theme
 
 # Bus bandwidth over message size: measured, modelled, and the peak of the link.

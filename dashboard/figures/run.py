@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import plotly.graph_objects as go
 
+from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.regression.compare import BucketChange, RunComparison
 from stepsplit.analyzer.report.headline import compute_mean_split, round_parts, round_shares
@@ -24,7 +25,6 @@ from stepsplit.analyzer.units import (
     format_percent,
     format_signed_milliseconds,
 )
-from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.figures.communication import RankGroup
 

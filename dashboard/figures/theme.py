@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from stepsplit.dashboard.bucket_styles import (
+from stepsplit.analyzer.bucket_styles import (
     BLUE,
     BUCKET_STYLES,
     GRAY,

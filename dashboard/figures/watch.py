@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
+from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
 from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.units import format_milliseconds, format_percent
-from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.figures import theme
 
 Float64 = npt.NDArray[np.float64]

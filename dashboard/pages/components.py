@@ -11,6 +11,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 from plotly.graph_objects import Figure
 
+from stepsplit.analyzer.bucket_styles import BUCKET_STYLES, BucketStyle
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.headline import round_parts, round_shares, summarize
 from stepsplit.analyzer.report.report import Report, format_hosts
@@ -21,7 +22,6 @@ from stepsplit.analyzer.units import (
     format_parts,
     format_percent,
 )
-from stepsplit.dashboard.bucket_styles import BUCKET_STYLES, BucketStyle
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.pages.tables import ChartData, Content
 from stepsplit.dashboard.store.metrics import JobFingerprint

@@ -13,12 +13,12 @@ import numpy.typing as npt
 from dash import html
 from dash.development.base_component import Component
 
+from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
 from stepsplit.analyzer.buckets import BUCKETS, Bucket
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Text, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64
-from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
 from stepsplit.dashboard.pages.page import RunPage
 from stepsplit.dashboard.pages.rank_groups import list_rank_groupings, list_rank_locations

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.other_hardware import CarriedRun
 from stepsplit.analyzer.diagnose.what_if import WhatIfChange, WhatIfs
@@ -21,7 +22,6 @@ from stepsplit.analyzer.regression.compare import (
     Side,
 )
 from stepsplit.analyzer.regression.scaling import Scaling, ScalingRun
-from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
 

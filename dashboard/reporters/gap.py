@@ -6,9 +6,9 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import ComparedCalls, Gap
-from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import build_table
 

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, Unit, Verdict
@@ -19,7 +20,6 @@ from stepsplit.analyzer.model.memory import estimate_allocated_band
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.analyzer.model.unstated import describe_unstated
-from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
 

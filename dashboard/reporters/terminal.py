@@ -12,6 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
@@ -39,7 +40,6 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.strategy import Strategy
-from stepsplit.dashboard.bucket_styles import TERMINAL_STYLE
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.parts import build_all_parts, build_parts_section

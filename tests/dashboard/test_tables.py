@@ -13,8 +13,8 @@ from dash import dcc, html
 from plotly.io.json import to_json_plotly
 from support.report_builders import MS, analysis
 
+from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
 from stepsplit.analyzer.report.report import BlameRow
-from stepsplit.dashboard.bucket_styles import BUCKET_STYLES
 from stepsplit.dashboard.figures.theme import build_bucket_css
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.tables import (

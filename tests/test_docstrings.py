@@ -17,6 +17,7 @@ FOLDERS = {path.name for path in ROOT.rglob("*") if path.is_dir() and ".venv" no
 
 OTHERS = {
     "adamw_torch_fused": "an optimizer's name in transformers",
+    "basis_kind": "a column of findings_frame",
     "collective_cpu": "an event of the NCCL inspector plugin",
     "generate_trace_with_counters": "a method of HTA",
     "get_frequent_cuda_kernel_sequences": "a method of HTA",

@@ -60,6 +60,14 @@ class ReportFrames(Struct, frozen=True):
         """Compute by rank and kernel family; see KernelFamily."""
         return self._build_frame("kernels")
 
+    def kernel_table_frame(self) -> pd.DataFrame:
+        """The kernels with the most time; see KernelRow."""
+        return self._build_frame("kernel_table")
+
+    def parts_frame(self) -> pd.DataFrame:
+        """The mean step by part of the model; see PartRow."""
+        return self._build_frame("parts")
+
     def slow_kernels_frame(self) -> pd.DataFrame:
         """Kernels that are slower on one rank; see SlowKernel."""
         return self._build_frame("slow_kernels")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
@@ -13,12 +13,8 @@ from stepsplit.analyzer.report.headline import (
     describe_lacks,
     round_parts,
     round_shares,
-    summarize,
 )
 from stepsplit.collectors.safe_io.safe_text import escape_controls
-
-if TYPE_CHECKING:
-    from stepsplit.analyzer.report.report import Finding, Report
 
 _FIRST = 3
 """Findings that are shown."""
@@ -46,18 +42,21 @@ _STYLE = """\
 """
 
 
-def build_html(report: Report) -> str:
-    """The report as HTML without scripts, readable on light and dark pages."""
-    summary = report.summary or summarize(report.steps, report.exposed)
-    run = report.run
-    ranks = f"{len(run.ranks):,} of {run.world_size:,} ranks"
-    parts = [f"<p><b>{_escape(run.name)}</b>, {ranks}, {_escape(run.device)}</p>"]
+def build_html(
+    run: Sequence[str], summary: Summary | None, findings: Sequence[tuple[int, str]]
+) -> str:
+    """A report as HTML without scripts, readable on light and dark pages.
+
+    run: what it is of, the name first. findings: each with its gain in ns.
+    """
+    name, *others = map(_escape, run)
+    parts = [f"<p><b>{name}</b>, {', '.join(others)}</p>"]
     if lacks := describe_lacks(summary.lacks if summary else ()):
         parts.append(f'<p class="lacks">{_escape(lacks)}</p>')
     if summary is None:
         parts.append("<p>no step in the recording</p>")
     else:
-        parts += [_build_bar(summary), _build_findings(report.findings), _build_table(summary)]
+        parts += [_build_bar(summary), _build_findings(findings), _build_table(summary)]
     return f'<div class="stepsplit-report">{_build_style()}{"".join(parts)}</div>'
 
 
@@ -99,12 +98,12 @@ def _round_times(buckets: tuple[BucketMean, ...], unit_ns: int) -> list[int]:
     return round_parts([one.mean_ns for one in buckets], unit_ns)
 
 
-def _build_findings(findings: tuple[Finding, ...]) -> str:
+def _build_findings(findings: Sequence[tuple[int, str]]) -> str:
     if not findings:
         return ""
     items = "".join(
-        f"<li>{units.format_milliseconds(one.gain_ns)}: {_escape(one.message)}</li>"
-        for one in findings[:_FIRST]
+        f"<li>{units.format_milliseconds(gain_ns)}: {_escape(message)}</li>"
+        for gain_ns, message in findings[:_FIRST]
     )
     more = len(findings) - _FIRST
     note = f"; {more} more in findings_frame()" if more > 0 else ""

@@ -21,7 +21,7 @@ from stepsplit.analyzer.report.diagnosis_rows import (
     SlowKernel,
 )
 from stepsplit.analyzer.report.frames import ReportFrames
-from stepsplit.analyzer.report.headline import Summary, compute_mean_step_ns
+from stepsplit.analyzer.report.headline import Summary, compute_mean_step_ns, summarize
 from stepsplit.analyzer.report.kind_rows import StepKindRow
 from stepsplit.analyzer.report.part_rows import PartEvidence, PartRow
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
@@ -815,7 +815,11 @@ class Report(ReportFrames, frozen=True, kw_only=True):
         # How a notebook shows it: the split as a bar, the first findings, and the table.
         from stepsplit.analyzer.report.notebook import build_html
 
-        return build_html(self)
+        run = self.run
+        ranks = f"{len(run.ranks):,} of {run.world_size:,} ranks"
+        summary = self.summary or summarize(self.steps, self.exposed)
+        found = [(one.gain_ns, one.message) for one in self.findings]
+        return build_html((run.name, ranks, run.device), summary, found)
 
 
 # Speed and calls of a run.

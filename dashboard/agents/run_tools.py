@@ -398,14 +398,54 @@ def list_kernels(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
         (row.rank, row.family, row.count, row.total_ns // steps, row.share)
         for row in report.kernels
     ]
-    about = "kernel time by family and rank per step; slow_kernels: slower than on peer ranks"
+    about = (
+        "kernel time by family and rank per step; slow_kernels: slower than on peer ranks; longest:"
+        " kernels with most time, what bounds each, and what a step saves at the model's rate"
+    )
     return ToolAnswer(
         _describe(report, about),
-        {"slow_kernels": slow, "slowed_by_communication": contention},
+        {
+            "slow_kernels": slow,
+            "slowed_by_communication": contention,
+            "longest": [
+                {
+                    "name": row.name,
+                    "step_ns": row.step_ns,
+                    "share": row.share,
+                    "limit": row.limit,
+                    "peak_share": row.peak_share,
+                    "saves_ns": row.saves_ns,
+                }
+                for row in report.kernel_table[:6]
+            ],
+        },
         ("rank", "family", "count_all_steps", "per_step_ns", "share"),
         rows,
         list_unknowns(report, "kernels"),
     )
+
+
+def list_parts(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
+    """The mean step by part of the model."""
+    report = recordings.open(query.recording).report
+    evidence = report.part_evidence
+    columns = ("layer", "part", "phase", "compute_ns", "exposed_ns", "bubble_ns", "copy_ns",
+               "idle_ns", "ranks", "slowest_rank")  # fmt: skip
+    rows = [
+        tuple(getattr(row, name) for name in columns)
+        for row in sorted(report.parts, key=lambda row: -row.total_ns)
+    ]
+    values = {
+        "evidence": None if evidence is None else evidence.evidence,
+        "layers": None if evidence is None else evidence.layers,
+        "unplaced_share": None if evidence is None else evidence.unplaced_share,
+    }
+    about = (
+        "the mean step by layer, part and phase, largest first; the rows add up to the step."
+        " evidence: how the parts were found; other: what nothing places"
+    )
+    unknowns = list_unknowns(report, "parts")
+    return ToolAnswer(_describe(report, about), values, columns, rows, unknowns)
 
 
 def list_idle(recordings: Recordings, query: PagedQuery) -> ToolAnswer:

@@ -91,6 +91,11 @@ TOOLS: Mapping[str, ToolEntry] = {
         run_tools.list_kernels,
         "Compute by kernel family and rank; kernels that are slower on one rank than on its peers.",
     ),
+    "parts": ToolEntry(
+        _PAGED,
+        run_tools.list_parts,
+        "The step by layer and part of the model (attention, mlp, norm, head, optimizer, ...).",
+    ),
     "idle": ToolEntry(
         _PAGED,
         run_tools.list_idle,

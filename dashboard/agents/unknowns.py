@@ -219,6 +219,24 @@ def _find_no_shapes(report: Report) -> CannotAnswer | None:
     )
 
 
+def _find_no_parts(report: Report) -> CannotAnswer | None:
+    evidence = report.part_evidence
+    unplaced = 1.0 if evidence is None else evidence.unplaced_share
+    if unplaced < _LEAST_UNPLACED and evidence is not None and evidence.layers:
+        return None
+    return CannotAnswer(
+        "the layer or part of all of the time",
+        "not_recorded",
+        "the recording has no ranges of modules"
+        if evidence is None or not evidence.layers
+        else f"{units.format_percent(unplaced)} of the step cannot be placed in a part",
+        "ranges of modules: with_modules or with_stack of the profiler, or stepsplit record",
+    )
+
+
+_LEAST_UNPLACED = 0.2
+
+
 def _find_no_profiling_cost(report: Report) -> CannotAnswer | None:
     if report.run.profiling_slowdown is not None:
         return None
@@ -258,6 +276,7 @@ UNKNOWNS = (
     UnknownEntry(("waits", "findings"), _find_unexplained_waits),
     UnknownEntry(("idle",), _find_unknown_idle),
     UnknownEntry(("findings", "kernels"), _find_no_shapes),
+    UnknownEntry(("parts",), _find_no_parts),
     UnknownEntry(("recording",), _find_no_profiling_cost),
     UnknownEntry(("findings",), _find_other_causes),
 )

@@ -9,26 +9,26 @@ import numpy as np
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
-from stepsplit.analyzer.gap.comm_gap import model_busbw
 from stepsplit.analyzer.report.diagnosis_rows import Lateness
 from stepsplit.analyzer.report.report import Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
-from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.analyzer.report.waits import sum_waits_by_owner, sum_waits_by_root
-from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.overlap import sum_overlaps
-from stepsplit.analyzer.units import format_milliseconds, format_percent, format_size
+from stepsplit.analyzer.units import format_milliseconds, format_percent
 from stepsplit.dashboard.figures.communication import (
-    BandwidthPoint,
-    Curve,
-    MedianCall,
     RankGroup,
     draw_bandwidth,
     draw_wait_against_transfer,
     draw_waits_matrix,
 )
-from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles, select_pipeline
+from stepsplit.dashboard.figures.of_report import (
+    choose_grid,
+    collect_bandwidth,
+    list_drawn_steps,
+    list_median_calls,
+)
+from stepsplit.dashboard.figures.rank_groups import list_rank_groupings, list_rank_locations
+from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles
 from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.components import (
     View,
@@ -44,10 +44,8 @@ from stepsplit.dashboard.pages.overview import (
     build_blame_table,
     build_collective_table,
     build_exposed_table,
-    estimate_total_ns,
 )
 from stepsplit.dashboard.pages.page import RunPage
-from stepsplit.dashboard.pages.rank_groups import list_rank_groupings, list_rank_locations
 from stepsplit.dashboard.pages.schedule_change import (
     build_change_section,
     build_verdict,
@@ -70,9 +68,6 @@ from stepsplit.dashboard.pages.timeline_links import (
 
 # Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.
 
-KINDS, WIDER = 10, 8
-"""Kinds of calls to draw; factor by which the model's curve extends the measured sizes."""
-
 
 def build_collectives_page(view: View, chosen: AddressQuery) -> list[Component]:
     """The collectives page; sections without data in the recording are left out."""
@@ -80,15 +75,9 @@ def build_collectives_page(view: View, chosen: AddressQuery) -> list[Component]:
     if not report.collectives:
         hint = "The recording has no collectives and no messages: was it a single-process job?"
         return [build_empty_card("No communication", hint)]
-    # The kinds of calls with the largest total time, by the median call of the slowest group.
     axes = {group.id: group.axis or "other" for group in report.groups}
-    kinds: dict[str, CollectiveRow] = {}
-    # Ascending: of the groups of a kind the slowest is kept.
-    for row in sorted(report.collectives, key=estimate_total_ns):
-        size = "size unknown" if row.message_bytes is None else format_size(row.message_bytes)
-        kinds[f"{row.op} on {axes.get(row.group, 'other')}, {size}"] = row
-    largest = sorted(kinds.items(), key=lambda item: -estimate_total_ns(item[1]))[:KINDS]
-    calls = [MedianCall(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
+    largest = list_median_calls(report)
+    calls = [call for call, _ in largest]
     note = "median call of the slowest group"
     link = build_mark_link(view, "{key}")
     longest = _find_longest_waits(view)
@@ -132,25 +121,9 @@ def _find_longest_waits(view: View) -> dict[tuple[str, str], str]:
 
 
 def _build_bandwidth(view: View, longest: Mapping[tuple[str, str], str]) -> list[html.Section]:
-    report = view.report
-    axes = {group.id: group.axis or "other" for group in report.groups}
-    points = [
-        BandwidthPoint(
-            axes.get(row.group, "other"), row.op, row.message_bytes, row.busbw_bytes_per_s,
-            row.count,
-        )
-        for row in report.collectives if row.message_bytes and row.busbw_bytes_per_s
-    ]  # fmt: skip
+    points, curves = collect_bandwidth(view.report)
     if not points:
         return []
-    kinds = sorted({(one.axis, one.op) for one in points})
-    sizes = [one.message_bytes for one in points]
-    low, high = min(sizes) // WIDER, max(sizes) * WIDER
-    lines = [model_busbw(report, axis, op, low, high) for axis, op in kinds]
-    curves = [
-        Curve(axis, op, line.message_bytes, line.busbw_bytes_per_s, line.link_bytes_per_s)
-        for (axis, op), line in zip(kinds, lines, strict=True) if line is not None
-    ]  # fmt: skip
     model = "dotted: model" if curves else "no model to compare with"
     note = f"over the transfer part only, without waiting for stragglers; {model}"
     links = {curve.axis: curve.link_bytes_per_s for curve in curves}
@@ -312,7 +285,7 @@ def build_pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
     return [
         build_verdict(pipeline_report, measured),
         _build_cards(pipeline_report),
-        *_build_grid(view, pipeline_report, chosen),
+        *_build_grid(view, chosen),
         *([] if measured is None else build_change_section(view, measured, chosen)),
         build_section("Bubble by stage", note, bubbles),
     ]
@@ -344,41 +317,32 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
     return html.Div(shown, className="cards")
 
 
-def _build_grid(view: View, pipeline_report: Pipeline, chosen: AddressQuery) -> list[Component]:
+def _build_grid(view: View, chosen: AddressQuery) -> list[Component]:
     if view.tables is None or not len(view.tables.boxes.step):
         return []
-    drawn: set[int] = set(np.unique(view.tables.boxes.step).tolist())
-    full = {row.step for row in view.report.steps if row.kind == "full"} & drawn
-    steps = sorted(full or drawn)
+    steps = list_drawn_steps(view.report, view.tables.boxes)
     default_step = steps[len(steps) // 2]
     asked = chosen.parse_int("step")
     step = asked if asked in steps else default_step
-    measured = select_pipeline(view.tables.boxes, step)
-    ideal = build_ideal_grid(measured, pipeline_report.schedule, pipeline_report.microbatches)
-    took_ns = _compute_window_ns(measured)
-    # Microbatches of unequal length may fit better than equal ones: those are no ideal then.
-    is_ideal = ideal is not None and _compute_window_ns(ideal) <= took_ns
+    grid = choose_grid(view.report, view.tables.boxes, step)
     words = {str(n): f"step {n}" for n in steps}
     menu = [build_menu("step", words, str(step), str(default_step))] if view.run_id else []
+    measured = grid.measured
     columns = (measured.rank, measured.start_ns, measured.dur_ns)
     spans = zip(*(column.tolist() for column in columns), strict=True)
     keys = [build_span_key(*span) for span in spans] if view.run_id else None
-    drawn_grid = draw_pipeline(measured, ideal if is_ideal else None, keys)
+    drawn_grid = draw_pipeline(measured, grid.ideal, keys)
     figure = build_graph("pipeline", drawn_grid, build_mark_link(view, "{key}"))
-    note = f"step {step} took {format_milliseconds(took_ns)}"
-    if ideal is None:
+    note = f"step {step} took {format_milliseconds(grid.measured_ns)}"
+    if grid.ideal_ns is None:
         note += "; no ideal grid for this schedule"
-    elif not is_ideal:
+    elif grid.ideal is None:
         note += "; no ideal grid: stages of equal length would not be faster"
     else:
-        ideal_ms = format_milliseconds(_compute_window_ns(ideal))
+        ideal_ms = format_milliseconds(grid.ideal_ns)
         note += " from first forward to last backward; "
         note += f"{ideal_ms} with equal stages and free communication"
     return [build_section("Microbatches", note, *menu, figure)]
-
-
-def _compute_window_ns(boxes: Boxes) -> int:
-    return int((boxes.start_ns + boxes.dur_ns).max() - boxes.start_ns.min())
 
 
 # The entries.

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.report.explain import IDLE_MEANING
-from stepsplit.analyzer.report.io import extract_job, extract_prediction
-from stepsplit.analyzer.report.report import IdleRow, MemoryRow
+from stepsplit.analyzer.report.report import IdleRow
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.units import format_memory_size
-from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
+from stepsplit.dashboard.figures.of_report import MAX_MEMORY_RANKS, collect_memory
+from stepsplit.dashboard.figures.run import draw_memory
 from stepsplit.dashboard.pages.components import (
     View,
     build_collapsed,
@@ -220,25 +217,12 @@ def _format_cause(cause: str) -> str:
 
 # Memory of each rank at its peak by category, with the model's prediction and the device limit.
 
-MAX_MEMORY_RANKS = 64
-
 
 def build_memory_page(view: View) -> list[Component]:
     """The memory page: measured and predicted bars, or a hint if there are none."""
     report = view.report
-    predicted: list[MemoryBar] = []
-    limit = None
-    # A report whose job cannot be read still has its measured memory.
-    with suppress(StepsplitError):
-        prediction, job = extract_prediction(report), extract_job(report)
-        limit = None if job is None else job.hardware.memory_bytes
-        predicted = [] if prediction is None else build_predicted_bars(prediction)
-    bars = []
-    for row in [one for one in report.memory or () if one.peak_allocated_bytes][:MAX_MEMORY_RANKS]:
-        parts = _list_memory_parts(row)
-        rest = (row.peak_allocated_bytes or 0) - sum(count for _, count in parts)
-        bars.append(MemoryBar(f"rank {row.rank}", parts, max(rest, 0), row.rank))
-    bars += predicted
+    found = collect_memory(report)
+    bars, limit, predicted = found.bars, found.limit_bytes, found.has_predicted
     if not bars:
         hint = (
             "Record with profile_run or stepsplit record to measure the memory of each rank, "
@@ -255,19 +239,6 @@ def build_memory_page(view: View) -> list[Component]:
         *_build_memory_comparison(view),
         *_build_allocator(view),
     ]
-
-
-def build_predicted_bars(prediction: Prediction, label: str = "model") -> list[MemoryBar]:
-    """One bar per stage, by category."""
-    return [
-        MemoryBar(f"{label}, stage {one.stage}", _list_memory_parts(one))
-        for one in prediction.memory
-    ]
-
-
-def _list_memory_parts(row: MemoryRow | StageMemory) -> tuple[tuple[str, int], ...]:
-    sizes = ((category, getattr(row, f"{category}_bytes")) for category in CATEGORIES)
-    return tuple((category, count) for category, count in sizes if count)
 
 
 def _build_memory_comparison(view: View) -> list[html.Section]:

@@ -27,6 +27,7 @@ from stepsplit.analyzer.units import (
     format_rate,
     format_signed_percent,
 )
+from stepsplit.dashboard.figures.of_report import build_predicted_bars
 from stepsplit.dashboard.figures.run import NamedSplit, draw_memory, draw_splits
 from stepsplit.dashboard.pages.address import AddressQuery, build_page_url
 from stepsplit.dashboard.pages.components import (
@@ -38,7 +39,6 @@ from stepsplit.dashboard.pages.components import (
     build_menu,
     build_section,
 )
-from stepsplit.dashboard.pages.compute import build_predicted_bars
 from stepsplit.dashboard.pages.overview import build_caveats, build_mismatch, build_model_comparison
 from stepsplit.dashboard.pages.page import RunPage
 from stepsplit.dashboard.pages.run_actions import build_job_button

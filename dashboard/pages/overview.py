@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
-    compute_mean_split,
     compute_mean_step_ns,
     describe_lacks,
     round_parts,
@@ -31,7 +30,6 @@ from stepsplit.analyzer.report.report import (
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
-from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
     format_calls,
@@ -43,6 +41,12 @@ from stepsplit.analyzer.units import (
     group_consecutive,
 )
 from stepsplit.dashboard.figures.communication import RankGroup
+from stepsplit.dashboard.figures.of_report import (
+    estimate_total_ns,
+    list_busy_ranks,
+    list_rank_columns,
+)
+from stepsplit.dashboard.figures.rank_groups import RankGrouping, list_report_groupings
 from stepsplit.dashboard.figures.run import (
     MAX_RANK_BARS,
     draw_busy_grid,
@@ -52,7 +56,6 @@ from stepsplit.dashboard.figures.run import (
     draw_split_by_rank,
     draw_split_by_step,
     draw_waterfall,
-    group_steps,
 )
 from stepsplit.dashboard.pages.address import build_page_url
 from stepsplit.dashboard.pages.components import (
@@ -66,7 +69,6 @@ from stepsplit.dashboard.pages.components import (
     format_subtitle,
 )
 from stepsplit.dashboard.pages.page import RunPage
-from stepsplit.dashboard.pages.rank_groups import RankGrouping, list_report_groupings
 from stepsplit.dashboard.pages.run_actions import build_job_button
 from stepsplit.dashboard.pages.tables import (
     Cell,
@@ -212,12 +214,7 @@ def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Sec
     """How much longer each rank is busy than usual, as a grid by host and as a table."""
     report, by = view.report, {one.by: one.groups for one in groupings}
     ranks = list_busy_ranks(report, by.get("stage", (RankGroup("", report.run.ranks),)))
-    # Ranks without hosts: 32 in a column.
-    all_ranks = report.run.ranks
-    parts = [all_ranks[at : at + 32] for at in range(0, len(all_ranks), 32)]
-    cut = [RankGroup(f"ranks {part[0]} to {part[-1]}", tuple(part)) for part in parts]
-    columns = tuple(by.get("host") or cut)
-    columns = tuple(sorted(columns, key=lambda one: one.ranks[0]))
+    columns = list_rank_columns(report, groupings)
     column_of = {rank: one.label for one in columns for rank in one.ranks}
     rows = [
         [
@@ -236,31 +233,6 @@ def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Sec
     grid = draw_busy_grid(columns, on, {one.rank: one.excess_ns for one in ranks})
     graph = build_graph("busy-ranks", grid, build_mark_link(view, "rank={custom}"))
     return build_section("Ranks", note, graph, build_table(heads, rows))
-
-
-@dataclass(frozen=True, slots=True)
-class BusyRank:
-    """The mean step of a rank, and by how much longer it is busy per step than the
-    median rank of its stage: all time but skew and bubble, in which it waits."""
-
-    rank: int
-    split: Split
-    excess_ns: float
-
-    @property
-    def busy_ns(self) -> int:
-        return self.split.step_ns - self.split.skew_ns - self.split.bubble_ns
-
-
-def list_busy_ranks(report: Report, stages: Sequence[RankGroup]) -> tuple[BusyRank, ...]:
-    """The ranks of these stages, the longest busy first."""
-    steps = dict(group_steps(select_full_steps(report.steps), "rank"))
-    ranks: list[BusyRank] = []
-    for stage in stages:
-        own = [BusyRank(n, compute_mean_split(steps[n]), 0) for n in stage.ranks if n in steps]
-        usual_ns = median(one.busy_ns for one in own) if own else 0
-        ranks += [replace(one, excess_ns=one.busy_ns - usual_ns) for one in own]
-    return tuple(sorted(ranks, key=lambda one: -one.excess_ns))
 
 
 # The tables of a run's page; each is an empty list if the report has no rows for it.
@@ -417,11 +389,6 @@ def build_collective_table(report: Report) -> list[html.Section]:
         single = _build_collective_rows(by_group, groups)
         parts.append(build_collapsed(f"by group{format_hidden_rows(by_group)}", single))
     return [build_section("Collectives and messages", note, *parts)]
-
-
-def estimate_total_ns(row: CollectiveRow) -> int:
-    """Estimated total time of the row's calls in ns: count times the median call."""
-    return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 
 def _sum_total_ns(kind: SameCalls) -> int:

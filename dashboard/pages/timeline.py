@@ -19,9 +19,9 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Text, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64
+from stepsplit.dashboard.figures.rank_groups import list_rank_groupings, list_rank_locations
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
 from stepsplit.dashboard.pages.page import RunPage
-from stepsplit.dashboard.pages.rank_groups import list_rank_groupings, list_rank_locations
 from stepsplit.dashboard.pages.timeline_track import DrawnShapes, TimelineTrack
 
 # Timeline: ranks and lanes at any zoom, from the whole run to one kernel.

@@ -13,7 +13,7 @@ from support.report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
-from stepsplit.dashboard.pages.rank_groups import RankGrouping, list_groupings
+from stepsplit.dashboard.figures.rank_groups import RankGrouping, list_groupings
 from stepsplit.dashboard.pages.timeline import (
     RangeSplit,
     TimelineView,

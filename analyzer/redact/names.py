@@ -124,6 +124,12 @@ _MESSAGE = re.compile(
     re.ASCII,
 )
 
+_LIBRARY_CALL = re.compile(
+    r"(stepsplit::(?:dispatch|combine) library=(?:DeepEP|HybridEP|MORI) group=)(\S*)"
+    r"((?: tokens=\d{1,15} bytes=\d{1,15} dtype=\w{1,20})?)",
+    re.ASCII,
+)
+
 _MODULE = re.compile(r"nn\.Module: (.*?)(_\d{1,9})?", re.S)
 
 _STEP_TAIL = re.compile(
@@ -195,6 +201,8 @@ class Names:
         if (message := _MESSAGE.fullmatch(name)) is not None:
             group, dtype = self.redact_group(message[2]), self.redact_dtype(message[5])
             return f"{message[1]}{group}{message[3]}0{message[4]}{dtype}"
+        if (library := _LIBRARY_CALL.fullmatch(name)) is not None:
+            return f"{library[1]}{self.redact_group(library[2])}{library[3]}"
         if self._is_public(_OP, name):
             return name
         if (optimizer := _OPTIMIZER_RANGE.fullmatch(name)) is not None:

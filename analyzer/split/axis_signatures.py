@@ -44,7 +44,8 @@ class Usage(Struct, frozen=True):
 
     early_bytes: bytes of the early calls. hooked: reductions in a hook of autograd, which are of
     gradients. sizes: number of distinct all_to_all sizes on the group. sharded: FSDP issued the
-    group's gathers. activations: layers of tensor parallelism reduce on the group. replicated:
+    group's gathers. experts: a library of expert parallelism issued
+    all_to_alls. activations: layers of tensor parallelism reduce on the group. replicated:
     DistributedDataParallel can reduce its gradients on no other group. late_share: fraction of the
     all_reduced bytes that are reduced outside of the backward, in sizes that no forward reduces.
     exchanges: whether there are all_to_alls, in whatever part of a step. gathers_attend,
@@ -60,6 +61,7 @@ class Usage(Struct, frozen=True):
     sizes: int = 0
     sharded: bool = False
     activations: bool = False
+    experts: bool = False
     replicated: bool = False
     late_share: float = 0.0
     exchanges: bool = False
@@ -227,6 +229,7 @@ AXIS_SIGNATURES = (
     # Expert all_to_alls vary in size, all_to_alls of attention heads do not.
     AxisSignature(
         "ep",
+        is_marked=lambda usage: usage.experts,
         patterns=(
             UsagePattern(needs=(_exchanges, _varies_exchanges), absent=()),
             UsagePattern(

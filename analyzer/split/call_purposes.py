@@ -45,23 +45,28 @@ _REDISTRIBUTES = "Redistribute"
 """DTensor's function that changes the placement of an activation or of a weight."""
 
 
+_EXPERTS = ("stepsplit::dispatch ", "stepsplit::combine ")
+"""The collector's ranges around calls of libraries of expert parallelism."""
+
+
 class CallPurposes(Struct, frozen=True):
     """For each call of a rank, whether a range shows its purpose; columns of one length.
 
     backward: issued in a range of autograd. weights: issued by FSDP. gradients: in a hook of
     autograd. activations: in a layer of tensor parallelism, or in a redistribution of DTensor in
-    the forward.
+    the forward. experts: by a library that moves the tokens of experts.
     """
 
     backward: Bool
     weights: Bool
     gradients: Bool
     activations: Bool
+    experts: Bool
 
     @property
     def known(self) -> Bool:
         """Which calls move tensors, by their purpose."""
-        return self.weights | self.gradients | self.activations
+        return self.weights | self.gradients | self.activations | self.experts
 
 
 def find_call_purposes(trace: RankTrace) -> CallPurposes:
@@ -79,6 +84,7 @@ def find_call_purposes(trace: RankTrace) -> CallPurposes:
         weights=is_inside(find_spans(events, *SHARDS), when),
         gradients=hooked,
         activations=activations & ~hooked,
+        experts=is_inside(find_spans(events, *_EXPERTS), when),
     )
 
 

@@ -252,6 +252,7 @@ class _GroupCalls:
     sizes: set[int] = field(default_factory=set)
     sharded: list[bool] = field(default_factory=list)
     activations: bool = False
+    experts: bool = False
     late_bytes: int = 0
     summed_bytes: int = 0
 
@@ -265,6 +266,7 @@ class _GroupCalls:
             sizes=len(self.sizes),
             sharded=bool(self.sharded) and all(self.sharded),
             activations=self.activations,
+            experts=self.experts,
             replicated=replicated,
             late_share=self.late_bytes / max(1, self.summed_bytes),
             exchanges=bool(self.grouped),
@@ -315,6 +317,7 @@ def _add_calls(
     gathers = purposes.weights[rows][op == _GATHER]
     group.sharded.append(bool(len(gathers) and gathers.all()))
     group.activations |= bool((purposes.activations[rows] & np.isin(op, (_SUM, _SCATTER))).any())
+    group.experts |= bool((purposes.experts[rows] & (op == _EXCHANGE)).any())
     group.sizes |= set(size[op == OP_CODE["all_to_all"]].tolist())
     sums = op == _SUM
     after = sums & ~early & ~purposes.backward[rows]

@@ -261,8 +261,12 @@ _CLOSED = ("HybridEP", "symmetric memory")
 """Protocols with a barrier after a transfer, too."""
 
 
+_STATED = re.compile(r"stepsplit::(dispatch|combine) library=(\w+) ", re.ASCII)
+"""The collector's range around a call."""
+
+
 def name_expert_library(trace: RankTrace) -> tuple[str, int] | None:
-    """The library whose kernels dispatch tokens to experts and combine their results, and the
+    """The library that dispatches tokens to experts and combines their results, and the
     number of ranks that their names state (0 if none); None without one."""
     found: dict[str, set[str]] = {}
     sizes: dict[str, int] = {}
@@ -273,6 +277,10 @@ def name_expert_library(trace: RankTrace) -> tuple[str, int] | None:
         if role.axis == "ep":
             found.setdefault(role.protocol, set()).add(role.step)
             sizes[role.protocol] = max(sizes.get(role.protocol, 0), role.size)
+    for name in kernels:
+        if (stated := _STATED.match(name)) is not None:
+            found.setdefault(stated[2], set()).add(stated[1])
+            sizes.setdefault(stated[2], 0)
     for protocol in PROTOCOLS:
         if {"dispatch", "combine"} <= found.get(protocol.name, set()):
             return protocol.name, sizes[protocol.name]

@@ -24,6 +24,7 @@ from stepsplit.analyzer.trace import (
     Bool,
     Category,
     Group,
+    Int32,
     Int64,
     Note,
     RankTrace,
@@ -177,6 +178,9 @@ def _find_rows(trace: RankTrace) -> Int64:
     if not trace.on_device or not len(calls):
         return np.zeros(0, dtype=np.int64)
     unnamed = (calls.group_id < 0) & (calls.peer < 0) & ~find_earlier_calls(trace)
+    # The collector names the group of a library's call, which has no number nevertheless.
+    named = (calls.group_id >= 0) & (calls.seq < 0) & find_call_roles(trace).mask("axis")
+    unnamed |= named
     copies = trace.events.category[calls.event] == int(Category.MEMCPY)
     # A kernel of messages has a peer that nothing tells.
     meets = ~calls.is_message & ((calls.op != OP_CODE["unknown"]) | copies)
@@ -220,6 +224,8 @@ class _CallTable(Struct, frozen=True):
     sends: Bool
     of_slot: Int64
     doubtful: Bool
+    group_id: tuple[Int32, ...]
+    groups: tuple[tuple[Group, ...], ...]
 
     @classmethod
     def build(
@@ -248,6 +254,8 @@ class _CallTable(Struct, frozen=True):
             tuple(members), row, start, end,
             group_ids(linked), roles, stream, together, np.zeros(length, dtype=np.bool_),
             np.arange(length), np.zeros(length, dtype=np.bool_),
+            tuple(traces[i].calls.group_id for i in members),
+            tuple(traces[i].groups for i in members),
         )  # fmt: skip
         return table._join_clocks()._pair_halves()._join_copies()
 
@@ -319,6 +327,16 @@ class _CallTable(Struct, frozen=True):
             roles = [self.roles[k] for k in slots]
             size = max(role.size for role in roles)
             yield _Scope(np.array(slots), roles[0].protocol, roles[0].axis, size)
+
+    def find_stated(self, scope: _Scope) -> _Candidate | None:
+        """The groups that the collector's ranges name; None if a call is in none."""
+        groups = dict[Group, None]()
+        for group_id, own, row in zip(self.group_id, self.groups, self.row, strict=True):
+            numbers = set(group_id[row[:, scope.slots]].ravel().tolist())
+            if len(numbers) != 1 or -1 in numbers:
+                return None
+            groups[own[numbers.pop()]] = None
+        return _Candidate(tuple(groups), True)
 
     def describe(self, scope: _Scope) -> tuple[object, ...]:
         """The stream and the kind of the call of a scope."""
@@ -475,6 +493,10 @@ def _choose_groups(
         return "no step of the same calls is on all ranks"
     if table.doubtful[scope.slots].any():
         return "whether a kernel sends, receives or does both is unknown"
+    stated = table.find_stated(scope)
+    if stated is not None:
+        place = {rank: n for n, rank in enumerate(table.ranks)}
+        return _weigh(table, scope, stated, place) or "the groups that calls name contradict them"
     if scope.size == world_size:
         if _is_shared(table, scope, others):
             return "the ranks make different calls"
@@ -511,9 +533,9 @@ def _choose_groups(
             return "ranks that are not recorded, or run other calls, may belong to their groups"
         return chosen
     along = [one for one in sized if scope.axis and scope.axis in one[0].axes]
-    stated = along or [one for one in sized if scope.size]
-    if len(stated) == 1:
-        return stated[0][1]
+    likely = along or [one for one in sized if scope.size]
+    if len(likely) == 1:
+        return likely[0][1]
     return _SEVERAL
 
 
@@ -664,6 +686,7 @@ class _Assignments:
         self._seq = [trace.calls.seq.copy() for trace in traces]
         self._op = [trace.calls.op.copy() for trace in traces]
         self._bytes = [trace.calls.message_bytes.copy() for trace in traces]
+        self._changed = set[int]()
         self._found: dict[str, list[tuple[Group, _Evidence]]] = defaultdict(list)
 
     def assign(self, table: _CallTable, scope: _Scope, chosen: _Chosen) -> None:
@@ -674,10 +697,13 @@ class _Assignments:
             # A name of its own, as calls with arguments on a group of the same ranks have numbers
             # of their own.
             kind = scope.library or "without arguments"
-            name = kind if group.name in ("", kind) else f"{group.name} ({kind})"
+            name = group.name
+            if not name.endswith(f"({kind})"):
+                name = kind if name in ("", kind) else f"{name} ({kind})"
             own = Group(name, group.ranks, group.description or scope.axis)
             for member in members:
                 i = table.traces[member]
+                self._changed.add(i)
                 if own not in self._groups[i]:
                     self._groups[i].append(own)
                 row = table.row[member][:, scope.slots]
@@ -705,7 +731,7 @@ class _Assignments:
         """The traces with their calls on the groups."""
         applied = []
         for i, (trace, groups) in enumerate(zip(self._traces, self._groups, strict=True)):
-            if len(groups) > len(trace.groups):
+            if i in self._changed:
                 calls = replace(
                     trace.calls, group_id=self._group_id[i], seq=self._seq[i], op=self._op[i],
                     message_bytes=self._bytes[i],

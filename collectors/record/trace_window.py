@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from stepsplit.collectors.guard import warn
 from stepsplit.collectors.record.annotations import annotate_layers, replace_attribute
+from stepsplit.collectors.record.library_calls import annotate_library_calls
 from stepsplit.collectors.record.module_names import has_compiled_code, name_modules
 from stepsplit.collectors.record.plan import RecordPlan
 
@@ -133,6 +134,7 @@ class TraceWindow:
             experimental_config=_choose_config(self._plan),
         )
         self._patches.enter_context(annotate_layers())
+        self._patches.enter_context(annotate_library_calls())
         for name in _STARTERS:
             self._wrap_starter(name)
         _ignore_cycles()

@@ -126,6 +126,7 @@ def build_trace() -> dict[str, Any]:
     names = (
         "aten::mm", "autograd::engine::evaluate_function: MmBackward0", "ProfilerStep#7",
         "stepsplit::send group=0 src=0 dst=1 tag=a n=0 bytes=4 dtype=float", "train step 3",
+        "stepsplit::dispatch library=DeepEP group=text tokens=8 bytes=64 dtype=bfloat16",
         "FSDP::pre_forward (blocks.0)", "Optimizer.step#AdamW.step", "nn.Module: Linear_0", "text",
         "/usr/lib/python3.11/site-packages/torch/nn/modules.py(93): forward", "cudaLaunchKernel",
         "ncclDevKernel_AllReduce", "triton_poi_fused_add_0", "<built-in method text of T at 0x7f>",

@@ -98,18 +98,28 @@ def build_device_calls(
     any_named = any(args.collective is not None for args in args_of_event.values())
     by_name = {name: rules.find_op(name) for name in set(map(events.name_of, kernels.tolist()))}
     library_ops = _find_library_ops(events, launches)
+    by_range = _describe_by_ranges(events, launches)
     calls: list[Call] = []
     made: list[MadeCall] = []
-    for event, op, issued_ns, batch, library_op in zip(
-        kernels.tolist(), surrounding_ops.tolist(), issued.tolist(), posted, library_ops,
+    for event, op, issued_ns, batch, library_op, (stated, library) in zip(
+        kernels.tolist(), surrounding_ops.tolist(), issued.tolist(), posted, library_ops, by_range,
         strict=True,
     ):  # fmt: skip
         own_args, name = args_of_event.get(event), events.name_of(event)
         args = _merge_args(own_args, args_of_event.get(op))
+        by_library = stated is not None and args.collective is None
+        if stated is not None and by_library:
+            args = stated
         parts = [args_of_event[post] for post in batch] or [args]
         named_op = library_op or by_name[name]
         parts_as_calls = [
-            _build_call(event, named_op, part, group_table.find_number(part), issued_ns)
+            _build_call(
+                event,
+                named_op,
+                part,
+                group_table.find_number(part, library if by_library else ""),
+                issued_ns,
+            )
             for part in parts
         ]
         unnamed = not batch and any_named and "SendRecv" in name and _may_be_batch(name, args)
@@ -269,8 +279,23 @@ class _GroupTable:
         self.groups = list(known)
         self._numbers = {(group.name, group.ranks): i for i, group in enumerate(known)}
 
-    def find_number(self, args: Args) -> int:
-        """The number of the group in the arguments; -1 if it is ambiguous or missing."""
+    def find_number(self, args: Args, library: str = "") -> int:
+        """The number of the group in the arguments; -1 if it is ambiguous or missing.
+
+        A library has a group of its own of these ranks: its calls have no numbers.
+        """
+        number = self._find_listed(args)
+        if not library or number < 0:
+            return number
+        listed = self.groups[number]
+        own = replace(listed, name=f"{listed.name} ({library})")
+        key = (own.name, own.ranks)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.groups)
+            self.groups.append(own)
+        return self._numbers[key]
+
+    def _find_listed(self, args: Args) -> int:
         ranks = parse_ranks(args.group_ranks)
         if not ranks:
             matching = [i for (name, _), i in self._numbers.items() if name == args.group_name]
@@ -316,6 +341,35 @@ def _compute_bytes(nelems: int, dtype: str) -> int:
 
 _LIBRARY_OPS = "symm_mem::"
 """Prefix of torch's ops of symmetric memory; they contain each other."""
+
+
+_EXPERT_CALL = re.compile(
+    r"stepsplit::(?:dispatch|combine) library=(?P<library>\w+) group=(?P<group>\S*)"
+    r"(?: tokens=\d{1,15} bytes=(?P<bytes>\d{1,15}) dtype=(?P<dtype>\S*))?",
+    re.ASCII,
+)
+"""The collector's range around a call of a library of expert parallelism."""
+
+EXPERT_RANGES = ("stepsplit::dispatch ", "stepsplit::combine ")
+
+
+def _describe_by_ranges(events: Events, launches: Int64) -> Iterator[tuple[Args | None, str]]:
+    """For each launch the arguments that the collector's range around it states, and the library;
+    (None, "") without one."""
+    ranges = np.flatnonzero(
+        events.name_mask(tuple(name.startswith(EXPERT_RANGES) for name in events.names))
+        & events.is_category(Category.ANNOTATION)
+    )
+    for op in find_surrounding_ops(events, ranges, launches).tolist():
+        match = _EXPERT_CALL.match(events.name_of(op)) if op >= 0 else None
+        if match is None:
+            yield None, ""
+            continue
+        dtype, size = match["dtype"] or "", int(match["bytes"] or -1)
+        width = compute_element_bytes(dtype)
+        known = size >= 0 and width > 0
+        nelems = size // width if known else -1
+        yield Args(in_nelems=nelems, dtype=dtype, group_name=match["group"]), match["library"]
 
 
 def _find_library_ops(events: Events, launches: Int64) -> list[str]:

@@ -117,7 +117,7 @@ def format_per_step(number: float) -> str:
 
 
 def format_calls(per_step: float) -> str:
-    """Calls of a kind in most full steps: 0.25 -> "0.2", 0.0 -> "some steps": in most it has none."""
+    """Calls of a kind in most full steps: 0.25 -> "0.2", 0.0 -> "some steps", as most have none."""
     return format_per_step(per_step) if per_step else "some steps"
 
 

@@ -8,6 +8,7 @@ same kernels with equal grids and shapes are compared wherever they ran.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from math import log
 from typing import NamedTuple
 
@@ -97,9 +98,22 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
             continue
         typical = float(np.median(ratio))
         error = SIGMA_OF_MAD * float(np.median(np.abs(ratio - typical))) / np.sqrt(len(ratio))
-        agree = float(weight[ratio >= _LEAST_APART].sum() / weight.sum())
-        if agree < _AGREE or typical < max(_LEAST_APART, _MIN_SIGMAS * error):
+        if typical < max(_LEAST_APART, _MIN_SIGMAS * error):
             continue
+        agrees = weight * (ratio >= _LEAST_APART)
+        if agrees.sum() < _AGREE * weight.sum():
+            # A device that heats up is not slow at first. That it is not so by chance can be told
+            # where the steps of several others do not differ.
+            others = [_measure_steps(own) for other, own in excess.items() if other != index]
+            spread = SIGMA_OF_MAD * float(np.median(np.abs(np.concatenate(others))))
+            step = np.repeat([one.step for one in parts], [len(one.log_ratio) for one in parts])
+            hot = np.isin(step, np.unique(step)[_measure_steps(parts) >= _LEAST_APART])
+            if (
+                len(others) < 2
+                or typical < _MIN_SIGMAS * spread
+                or agrees[hot].sum() < _AGREE * weight[hot].sum()
+            ):
+                continue
         # In each step by itself: a device that heats up slows down from step to step.
         pace = np.ones(len(split.ranks[index].windows.windows))
         for at, window in enumerate(split.ranks[index].windows.windows):
@@ -110,3 +124,10 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
                 pace[at] = min(should / lasted, 1.0)
         slow[index] = pace
     return slow
+
+
+def _measure_steps(parts: Sequence[_Excess]) -> Float:
+    """The median excess of the kernels in each step of a rank, by the number of the step."""
+    step = np.repeat([one.step for one in parts], [len(one.log_ratio) for one in parts])
+    ratio = np.concatenate([one.log_ratio for one in parts])
+    return np.array([np.median(ratio[step == number]) for number in np.unique(step)])

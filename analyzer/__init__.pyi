@@ -125,6 +125,7 @@ from .regression.compare import CallsChange as CallsChange
 from .regression.compare import ExposedChange as ExposedChange
 from .regression.compare import FamilyChange as FamilyChange
 from .regression.compare import FindingChange as FindingChange
+from .regression.compare import PartChange as PartChange
 from .regression.compare import RunComparison as RunComparison
 from .regression.compare import Setting as Setting
 from .regression.compare import Side as Side

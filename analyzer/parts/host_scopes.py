@@ -10,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import is_inside, list_distinct
+from stepsplit.analyzer.parts.layer_sequence import ForwardPlaces, find_forward_places
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.scope_names import (
     MODULE_MARK,
@@ -72,6 +73,7 @@ class HostScopes:
         has_modules: Whether ranges of modules were recorded.
         has_names: Whether modules have the names of the model, and layers its numbers.
         n_layers: The number of distinct layers.
+        by_sequence: Whether these are known by the sequence of ops alone.
     """
 
     events: Events
@@ -82,6 +84,7 @@ class HostScopes:
     has_modules: bool
     has_names: bool
     n_layers: int
+    by_sequence: bool
 
     def find_parts(self, thread: Int64, when_ns: Int64) -> Int64:
         """The number of the part at each instant on each thread; 0 where nothing is known."""
@@ -117,6 +120,14 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
         mask = np.zeros(len(events), dtype=np.bool_)
         mask[rows[thread_of == thread]] = True
         timelines[thread] = _build_timeline(events, mask, scopes, layers, numbers)
+    n_layers = len(set(layers.values()))
+    by_sequence = False
+    if not layers and threads.main >= 0:
+        on_main = threads.of_lane[events.lane] == threads.main
+        if (forward := find_forward_places(events, on_main)) is not None:
+            line = timelines.get(threads.main, _NO_RANGES)
+            timelines[threads.main] = _merge_sequence(line, forward, numbers)
+            n_layers, by_sequence = 1 + max(layer for layer, _ in forward.places), True
     found = HostScopes(
         events=events,
         numbers=numbers,
@@ -125,7 +136,8 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
         timelines=timelines,
         has_modules=scopes.has_modules,
         has_names=scopes.has_names,
-        n_layers=len(set(layers.values())),
+        n_layers=n_layers,
+        by_sequence=by_sequence,
     )
     # The nodes are placed by the forward, then put into the same timelines.
     nodes = _place_nodes(found)
@@ -137,7 +149,7 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
             line = _merge_nodes(line, nodes[thread], numbers)
         ops = op_rows[threads.of_lane[events.lane[op_rows]] == thread]
         timelines[thread] = _fill_gaps(
-            line, events.start_ns[ops], numbers, has_forward=scopes.has_modules
+            line, events.start_ns[ops], numbers, has_forward=scopes.has_modules or by_sequence
         )
         timelines[thread] = _repeat_named_step(timelines[thread], events, ops, steps)
     return found
@@ -146,6 +158,27 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
 _BEGIN = np.array([_LEAST], dtype=np.int64)
 
 _NO_RANGES = _Timeline(_BEGIN, np.zeros(1, dtype=np.int64), _BEGIN, _BEGIN)
+
+
+def _merge_sequence(line: _Timeline, forward: ForwardPlaces, numbers: PartNumbers) -> _Timeline:
+    """The timeline with the places of the forward where no range says any."""
+    nowhere = NO_LAYER, PartKind.OTHER
+    of_place = [
+        0 if place == nowhere else numbers[Part(*place, PartPhase.FORWARD)]
+        for place in forward.places
+    ]
+    edges = np.unique(np.concatenate((line.edges_ns, forward.start_ns)))
+    at = line.find_at(edges)
+    last = np.searchsorted(forward.start_ns, edges, side="right") - 1
+    by_sequence = np.where(last >= 0, np.array(of_place)[np.maximum(last, 0)], 0)
+    # An op that says its kind by its name has no layer; its place in the sequence has.
+    is_alone = np.array(
+        [one.layer == NO_LAYER and one.phase == PartPhase.FORWARD for one in numbers]
+    )[line.part[at]]
+    part = np.where(
+        (line.part[at] == 0) | (is_alone & (by_sequence > 0)), by_sequence, line.part[at]
+    )
+    return _Timeline(edges, part, line.begin_ns[at], line.module_ns[at])
 
 
 def _merge_nodes(line: _Timeline, nodes: _Nodes, numbers: PartNumbers) -> _Timeline:

@@ -11,15 +11,14 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import Intervals, intersect, trim_overlaps
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
 from stepsplit.analyzer.parts.host_scopes import HostScopes, PartNumbers, find_host_scopes
-from stepsplit.analyzer.parts.kernel_sequence import place_by_sequence
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
 from stepsplit.analyzer.split.call_purposes import find_call_purposes, find_issue_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int64
 
-Evidence = Literal["modules", "ranges", "kernels", "none"]
-"""What places work in the model: ranges of its modules; other ranges and ops by their names; the
-sequence of kernels; nothing."""
+Evidence = Literal["modules", "sequence", "ranges", "none"]
+"""What places work in the model: ranges of its modules; the repeating sequence of ops; other ranges
+and ops by their names, which have kinds and no layers; nothing."""
 
 
 class RankParts(Struct, frozen=True):
@@ -69,11 +68,9 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     trace, band = rank.trace, rank.attribution.band
     scopes = find_host_scopes(trace, numbers)
     event_part = _place_events(rank, scopes)
-    evidence: Evidence = "modules" if scopes.has_modules else "ranges"
-    if not scopes.n_layers and trace.on_device:
-        by_kernels = place_by_sequence(rank, event_part, numbers)
-        if (by_kernels != event_part).any():
-            event_part, evidence = by_kernels, "kernels"
+    evidence: Evidence = "ranges"
+    if scopes.n_layers:
+        evidence = "sequence" if scopes.by_sequence else "modules"
     exposed_part = _place_calls(rank, scopes)[rank.attribution.exposed.call]
     pieces: list[tuple[Int64, Int64, Int64, Int64]] = []
     exposed = rank.attribution.exposed

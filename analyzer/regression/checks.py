@@ -15,6 +15,7 @@ from msgspec import Struct
 from stepsplit.analyzer.errors import DataError, UsageError, read_toml
 from stepsplit.analyzer.regression.metrics import (
     METRICS,
+    PART,
     Metric,
     Setup,
     Unit,
@@ -101,7 +102,9 @@ class Budget:
 
 
 def parse_budget(rule: str) -> Budget:
-    """Parse "METRIC:LIMIT". Raises UsageError."""
+    """Parse "METRIC:LIMIT"; a part of the model is "part:NAME:LIMIT" too. Raises UsageError."""
+    if rule.strip().startswith(f"{PART}:"):
+        rule = rule.replace(":", ".", 1)
     name, colon, limit = (part.strip() for part in rule.partition(":"))
     if not colon:
         raise UsageError(f"budget {rule!r} has no limit; write for example exposed_comm:5%")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -45,6 +45,7 @@ def _compare_aligned(
         exposed=compare_exposed(baseline, candidate, by_axis),
         collectives=compare_collectives(baseline, candidate, by_axis),
         kernels=compare_families(baseline, candidate),
+        parts=compare_parts(baseline, candidate),
         findings=compare_findings(baseline, candidate),
         meshes_differ=have_other_axes(baseline, candidate),
     )
@@ -341,6 +342,23 @@ def _compute_family_means(report: Report) -> Mapping[str, tuple[int, float]]:
     return {family: (ns // steps, count / steps) for family, (ns, count) in totals.items()}
 
 
+# The mean step of both runs by part of the model.
+
+
+def compare_parts(baseline: Report, candidate: Report) -> tuple[PartChange, ...]:
+    """A row for each part in either run; empty if in one of them nothing shows the parts."""
+    for report in (baseline, candidate):
+        if report.part_evidence is None or report.part_evidence.evidence == "none":
+            return ()
+    sides = [Counter[str](), Counter[str]()]
+    for times, report in zip(sides, (baseline, candidate), strict=True):
+        for row in report.parts:
+            times[row.part] += row.total_ns
+    before, own = sides
+    rows = [PartChange(before[part], own[part], part) for part in dict.fromkeys((*before, *own))]
+    return tuple(sorted(rows, key=order_by_change))
+
+
 # Configuration differences as text.
 
 NONE = "none detected"
@@ -435,6 +453,7 @@ def to_json(comparison: RunComparison) -> bytes:
         exposed=one.exposed,
         collectives=one.collectives,
         kernels=one.kernels,
+        parts=one.parts,
         findings=one.findings,
         meshes_differ=one.meshes_differ,
     )
@@ -579,6 +598,19 @@ class FamilyChange(Change):
 
 
 @dataclass(frozen=True, slots=True)
+class PartChange(Change):
+    """The change of a part of the model in the mean step of a rank, over all layers and phases.
+
+    Attributes:
+        baseline_ns: its time in the baseline.
+        candidate_ns: its time in the candidate.
+        part: what it does, such as "attention".
+    """
+
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
 class FindingChange(Change):
     """The change of a bottleneck.
 
@@ -665,6 +697,7 @@ class RunComparison:
         collectives: calls by axis, op, dtype and size.
         kernels: compute by kernel family.
         findings: bottlenecks by cause and ranks.
+        parts: the mean step by part of the model.
         meshes_differ: whether one mesh has an axis that the other lacks; then each run keeps its
             axes, collectives are matched by op, dtype and size, and exposed by bucket.
     """
@@ -677,6 +710,7 @@ class RunComparison:
     kernels: tuple[FamilyChange, ...]
     findings: tuple[FindingChange, ...] = ()
     meshes_differ: bool = False
+    parts: tuple[PartChange, ...] = ()
 
     def __post_init__(self) -> None:
         explained = sum(row.difference_ns for row in self.buckets)
@@ -808,6 +842,7 @@ class ComparisonFile(msgspec.Struct, frozen=True, kw_only=True):
         exposed: exposed communication by axis and bucket, per step and rank.
         collectives: calls by axis, op, dtype and size, per step and rank; null on a side without.
         kernels: compute by kernel family, per step and rank.
+        parts: the mean step by part of the model, its differences add up to that of the mean step.
         findings: bottlenecks by cause and ranks; the gain of fixing each, 0 on a side without it.
         meshes_differ: whether one mesh has an axis that the other lacks: collectives are then
             compared by op, dtype and size, and exposed by bucket.
@@ -824,6 +859,7 @@ class ComparisonFile(msgspec.Struct, frozen=True, kw_only=True):
     kernels: tuple[FamilyChange, ...]
     findings: tuple[FindingChange, ...]
     meshes_differ: bool
+    parts: tuple[PartChange, ...] = ()
 
 
 def order_by_change(row: Change | CallsChange) -> float:

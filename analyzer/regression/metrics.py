@@ -369,6 +369,7 @@ def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
         *_compute_axis_values(report, steps),
         *_compute_busbw_values(report),
         *_count_call_values(report),
+        *_sum_part_values(report),
     ]
     complete = [row.step_ns for row in report.steps if row.kind != "partial"]
     others = {
@@ -454,12 +455,25 @@ def _count_call_values(report: Report) -> Iterator[Value]:
     yield from (Value(name, float(count)) for name, count in sorted(sums.items()))
 
 
+def _sum_part_values(report: Report) -> Iterator[Value]:
+    """The time of each part of the model in the mean step, where anything shows it."""
+    if report.part_evidence is None or report.part_evidence.evidence == "none":
+        return
+    sums: dict[str, int] = defaultdict(int)
+    for row in report.parts:
+        sums[f"{PART}.{row.part}"] += row.total_ns
+    yield from (Value(name, float(ns)) for name, ns in sorted(sums.items()))
+
+
 # The metrics for budgets.
 #
-# A name may have an axis as suffix, and busbw an axis and an op: exposed_comm.tp,
-# busbw.dp_replicate.all_reduce. Plain busbw means each axis and op that both sides have.
+# A name may have an axis as suffix, busbw an axis and an op, and part has that of a part:
+# exposed_comm.tp, busbw.dp_replicate.all_reduce, part.attention. Plain busbw means each axis and op
+# that both sides have.
 
 Unit = Literal["share", "ns", "bytes", "bytes_per_s", "count"]
+
+PART = "part"
 
 EXPOSED = ("collective", "p2p", "skew")
 """The buckets that are exposed communication."""
@@ -497,6 +511,7 @@ METRICS = (
     Metric("peak_memory", "peak memory of the fullest rank", "bytes"),
     Metric("calls", "collectives and messages per step", "count", exact=True, by_axis=True),
     Metric("bytes", "message bytes per step", "bytes", exact=True, by_axis=True),
+    Metric(PART, "a part of the model in the mean step", "ns", by_axis=True),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -58,9 +58,8 @@ class PartEvidence(Struct, frozen=True):
     """How the parts of the model were found.
 
     Attributes:
-        evidence: "modules": ranges of modules; "ranges": other ranges, and the names of ops and
-            kernels, which say kinds and no layers; "kernels": the repeating sequence of kernels;
-            "none".
+        evidence: "modules": ranges of modules; "sequence": the repeating sequence of ops; "ranges":
+            other ranges, and the names of ops and kernels, which say kinds and no layers; "none".
         layers: number of distinct layers.
         unplaced_share: share of the mean step that nothing places, 0..1; a part of "other".
         ranks: number of ranks with this evidence.

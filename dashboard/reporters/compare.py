@@ -23,6 +23,7 @@ from stepsplit.analyzer.regression.compare import (
 )
 from stepsplit.analyzer.regression.scaling import Scaling, ScalingRun
 from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.parts import name_part
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
 
 # The screen of compare.
@@ -73,6 +74,7 @@ def build_comparison_screen(comparison: RunComparison) -> RenderableType:
         build_bucket_table(comparison),
         *build_exposed_section(comparison),
         *build_calls_section(comparison),
+        *build_parts_section(comparison),
         *build_kernels_section(comparison),
     ]
     return Group(*parts)
@@ -246,6 +248,17 @@ def build_kernels_section(comparison: RunComparison) -> list[RenderableType]:
         number = f"{_format_count(row.baseline_count)} -> {_format_count(row.candidate_count)}"
         table.add_row(row.family, *_format_times(row.baseline_ns, row.candidate_ns), number)
     return [Text(), table, *_format_rest(len(rows), "family", "families")]
+
+
+def build_parts_section(comparison: RunComparison) -> list[RenderableType]:
+    """The parts of the model whose time changed most."""
+    rows = [row for row in comparison.parts if row.baseline_ns != row.candidate_ns]
+    if not rows:
+        return []
+    table = build_table("parts of the model", "baseline", "candidate", "difference")
+    for row in rows[:MAX_ROWS]:
+        table.add_row(name_part(row.part), *_format_times(row.baseline_ns, row.candidate_ns))
+    return [Text(), table, *_format_rest(len(rows), "part", "parts")]
 
 
 def _format_times(baseline_ns: int, candidate_ns: int) -> tuple[str, str, str]:

@@ -28,7 +28,7 @@ _ANY_WIDTH = 1000
 _EVIDENCE = {
     "modules": "by the ranges of modules",
     "ranges": "by the names of ranges, ops and kernels; record --modules for layers",
-    "kernels": "by the sequence of kernels; record --modules to be sure",
+    "sequence": "by the sequence of ops; record --modules to be sure",
 }
 
 PART_NAMES = {"mlp": "MLP", "gradient_reduction": "gradient reduction"}

@@ -1,0 +1,186 @@
+"""Layers from the repeating sequence of products, where no range says what belongs to which.
+
+A layer of a transformer multiplies by its projections, attends, projects, and runs its MLP. The
+number of GEMMs before the first attention core says where in the GEMMs between two cores the next
+layer begins.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from statistics import mode
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.arrays import is_inside
+from stepsplit.analyzer.parts.part import NO_LAYER, PartKind
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
+from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans
+from stepsplit.analyzer.split.host_threads import STEP
+from stepsplit.analyzer.split.microbatch_marks import parse_marks
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64
+
+Place = tuple[int, PartKind]
+"""The layer, NO_LAYER for none, and the kind of an item of a sequence."""
+
+CORE, GEMM, EXPERTS, NORM, EMBEDDING, LOSS = "AGMNEL"
+"""The letters of the items of a sequence; others say nothing and have none."""
+
+_LETTER_OF_FAMILY = {
+    "attention": CORE, "gemm": GEMM, "moe": EXPERTS, "normalization": NORM,
+}  # fmt: skip
+
+_LOSS = re.compile(r"log_?softmax|nll_loss|cross_?entropy", re.IGNORECASE)
+_EMBEDDING = re.compile(r"embedding", re.IGNORECASE)
+_SOFTMAX = re.compile(r"^aten::_?softmax$")
+"""The core of attention where nothing else is; else that of a router or of sampling."""
+
+_NORM = re.compile(r"aten::rsqrt$|aten::\w*(layer|rms)_norm|fused_\w*rsqrt")
+_NAMED = (
+    (LOSS, _LOSS), (CORE, _SOFTMAX), (NORM, _NORM), (EMBEDDING, _EMBEDDING),
+    (EXPERTS, re.compile(r"grouped_(mm|gemm)")),
+)  # fmt: skip
+
+_NO_ITEM = re.compile(
+    r"bmm|split_?k_?reduce|rotary|rope(?![a-z])|flash_bwd_(dot|convert)|aten::t$|aten::transpose"
+    r"|aten::_?(to|unsafe_view|view|reshape|expand)",
+    re.IGNORECASE,
+)
+"""Products of unfused attention, second kernels, and what is part of an item beside it."""
+
+
+@lru_cache(1 << 14)
+def find_letter(name: str) -> str:
+    """The letter of an op or kernel; "" for one that says nothing of the layers."""
+    if _NO_ITEM.search(name):
+        return ""
+    for letter, pattern in _NAMED:
+        if pattern.search(name):
+            return letter
+    return _LETTER_OF_FAMILY.get(BUILT_IN.find_family(name), "")
+
+
+def label_pass(letters: str) -> list[Place] | None:
+    """The place of each item of a forward pass, in order; None without a regular sequence."""
+    # Kernels of one core follow each other.
+    cores = [i for i, letter in enumerate(letters) if letter == CORE]
+    first = [i for n, i in enumerate(cores) if not n or GEMM in letters[cores[n - 1] : i]]
+    if not first:
+        return None
+    begin = letters.rfind(EMBEDDING, 0, first[0]) + 1
+    projections = letters[begin : first[0]].count(GEMM)
+    if not projections:
+        return None
+    places: list[Place] = [(NO_LAYER, PartKind.OTHER)] * len(letters)
+    ends = [*first[1:], len(letters)]
+    sizes = [letters[at:end].count(GEMM) for at, end in zip(first, ends, strict=True)]
+    output = 1
+    # Between two cores: the output projection, the MLP, the projections of the next layer.
+    inner = [size - output - projections for size in sizes[:-1]]
+    if any(count < 0 for count in inner):
+        return None
+    # Of a single layer, the last product before a loss is the head.
+    in_mlp = mode(inner) if inner else sizes[-1] - output - (LOSS in letters[first[-1] :])
+    if in_mlp < 0 or sizes[-1] < output:
+        return None
+    for number, (at, end) in enumerate(zip(first, ends, strict=True)):
+        is_last = number == len(first) - 1
+        of_mlp = min(in_mlp, sizes[-1] - output) if is_last else inner[number]
+        gemms = 0
+        for i in range(at, end):
+            letter = letters[i]
+            gemms += letter == GEMM
+            if letter == GEMM and gemms > output + of_mlp:
+                place = (NO_LAYER, PartKind.HEAD) if is_last else (number + 1, PartKind.ATTENTION)
+            elif letter == GEMM and gemms > output:
+                has_experts = EXPERTS in letters[at:end]
+                place = number, PartKind.EXPERTS if has_experts else PartKind.MLP
+            elif letter in (CORE, GEMM):
+                place = number, PartKind.ATTENTION
+            elif letter == NORM:
+                follows = gemms >= output + of_mlp
+                place = number + follows, PartKind.NORM
+                if follows and is_last:
+                    place = NO_LAYER, PartKind.NORM
+            elif letter == EXPERTS:
+                place = number, PartKind.EXPERTS
+            elif letter == LOSS:
+                place = NO_LAYER, PartKind.LOSS
+            else:
+                place = NO_LAYER, PartKind.EMBEDDING
+            places[i] = place
+    # Before the first core: embeddings, and the norm and projections of the first layer.
+    of_letter = {GEMM: PartKind.ATTENTION, NORM: PartKind.NORM, EXPERTS: PartKind.EXPERTS}
+    for i, letter in enumerate(letters[: first[0]]):
+        if i >= begin and letter in of_letter:
+            places[i] = 0, of_letter[letter]
+        elif letter in (EMBEDDING, LOSS):
+            places[i] = NO_LAYER, PartKind.EMBEDDING if letter == EMBEDDING else PartKind.LOSS
+    return places
+
+
+class ForwardPlaces(Struct, frozen=True):
+    """Where the forward of a thread is from each instant on, in order."""
+
+    start_ns: Int64
+    places: tuple[Place, ...]
+
+
+def find_forward_places(events: Events, on_thread: Bool) -> ForwardPlaces | None:
+    """The layers of the forward passes on a thread, by the sequence of its ops; None without any
+    regular one."""
+    is_op = events.is_category(Category.OP)
+    letters = [""] * len(events.names)
+    used = np.unique(events.name_id[is_op & on_thread])
+    for number in used.tolist():
+        letters[number] = find_letter(events.names[number])
+    is_softmax = [_SOFTMAX.search(name) is not None for name in events.names]
+    if any(a == CORE and not b for a, b in zip(letters, is_softmax, strict=True)):
+        letters = ["" if b else a for a, b in zip(letters, is_softmax, strict=True)]
+    rows = np.flatnonzero(
+        is_op & on_thread & np.array([bool(letter) for letter in letters])[events.name_id]
+    )
+    rows = rows[~is_inside(find_spans(events, ENGINE, "Optimizer."), events.start_ns[rows])]
+    if not len(rows):
+        return None
+    # Of nested ops, the outermost.
+    rows = rows[np.lexsort((-events.dur_ns[rows], events.start_ns[rows]))]
+    reach = np.maximum.accumulate(events.ends_of(rows))
+    rows = rows[np.append(True, events.start_ns[rows[1:]] >= reach[:-1])]
+    start, end = events.start_ns[rows], events.ends_of(rows)
+    sequence = [letters[number] for number in events.name_id[rows].tolist()]
+    # A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next
+    # embedding.
+    marks = [name.startswith((STEP, ENGINE)) for name in events.names]
+    forwards = [
+        any(mark.phase == "forward" for mark in parse_marks(name, 0)) for name in events.names
+    ]
+    is_mark = events.name_mask(tuple(a or b for a, b in zip(marks, forwards, strict=True)))
+    number = np.searchsorted(events.start_ns[is_mark], start, side="right").tolist()
+    first = [0]
+    for i in range(1, len(sequence)):
+        letter, before = sequence[i], sequence[i - 1]
+        begins = number[i] != number[i - 1] or (before == LOSS != letter)
+        if begins or (letter == EMBEDDING and CORE in sequence[first[-1] : i]):
+            first.append(i)
+    edges: list[tuple[int, Place]] = []
+    nowhere = NO_LAYER, PartKind.OTHER
+    for low, high in zip(first, [*first[1:], len(sequence)], strict=True):
+        places = label_pass("".join(sequence[low:high]))
+        if places is None:
+            continue
+        edges += zip(start[low:high].tolist(), places, strict=True)
+        for i in range(low, high):
+            # What follows a norm belongs to what comes next.
+            is_norm = sequence[i] == NORM and "rsqrt" not in events.names[events.name_id[rows[i]]]
+            if i == high - 1 or is_norm:
+                following = nowhere if i == high - 1 else places[i + 1 - low]
+                edges.append((int(end[i]), following))
+    if not edges:
+        return None
+    edges.sort(key=lambda edge: edge[0])
+    return ForwardPlaces(
+        np.array([at for at, _ in edges], dtype=np.int64), tuple(place for _, place in edges)
+    )

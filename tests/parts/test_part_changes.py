@@ -1,0 +1,54 @@
+"""Two runs by part of the model, and a budget of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.builders import CpuTrace
+
+from stepsplit.analyzer import check_runs, compare_runs
+from stepsplit.analyzer.errors import UsageError
+
+
+def record(folder: Path, attention_us: float) -> Path:
+    """Three steps of attention and 100 us of an MLP."""
+    trace = CpuTrace()
+    length = attention_us + 100
+    for step in range(3):
+        start, middle = step * length, step * length + attention_us
+        trace.step(step, start, start + length)
+        trace.annotation("stepsplit::module layers.0.attn", start, middle)
+        trace.annotation("stepsplit::module layers.0.mlp", middle, start + length)
+        trace.op("aten::mm", start, middle).op("aten::mm", middle, start + length)
+    folder.mkdir()
+    trace.write(folder)
+    return folder
+
+
+def test_the_parts_of_two_runs_add_up_to_their_difference(tmp_path: Path) -> None:
+    before, after = record(tmp_path / "a", 50), record(tmp_path / "b", 80)
+    comparison = compare_runs(before, after)
+    parts = [(row.part, row.baseline_ns, row.candidate_ns) for row in comparison.parts]
+    assert parts == [("attention", 50_000, 80_000), ("mlp", 100_000, 100_000)]
+    assert sum(row.difference_ns for row in comparison.parts) == comparison.difference_ns
+
+
+@pytest.mark.parametrize(
+    ("budget", "answer"),
+    [("part:attention:<=90us", "pass"), ("part:attention:<=60us", "regressed"),
+     ("part.mlp:<=100us", "pass")],
+)  # fmt: skip
+def test_a_part_has_a_budget(tmp_path: Path, budget: str, answer: str) -> None:
+    runs = [record(tmp_path / f"run{us}", us) for us in (79, 80, 81, 82, 83, 84)]
+    result = check_runs(runs[3:], runs[:3], budgets=[budget])
+    assert (result.answer, [row.metric for row in result.gated]) == (
+        answer,
+        [f"part.{'mlp' if 'mlp' in budget else 'attention'}"],
+    )
+
+
+def test_a_run_without_the_part_is_one_line(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 80)
+    with pytest.raises(UsageError, match=r"has no part\.experts"):
+        check_runs([run], [run], budgets=["part:experts:5%"])

@@ -99,3 +99,26 @@ def test_the_rows_add_up_to_the_kernels_of_all_ranks(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_work_by_shapes(name: str, family: str, shapes: str | None, work: CallWork | None) -> None:
     assert estimate_work(KernelWork(name, shapes), family, on_device=True) == work
+
+
+def test_a_kernel_far_below_its_limit_is_a_finding(tmp_path: Path) -> None:
+    trace = GpuTrace(gpu=H100)
+    for step in range(3):
+        start = 1000 * step
+        trace.step(step, start, start + 1000)
+        # 3 x 67 MB would take 68 us at the peak bandwidth; 600 us are a ninth of it.
+        norm = [[8192, 4096], [8192, 4096]]
+        kernel = "at::native::vectorized_elementwise_kernel"
+        launch_op(trace, "aten::add", kernel, start, (start + 100, start + 700), norm)
+        mm = [[4096, 4096], [4096, 4096]]
+        launch_op(trace, "aten::mm", "nvjet_tst_gemm", start + 10, (start + 700, start + 920), mm)
+        trace.kernel("other", start + 920, start + 1000)
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    (finding,) = [one for one in report.findings if one.code == "below_limit"]
+    row = next(row for row in report.kernel_table if row.family == "elementwise")
+    assert row.saves_ns is not None and row.reachable_ns is not None
+    assert finding.gain_ns == pytest.approx(row.saves_ns, rel=0.02)
+    assert finding.predicted_ns == pytest.approx(row.reachable_ns, rel=0.01)
+    assert finding.basis is not None and finding.basis.kind == "inferred"
+    assert "of the peak of the memory bandwidth" in finding.message

@@ -4,6 +4,7 @@ Each cause finds its traces in a recording and says what a step would take witho
 of the dependency graph. cause.py says what an entry has.
 """
 
+from stepsplit.analyzer.diagnose.causes.below_limit import BELOW_LIMIT
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry
 from stepsplit.analyzer.diagnose.causes.compile_time import COMPILE_TIME
 from stepsplit.analyzer.diagnose.causes.extra_reductions import EXTRA_REDUCTIONS
@@ -42,6 +43,7 @@ CAUSES: tuple[CauseEntry, ...] = (
     HOST_BOUND,
     FP32_GEMMS,
     UNALIGNED_GEMMS,
+    BELOW_LIMIT,
     LOST_OVERLAP,
     LAUNCH_ORDER,
     FEW_MICROBATCHES,

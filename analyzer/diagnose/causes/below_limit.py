@@ -1,0 +1,133 @@
+"""Kernels far below the limit of their device: slower than the model says for their shapes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
+from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.diagnose.causes.slow_gemms import FP32, UNALIGNED
+from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import (
+    Change,
+    WeightedSpans,
+    measure_spans,
+    reduce_work,
+)
+from stepsplit.analyzer.parts.kernel_work import DeviceLimits, estimate_work, find_limits
+from stepsplit.analyzer.split.kernel_shapes import find_dtype
+from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.trace import Int64
+
+MAX_KERNELS = 2
+"""Number of kernels that are findings; the kernel table has all."""
+
+LEAST_RATIO = 1.5
+"""How many times as long as by the model a kernel must take: the model's rates are those of large
+kernels, and shapes between tiles reach two thirds of them. At 1.2 well-tuned runs would have
+findings, at 3 only broken kernels."""
+
+
+def find_kernels_below_limit(context: CauseContext) -> Iterator[Remedy]:
+    """Find the kernels with the most time above the model's for their shapes."""
+    ranks = context.split.ranks
+    if not all(rank.trace.on_device for rank in ranks):
+        return
+    limits = find_limits(next((rank.trace.device for rank in ranks if rank.trace.device), ""))
+    if limits is None:
+        return
+    rows: dict[tuple[KernelWork, str], dict[int, Int64]] = defaultdict(dict)
+    took: dict[tuple[KernelWork, str], list[int]] = defaultdict(lambda: [0, 0])
+    for index, rank in enumerate(ranks):
+        compute = collect_compute(rank.trace, rank.windows)
+        work, work_id = find_kernel_work(rank.trace, compute.row)
+        ns = np.bincount(work_id, compute.took_ns, minlength=len(work)).tolist()
+        count = np.bincount(work_id, minlength=len(work)).tolist()
+        family = dict(zip(work_id.tolist(), compute.name_id.tolist(), strict=True))
+        for place, one in enumerate(work):
+            key = one, compute.kinds.find_family(family[place])
+            rows[key][index] = compute.row[work_id == place]
+            took[key][0] += int(ns[place])
+            took[key][1] += count[place]
+    slow = []
+    for (one, family_name), (total_ns, calls) in took.items():
+        if FP32.pattern.search(one.name) or UNALIGNED.pattern.search(one.name):
+            continue
+        ratio = _compare_to_model(limits, one, family_name, total_ns / calls)
+        if ratio >= LEAST_RATIO:
+            slow.append((total_ns * (1 - 1 / ratio), ratio, (one, family_name)))
+    slow.sort(key=lambda each: -each[0])
+    for _, ratio, key in slow[:MAX_KERNELS]:
+        yield _build_remedy(context, limits, key, rows[key], took[key], ratio)
+
+
+def _compare_to_model(limits: DeviceLimits, one: KernelWork, family: str, call_ns: float) -> float:
+    """How many times as long as by the model a call takes; 0 if the model has no time."""
+    work = estimate_work(one, family, on_device=True)
+    reachable_ns = None if work is None else limits.compute_reachable_ns(one, work, family)
+    return call_ns / reachable_ns if reachable_ns else 0.0
+
+
+def _build_remedy(
+    context: CauseContext,
+    limits: DeviceLimits,
+    key: tuple[KernelWork, str],
+    rows: dict[int, Int64],
+    took: list[int],
+    ratio: float,
+) -> Remedy:
+    one, family = key
+    spans, empty = [], np.empty(0, dtype=np.int64)
+    for index, rank in enumerate(context.split.ranks):
+        own, to_common = rows.get(index, empty), rank.clock.map_to_common_ns
+        events = rank.trace.events
+        spans.append(
+            WeightedSpans.cover(to_common(events.start_ns[own]), to_common(events.ends_of(own)))
+        )
+    spent_ns = measure_spans(context.graph, spans)
+    cut_ns = np.rint(spent_ns * (1 - 1 / ratio)).astype(np.int64)
+    step = context.graph.step
+    of_step = np.bincount(step[step >= 0], spent_ns[step >= 0], minlength=len(context.split_ns))
+    counted = of_step[context.counted & (of_step > 0)]
+    step_ns = float(counted.mean()) if len(counted) else 0.0
+    work = estimate_work(one, family, on_device=True)
+    assert work is not None
+    peak = limits.find_peak(find_dtype(one), work.limit)
+    call_ns = took[0] / took[1]
+    amount = work.flops if work.limit == "compute" else work.bytes
+    reached = "" if not peak else (
+        f", at {units.format_percent(amount / call_ns * 1e9 / peak)} of the peak of"
+        f" {'its dtype' if work.limit == 'compute' else 'the memory bandwidth'}"
+    )  # fmt: skip
+    shapes = (one.shapes or "")[:_NAME_CHARACTERS]
+    first = max(rows, key=lambda index: len(rows[index]))
+
+    def shorten(graph: DependencyGraph) -> DependencyGraph:
+        return reduce_work(graph, "compute", cut_ns)
+
+    change: Change = shorten
+    return replay_remedy(
+        context,
+        change,
+        bucket="compute",
+        measured_ns=round(step_ns),
+        predicted_ns=round(step_ns / ratio),
+        rows=np.isin(context.graph.steps.rank, list(rows)) & context.counted,
+        message=f"{family} kernel {one.name[:_NAME_CHARACTERS]} of {shapes}:"
+        f" {units.format_milliseconds(round(step_ns))} of a step{reached};"
+        f" {units.format_milliseconds(round(step_ns / ratio))} at the model's rate for this shape",
+        ranks=() if len(rows) == len(context.split.ranks) else tuple(
+            context.ranks[sorted(rows)].tolist()
+        ),
+        events=tuple(context.make_event_ref(first, row) for row in rows[first][:3].tolist()),
+        is_doubtful=True,
+    )  # fmt: skip
+
+
+_NAME_CHARACTERS = 60
+
+BELOW_LIMIT = CauseEntry("below_limit", find_kernels_below_limit, basis="inferred")

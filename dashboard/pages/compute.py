@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dash import html
 from dash.development.base_component import Component
@@ -11,9 +11,9 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.report.explain import IDLE_MEANING
 from stepsplit.analyzer.report.report import IdleRow
 from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.analyzer.units import format_memory_size
+from stepsplit.analyzer.units import format_memory_size, format_percent
 from stepsplit.dashboard.figures.of_report import MAX_MEMORY_RANKS, collect_memory
-from stepsplit.dashboard.figures.run import draw_memory
+from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
 from stepsplit.dashboard.pages.components import (
     View,
     build_collapsed,
@@ -235,10 +235,34 @@ def build_memory_page(view: View) -> list[Component]:
     figure = build_graph("memory", draw_memory(bars, limit), link)
     note += format_hidden_rows(report.memory or (), MAX_MEMORY_RANKS)
     return [
-        build_section("Memory", note, figure),
+        build_section("Memory", note, figure, *_explain_rest(bars)),
         *_build_memory_comparison(view),
         *_build_allocator(view),
     ]
+
+
+_LARGE_REST = 0.1
+"""A larger share of a peak that belongs to no category is explained."""
+
+
+def _explain_rest(bars: Sequence[MemoryBar]) -> list[html.P]:
+    """What the memory without a category is, and how it is told apart."""
+    rest = [bar for bar in bars if bar.rest_bytes > _LARGE_REST * bar.total_bytes]
+    if not rest:
+        return []
+    most = max(rest, key=lambda bar: bar.rest_bytes)
+    known = {category for bar in rest for category, _ in bar.parts}
+    share = format_percent(most.rest_bytes / most.total_bytes)
+    words = f"uncategorized, {share} of {most.label}: all that is not {_join(known)}, so "
+    words += "temporary buffers, workspaces of libraries and what the allocator rounds up"
+    if "activations" not in known:
+        words += ", and activations, which a recording with memory (--memory) measures"
+    return [html.P(words, className="note")]
+
+
+def _join(categories: Collection[str]) -> str:
+    named = [one for one in CATEGORIES if one in categories]
+    return " or ".join(named) if len(named) < 3 else f"{', '.join(named[:-1])} or {named[-1]}"
 
 
 def _build_memory_comparison(view: View) -> list[html.Section]:

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, cast
 
 from flask import Blueprint, Response, current_app, jsonify, request, send_file
 
+from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.hang.result import HANG_NAME
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
@@ -34,6 +35,7 @@ from stepsplit.dashboard.upload import choose_run_name
 from stepsplit.dashboard.web.auth import current_user, record_action
 from stepsplit.dashboard.web.http_error import HttpError
 from stepsplit.dashboard.web.metrics import METHODS
+from stepsplit.dashboard.web.openapi import ADDRESS, QUERIES, describe_api
 from stepsplit.dashboard.web.request_bodies import (
     find_sender,
     parse_alert_action,
@@ -60,6 +62,8 @@ from stepsplit.dashboard.web.uploads import (
 # The upload API: create a run, upload its files (whole or in parts), finish, poll the status.
 
 RUNS = "/api/v1/runs"
+
+WHO_AM_I = "/api/v1/whoami"
 
 AUDIT = "/api/v1/audit"
 
@@ -94,6 +98,9 @@ class Api:
     def list_runs(self) -> Response:
         """GET ?tag=KEY=VALUE&job=KEY&state=done&last=N: the newest runs of the job that have all
         tags."""
+        if unknown := sorted(set(request.args) - set(QUERIES["api.list"])):
+            known = ", ".join(QUERIES["api.list"])
+            raise HttpError(400, f"unknown parameters {', '.join(unknown)}; known are {known}")
         pairs = [pair.partition("=") for pair in request.args.getlist("tag")]
         state, job, last = request.args.get("state"), request.args.get("job"), _read_last()
         if last is None or not all(key and equals for key, equals, _ in pairs):
@@ -105,6 +112,15 @@ class Api:
             if run.has_tags(tags) and state in (None, run.state) and job in (None, run.job_key)
         ]
         return jsonify(runs=[_build_list_row(run) for run in found[:last]])
+
+    def read_user(self) -> Response:
+        """GET: who sends the request, and what he may do."""
+        user = current_user()
+        return jsonify(name=user.name, role=user.role.label, token=user.token_id)
+
+    def describe(self) -> Response:
+        """GET: this description."""
+        return jsonify(describe_api(current_app))
 
     def record_check(self, run_id: str) -> Response:
         """POST {answer, headline}: shows the result of a check with the run."""
@@ -455,8 +471,27 @@ def _refuse_job(error: StepsplitError) -> HttpError:
     return HttpError(400, str(error)[:_ERROR_LENGTH])
 
 
-def _build_list_row(run: RunRow) -> dict[str, str | None]:
-    return {"id": run.id, "name": run.name, "state": run.state, "job": run.job_key}
+def _build_list_row(run: RunRow) -> dict[str, Any]:
+    """A run of the list, with the numbers of the page Runs; those are null without a report."""
+    numbers = run.headline
+    middle = numbers.median_step if numbers else None
+    first = numbers.first_finding if numbers else None
+    return {
+        "id": run.id,
+        "name": run.name,
+        "state": run.state,
+        "job": run.job_key,
+        "added": format_time(run.created_unix_ns),
+        "tags": {tag.key: tag.value for tag in run.tags},
+        "world_size": numbers.world_size if numbers else None,
+        "mesh": numbers.mesh if numbers else None,
+        "median_step_ns": middle.step_ns if middle else None,
+        "shares": dict(zip(BUCKETS, middle.shares, strict=True)) if middle else None,
+        "bubble_fraction": numbers.bubble_fraction if numbers else None,
+        "mfu": numbers.mfu if numbers else None,
+        "finding": first.words if first else None,
+        "finding_gain_ns": first.gain_ns if first else None,
+    }
 
 
 def _build_token_row(token: Token) -> dict[str, str | bool | None]:
@@ -534,6 +569,8 @@ def build_api_routes(api: Api) -> Blueprint:
     routes = Blueprint("api", __name__)
     run = f"{RUNS}/<run_id>"
     file = f"{run}/files/<path:path>"
+    routes.add_url_rule(WHO_AM_I, "who", api.read_user)
+    routes.add_url_rule(ADDRESS, "describe", api.describe)
     routes.add_url_rule(RUNS, "create", api.create, methods=["POST"])
     routes.add_url_rule(RUNS, "list", api.list_runs)
     routes.add_url_rule(f"{run}/check", "check", api.record_check, methods=["POST"])
@@ -584,6 +621,6 @@ def _refuse_unknown(path: str = "") -> Response:
         if routes is not None and routes.match(method=method)[0] != f"{request.blueprint}.unknown"
     ]  # fmt: skip
     if not matched:
-        raise HttpError(404, "no such address; the API is described in docs/dashboard.md")
+        raise HttpError(404, "no such address; the API is described at /api/v1/openapi.json")
     allowed = ", ".join(matched)
     raise HttpError(405, f"the method must be one of {allowed}", {"Allow": allowed})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from dash import dcc, html
 from support.report_builders import MS, analysis, make_run_of_many_ranks
-from support.samples import analyze_recording
+from support.samples import analyze_recording, read_golden
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.report.report import NO_MODEL, AxisSize, MemoryRow, Report, WarningRow
@@ -220,7 +220,20 @@ def test_memory_is_shown_by_rank_and_by_allocator_reserve() -> None:
         "weights": [2], "activations": [3], "uncategorized": [1],
     }  # fmt: skip
     assert "2.0 GiB" in text(page)
+    # What has no category is explained, where it is a tenth of the peak.
+    assert "uncategorized, 16.7 % of rank 0: all that is not weights or activations" in text(page)
+    assert "--memory" not in text(page), "activations were measured"
     assert "No memory was recorded" in text(build_memory_page(view()))
+
+
+def test_without_activations_the_memory_page_says_how_to_measure_them() -> None:
+    recorded = read_golden("h100_fsdp2")
+    words = text(build_memory_page(view(recorded)))
+    assert "uncategorized, 92.1 % of rank 0: all that is not weights, gradients or opt" in words
+    assert "and activations, which a recording with memory (--memory) measures" in words
+    known = MemoryRow(0, 1000, 1000, 950, None, None, None, None, None)
+    report = msgspec.structs.replace(recorded, memory=(known,))
+    assert "all that is not" not in text(build_memory_page(view(report)))
 
 
 def test_a_changed_job_is_compared_with_the_measured_one() -> None:

@@ -1,0 +1,85 @@
+"""The description of the API as OpenAPI 3.1, from its routes and their docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib.metadata import version
+from typing import Any
+
+from flask import Flask
+from werkzeug.routing import Rule
+
+from stepsplit.dashboard.web.auth import find_needed_role
+
+ADDRESS = "/api/v1/openapi.json"
+
+QUERIES: dict[str, dict[str, str]] = {
+    "api.list": {
+        "tag": "KEY=VALUE; runs have all that are given",
+        "job": "key of a job",
+        "state": "uploading, queued, running, done or failed",
+        "last": "number of runs, by default 100",
+    },
+}
+"""The query parameters of routes that refuse all others, by endpoint."""
+
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+
+_ERROR = {
+    "description": "what is wrong, in one sentence",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {"error": {"type": "string"}},
+                "required": ["error"],
+            }
+        }
+    },
+}
+
+
+def describe_api(app: Flask) -> dict[str, Any]:
+    """The document: each address with its methods, parameters, and the role that it needs."""
+    paths: dict[str, dict[str, Any]] = {}
+    for rule in sorted(app.url_map.iter_rules(), key=lambda rule: rule.rule):
+        is_api = rule.rule.startswith("/api/v1/") and rule.endpoint != "api.unknown"
+        if not is_api:
+            continue
+        path = re.sub(r"<(?:[^:<>]*(?:\([^)]*\))?:)?(\w+)>", r"{\1}", rule.rule)
+        methods = sorted((rule.methods or set()) - {"OPTIONS"})
+        if "GET" in methods:
+            methods.remove("HEAD")
+        for method in methods:
+            paths.setdefault(path, {})[method.lower()] = _describe_operation(app, rule, method)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "stepsplit dashboard", "version": version("stepsplit")},
+        "paths": paths,
+        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"token": []}, {}],
+    }
+
+
+def _describe_operation(app: Flask, rule: Rule, method: str) -> dict[str, Any]:
+    view = app.view_functions[rule.endpoint]
+    summary = " ".join((inspect.getdoc(view) or rule.endpoint).split("\n\n")[0].split())
+    role = find_needed_role(rule.endpoint, method).label
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in sorted(rule.arguments)
+    ]
+    for name, words in QUERIES.get(rule.endpoint, {}).items():
+        schema = {"type": "string"}
+        parameters.append({"name": name, "in": "query", "description": words, "schema": schema})
+    described: dict[str, Any] = {
+        "operationId": f"{rule.endpoint}.{method.lower()}",
+        "summary": summary,
+        "description": f"Needs the role {role}.",
+        "parameters": parameters,
+        "responses": {"2XX": {"description": "done"}, "4XX": _ERROR},
+    }
+    if method in ("POST", "PUT", "PATCH"):
+        described["requestBody"] = {"content": _JSON}
+    return described

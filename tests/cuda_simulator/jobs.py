@@ -26,7 +26,13 @@ from .program import (
     Synchronize,
     WaitEvent,
 )
-from .protocols import BARRIER, EXPERT_PROTOCOLS, SUM_BY_SYMMETRIC_MEMORY, ProtocolKernel
+from .protocols import (
+    BARRIER,
+    EXPERT_PROTOCOLS,
+    LIBRARY_NAMES,
+    SUM_BY_SYMMETRIC_MEMORY,
+    ProtocolKernel,
+)
 
 COMPUTE_STREAM = 7
 COMM_STREAMS = {
@@ -456,11 +462,13 @@ class _Process:
         own_ns: float,
         most_ns: float,
         stream: int,
+        label: str = "",
     ) -> None:
         """Launches the kernels of one call behind what the compute stream has been given so far;
         the compute stream waits for them.
 
         own_ns: the transfer of this rank, most_ns: that of the rank that has most to receive.
+        label: the recorder's range around the call.
         """
         group = self.group(axis)
         times = self.job.transfer_times(axis, group.ranks)
@@ -481,7 +489,7 @@ class _Process:
                         described=False)  # fmt: skip
             self.program.append(
                 Kernel(one.name, one.op, stream, call=call, host_ns=15_000, thread=self.thread,
-                       end_jitter_ns=jitter_ns)
+                       end_jitter_ns=jitter_ns, label=label)
             )  # fmt: skip
             if one.host_reads:
                 self.program.append(Synchronize(stream, self.thread, silent=True))
@@ -558,9 +566,15 @@ class _Process:
             stream = COMM_STREAMS["ep"]
             # Each rank's dispatch ends when its own tokens have come.
             own_ns = job.experts_transfer_ns * load
-            self.run_protocol("ep", dispatch, own_ns, transfer_ns, stream)
+            label = "stepsplit::{} library={} group={} tokens={} bytes={} dtype=bfloat16"
+            library, group = LIBRARY_NAMES[job.experts_by], self.group("ep").name
+            sends, returns = (
+                label.format(kind, library, group, count // 1024, 2 * count)
+                for kind, count in (("dispatch", sent), ("combine", received))
+            )
+            self.run_protocol("ep", dispatch, own_ns, transfer_ns, stream, sends)
             self.launch_all(kernels, job.layer_ns, load)
-            self.run_protocol("ep", combine, transfer_ns, transfer_ns, stream)
+            self.run_protocol("ep", combine, transfer_ns, transfer_ns, stream, returns)
             return
         self.wait(self.collective("ep", "all_to_allv", transfer_ns, sent, received))
         self.launch_all(kernels, job.layer_ns, load)

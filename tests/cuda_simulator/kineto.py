@@ -36,6 +36,8 @@ class TraceStyle:
     """Each step is the replay of one CUDA graph: its kernels have the launch of the graph."""
     captures: bool = False
     """The capture of the graph is part of the recording."""
+    annotates: bool = False
+    """The recorder annotates calls of libraries of expert parallelism."""
     names_groups: bool = True
     """Groups have descriptions; torch calls those without one undefined."""
 
@@ -154,6 +156,13 @@ class _Writer:
                 extra += f', "Seq": {_FIRST_SEQUENCE + call.sequence}'
             op_ns = run.launched_ns - kernel.host_ns
             runtime, cbid = ("cudaMemcpyAsync", 41) if copies else ("cudaLaunchKernelExC", 430)
+            if kernel.label and self.style.annotates:
+                yield (
+                    f'{{"ph": "X", "cat": "user_annotation", "name": "{kernel.label}", '
+                    f'"pid": {self.pid}, "tid": {tid}, '
+                    f"{self.format_span(op_ns, run.launched_ns)}, "
+                    f'"args": {{"External id": {correlation}}}}}'
+                )
             if kernel.op:
                 yield (
                     f'{{"ph": "X", "cat": "cpu_op", "name": "{kernel.op}", "pid": {self.pid}, '

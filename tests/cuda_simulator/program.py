@@ -72,6 +72,8 @@ class Kernel:
     thread: int = MAIN_THREAD
     end_jitter_ns: int = 0
     """How much later this member's kernel ends than the data arrived."""
+    label: str = ""
+    """The recorder's range around the launch, where it annotates calls of libraries."""
     blocks: int = 132
     """The size of its launch grid."""
 

@@ -125,6 +125,9 @@ EXPERT_PROTOCOLS: dict[str, Callable[[bool, int], tuple[Call, Call]]] = {
 """The kernels of a dispatch and of a combine; the arguments say whether it is a backward,
 and of how many ranks."""
 
+LIBRARY_NAMES = {"deep_ep": "DeepEP", "low_latency": "DeepEP", "hybrid_ep": "HybridEP",
+                 "elastic": "DeepEP"}  # fmt: skip
+
 SUM_BY_SYMMETRIC_MEMORY = (
     ProtocolKernel(
         "void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>",

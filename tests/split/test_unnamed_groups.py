@@ -115,6 +115,47 @@ def test_a_late_rank_is_named_where_torch_communicates_by_memory_and_copies(
     assert_true(simulation, report, style)
 
 
+def assert_costs(simulation: Simulation, report: Report, code: str, ranks: set[int]) -> None:
+    """The first finding is the planted cause, with what it costs within 15 %."""
+    (cause,) = simulation.job.causes
+    gain_ns = simulation.step_ns - simulate(simulation.job.without(cause)).step_ns
+    said = report.findings[0]
+    assert (said.code, set(said.ranks)) == (code, ranks)
+    assert said.gain_ns == pytest.approx(gain_ns, rel=0.15)
+    assert max(list_errors(simulation, report)) <= SHARE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_hot_expert_costs_what_the_annotated_tokens_say(library: str, tmp_path: Path) -> None:
+    job = replace(EXPERTS, experts_by=library, causes=(ExpertLoad(3, 1.5),))
+    simulation, report = run(job, tmp_path, replace(APART, annotates=True))
+    assert_costs(simulation, report, "uneven_ranks", {3})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_slow_link_of_experts_is_slow_for_as_many_bytes(library: str, tmp_path: Path) -> None:
+    job = replace(EXPERTS, dp=16, experts_by=library, causes=(SlowLink("ep", 2, 3.0),))
+    simulation, report = run(job, tmp_path, replace(APART, annotates=True))
+    assert_costs(simulation, report, "slow_link", set(range(8)))
+
+
+@pytest.mark.slow
+def test_a_slow_link_of_symmetric_memory_is_slow_for_the_same_grid(tmp_path: Path) -> None:
+    job = replace(TENSORS, dp=2, causes=(SlowLink("tp", 5, 3.0),))
+    simulation, report = run(job, tmp_path)
+    assert_costs(simulation, report, "slow_link", set(range(8)))
+
+
+@pytest.mark.slow
+def test_without_sizes_no_link_of_experts_is_slow(tmp_path: Path) -> None:
+    """Its experts may as well have more tokens."""
+    job = replace(EXPERTS, dp=16, experts_by="elastic", causes=(SlowLink("ep", 2, 3.0),))
+    _, report = run(job, tmp_path)
+    assert "slow_link" not in {row.code for row in report.findings}
+
+
 def test_a_gather_by_copies_has_the_size_of_all_copies(tmp_path: Path) -> None:
     _, report = run(COPIES, tmp_path)
     (row,) = [row for row in report.collectives if row.op == "all_gather"]
@@ -137,6 +178,7 @@ def test_two_groups_of_a_graph_are_separated_by_when_their_members_end(tmp_path:
     assert_true(simulation, report, style)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", ["world", "none"])
 def test_two_groups_of_experts_are_not_one_although_they_end_at_the_same_time(
     groups: str, tmp_path: Path

@@ -15,6 +15,7 @@ from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.expert_load import TokenExchanges
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers
+from stepsplit.analyzer.ops import SYMMETRIC_OPS
 from stepsplit.analyzer.significance import run_welch_test
 from stepsplit.analyzer.trace import OPS, Float, Int64
 
@@ -26,6 +27,8 @@ _MIN_CALLS = 4
 
 _MIN_STEPS = 3
 """From so many steps on, the calls of a step count as one: what slows one down slows the next."""
+
+_SYMMETRIC = [OPS.index(op) for op in SYMMETRIC_OPS]
 
 _CHANCE = 0.001
 """So often, a link that is as fast as the other passes for slower."""
@@ -44,7 +47,8 @@ class _Link(Struct, frozen=True):
 def find_slow_links(context: CauseContext) -> Iterator[Remedy]:
     """Find the sets of ranks with slow links; links that share a rank are one finding.
 
-    Compared are links with the same op, message size, number of ranks and number of hosts; the gain
+    Compared are links with the same op, message size (if unknown: launch grid), number of ranks and
+    number of hosts; the gain
     is that of a transfer time as on the other links. Of an exchange of tokens the size is the mean
     of the ranks, and its time counts as if all had that many.
     """
@@ -104,8 +108,13 @@ def _collect_links(context: CauseContext) -> list[list[_Link]]:
     ranks, link = _number_links(context, carries)
     hosts = {rank.trace.rank: rank.trace.host for rank in context.split.ranks}
     nodes = [len({hosts.get(rank) for rank in of_link}) for of_link in ranks]
-    op = np.minimum(matched.op[carries], OPS.index("send"))
-    known = np.flatnonzero((matched.key[carries] >= 0) & (took > 0) & (size >= 0) & (link >= 0))
+    # The halves of a call that send and receive are links of their own.
+    op = np.minimum(matched.op[carries], OPS.index("send")).astype(np.int64)
+    op += len(OPS) * ~matched.arrives[carries]
+    size = np.where(size >= 0, size, _number_grids(context, carries))
+    # A barrier moves no data; what a call sends or receives does.
+    moves = ((matched.carrier[carries] == carries) | ~matched.arrives[carries]) & (took > 0)
+    known = np.flatnonzero((matched.key[carries] >= 0) & moves & (size != -1) & (link >= 0))
     order, first = group_rows(group_ids(op[known], size[known], link[known]))
     links: dict[tuple[int, ...], list[_Link]] = defaultdict(list)
     for rows in sorted(np.split(known[order], first[1:]), key=lambda rows: rows[:1].tolist()):
@@ -115,6 +124,25 @@ def _collect_links(context: CauseContext) -> list[list[_Link]]:
             step = steps.step[kernels.step[rows]]
             links[kind].append(_Link(ranks[number], rows, step, even[rows]))
     return list(links.values())
+
+
+def _number_grids(context: CauseContext, rows: Int64) -> Int64:
+    """A number below -1 for each op without a size by its kernel and launch grid, which are those
+    of its size on whatever ranks; -1 for ops of which ranks pass different sizes."""
+    matched, found = context.split.matched, np.full(len(rows), -1, dtype=np.int64)
+    wanted = np.isin(matched.op[rows], _SYMMETRIC) & matched.together[rows]
+    numbers: dict[tuple[str, str], int] = {}
+    for index, rank in enumerate(context.split.ranks):
+        own = matched.slice_trace(index)
+        here = np.flatnonzero(wanted & (rows >= own.start) & (rows < own.stop))
+        trace = rank.trace
+        event = trace.calls.event[rows[here] - own.start]
+        grids = trace.shapes.find_ids(event)
+        for at, row, grid in zip(here.tolist(), event.tolist(), grids.tolist(), strict=True):
+            if grid >= 0:
+                kind = (trace.events.name_of(row), trace.shapes.texts[grid])
+                found[at] = -2 - numbers.setdefault(kind, len(numbers))
+    return found
 
 
 def _find_carried_rows(context: CauseContext) -> Int64:

@@ -65,6 +65,7 @@ from stepsplit.analyzer.model.profile import (
 # job.toml -> JobConfig.
 
 _ALIASES = {
+    "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"},
     "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
     "schedule": {
         "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",

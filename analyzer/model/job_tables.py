@@ -81,13 +81,13 @@ def read_job_tables(
     files = [JobFile(str(path), read_file(path)) for path in paths]
     kinds = [_find_kind(file, kind if file is files[0] else "") for file in files]
     if len(files) == 1 and kinds[0] is None and not settings:
-        return JobSource(parse_table_of(files[0]))
+        return JobSource(place_keys(parse_table_of(files[0]), keys))
     merged: dict[str, Any] = {}
     where, notes = files[0].path, list[str]()
     for file, own in zip(files, kinds, strict=True):
         if own is None:
             mistakes = Mistakes()
-            normalized = replace_key_aliases(parse_table_of(file), mistakes)
+            normalized = replace_key_aliases(place_keys(parse_table_of(file), keys), mistakes)
             mistakes.raise_all()
             where = file.path if "hardware" in normalized.table.values else where
             notes += normalized.notes
@@ -106,6 +106,28 @@ def read_job_tables(
     if any(kinds):
         _check_required(files, merged, ("parallel",) if is_planned else ())
     return JobSource(TomlTable(where, "", merged), tuple(notes))
+
+
+def place_keys(table: TomlTable, keys: Mapping[str, Collection[str]]) -> TomlTable:
+    """The table of a file without any tables, with each key in the one that it belongs to.
+
+    Raises DataError for a key that belongs to none or to several.
+    """
+    values = table.values
+    has_tables = any(isinstance(value, dict) for value in values.values())
+    # A name of a table that is none is a mistake; model = "llama-3.1-8b" is a preset.
+    others = {"parallel", "training", "hardware"} & values.keys()
+    if not values or has_tables or others or not isinstance(values.get("model", ""), str):
+        return table
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        try:
+            section, key = _find_key(name, keys)
+        except UsageError as error:
+            problem, _, hint = str(error).removeprefix(f"{SETTINGS} ").partition("; ")
+            raise DataError(table.where, problem, hint) from None
+        sections.setdefault(section, {})[key] = value
+    return TomlTable(table.where, table.name, sections)
 
 
 def parse_table_of(file: JobFile) -> TomlTable:

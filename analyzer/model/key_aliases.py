@@ -24,6 +24,17 @@ def _read_checkpointing(value: object) -> Mapping[str, object]:
     return {"recompute": value}
 
 
+def _read_dtype_flag(dtype: str) -> Convert:
+    """bf16 = true; false says nothing of which one it is."""
+
+    def read(value: object) -> Mapping[str, object]:
+        if isinstance(value, bool):
+            return {"dtype": dtype} if value else {}
+        return {"dtype": value}
+
+    return read
+
+
 def _read_fsdp(value: object) -> Mapping[str, object]:
     """The ranks that shard the weights, or that they do."""
     if isinstance(value, bool):
@@ -56,6 +67,10 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "num_hidden_layers": _rename("layers"),
         "hidden_size": _rename("hidden"),
         "num_attention_heads": _rename("heads"),
+        "num_heads": _rename("heads"),
+        "n_heads": _rename("heads"),
+        "num_kv_heads": _rename("kv_heads"),
+        "n_layers": _rename("layers"),
         "num_key_value_heads": _rename("kv_heads"),
         "num_query_groups": _rename("kv_heads"),
         "intermediate_size": _rename("ffn"),
@@ -80,6 +95,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "vpp": _rename("chunks"),
         "virtual_pipeline_model_parallel_size": _rename("chunks"),
         "zero_stage": _rename("zero"),
+        "num_gpus": _rename("gpus"),
         "sp": _rename("sequence_parallel"),
     },
     "training": {
@@ -93,6 +109,9 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "seq_length": _rename("seq_len"),
         "sequence_length": _rename("seq_len"),
         "precision": _rename("dtype"),
+        "bf16": _read_dtype_flag("bf16"),
+        "fp16": _read_dtype_flag("fp16"),
+        "fp8": _read_dtype_flag("fp8"),
         "activation_checkpointing": _read_checkpointing,
         "gradient_checkpointing": _read_checkpointing,
         "dropout": _read_dropout,
@@ -120,6 +139,10 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
     """
     sections: dict[str, Any] = dict(table.values)
     notes = []
+    if "parallelism" in sections and "parallel" not in sections:
+        sections["parallel"] = sections.pop("parallelism")
+        table = replace(table, values=sections)
+        notes.append("[parallelism] as [parallel]")
     for name, aliases in ALIASES.items():
         values = table.get_subtable(name).values
         converted: dict[str, object] = {}

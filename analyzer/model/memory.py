@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import JobConfig, MemoryCorrection
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory_peak import PEAK, MemoryNeeds, compute_needs
+from stepsplit.analyzer.model.memory_peak import (
+    PEAK,
+    MemoryNeeds,
+    compute_needs,
+    count_native_loss_bytes,
+)
 from stepsplit.analyzer.model.memory_states import (
     LayersByKind,
     States,
@@ -193,13 +198,23 @@ def estimate_allocated_band(
     job: JobConfig, stage: StageMemory, calibration: MemoryCalibration | None = None
 ) -> BytesBand:
     """A stage's predicted peak with its error band, from the framework or the calibration; with the
-    correction of a calibrated device the narrower of both."""
+    correction of a calibrated device the narrower of both. What a loss may need that the job leaves
+    open is in the band."""
     known = job.profile.memory
     low, high = CALIBRATED_BAND if calibration else (known.low, known.high)
     if job.hardware.learned != MemoryCorrection():
         low, high = max(low, CALIBRATED_BAND[0]), min(high, CALIBRATED_BAND[1])
     total = stage.total_bytes
-    return BytesBand(total, round(total * low), round(total * high))
+    more = 0
+    if calibration is None and job.hardware.learned == MemoryCorrection():
+        more = count_native_loss_bytes(job, list_stages(job)[stage.stage])
+    return BytesBand(total, round(total * low), round((total + more) * high))
+
+
+def is_surely_within_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
+    """Whether the job fits even if its peak is at the end of its band."""
+    highest = max(estimate_allocated_band(job, stage).high_bytes for stage in memory)
+    return is_peak_within_memory(job, highest)
 
 
 def add_allocated_band(job: JobConfig, stage: StageMemory) -> StageMemory:

@@ -728,6 +728,17 @@ def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
     return round(logits * known.logits_saved), round(logits * working)
 
 
+def count_native_loss_bytes(job: JobConfig, stage: StageConfig) -> int:
+    """What the loss of a stage may need besides if the job does not say that its loss is fused, for
+    then it may be fused in a way that copies the logits."""
+    known = job.profile.memory
+    is_open = job.stated is not None and "training.fused_loss" not in job.stated
+    if not (is_open and job.training.fused_loss and stage.head) or job.training.recipe:
+        return 0
+    more = known.logits_native_split if job.parallel.tp > 1 else known.logits_native
+    return round(count_logits(job) * more)
+
+
 def compute_head_input_bytes(job: JobConfig) -> int:
     """Gradient of the head's input and, with sequence parallelism, the gathered input and the
     reduced gradient."""

@@ -207,6 +207,9 @@ class FrameworkMemory:
         logits_saved: Bytes of a logit kept with an unfused loss.
         logits_working: Bytes of a logit beside those during the loss's backward.
         logits_working_split: The same if tensor parallelism splits the vocabulary.
+        logits_native: Bytes of a logit over those of a fused loss if torch's compiler fuses it,
+            not a kernel that works in place; 0 if there is no such choice.
+        logits_native_split: The same if tensor parallelism splits the vocabulary.
         logits_compiled: Both if torch.compile compiles the loss too; none: as without.
         pipeline_output: Bytes of each element of a stage's output that stays in flight.
         layer_gradient: Bytes for each weight of one layer that stay for gradients.
@@ -236,6 +239,8 @@ class FrameworkMemory:
     sums_unreduced: bool = False
     reduces_copy: bool = False
     gathered_bytes: Natural = 0
+    logits_native: NonNegative = 0.0
+    logits_native_split: NonNegative = 0.0
     logits_compiled: tuple[float, ...] = ()
     pipeline_output: NonNegative = 0.0
     layer_gradient: NonNegative = 0.0

@@ -16,7 +16,7 @@ from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, Unit, Verdict
-from stepsplit.analyzer.model.memory import estimate_allocated_band
+from stepsplit.analyzer.model.memory import estimate_allocated_band, is_surely_within_memory
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.analyzer.model.unstated import describe_unstated
@@ -119,6 +119,8 @@ def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
         f"{units.format_gibibytes(available)} "
         f"({units.format_percent(most.total_bytes / available)})"
     )
+    if prediction.fits and not is_surely_within_memory(job, prediction.memory):
+        return Text(f"{peak}: fits, but not at the end of the band", style="yellow")
     if prediction.fits:
         return Text(f"{peak}: fits")
     return Text(f"{peak}: DOES NOT FIT", style="bold red")

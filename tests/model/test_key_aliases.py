@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from stepsplit.analyzer import read_job
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config_file import MODEL_KEYS, PARALLEL_KEYS, TRAINING_KEYS, parse_job
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS
@@ -107,3 +108,38 @@ def test_an_alias_is_no_key_of_its_own_and_becomes_one() -> None:
         for alias, convert in aliases.items():
             assert set(convert(True)) <= set(keys[section]), alias
             assert alias == "dropout" or alias not in keys[section], alias
+
+
+FLAT = """
+model = "llama-3.1-8b"
+fsdp = 8
+vpp = 1
+seq_length = 8192
+mbs = 1
+gbs = 64
+activation_checkpointing = true
+dropout = 0.0
+gpu = "H100"
+"""
+
+
+def test_a_file_without_tables_is_read_by_its_keys(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(FLAT)
+    assert read_job(path) == parse_job(TYPED)
+    path.write_text(FLAT + "batch_size = 3\n")
+    with pytest.raises(DataError, match=r"batch_size: unknown key; write micro_batch_size"):
+        read_job(path)
+    path.write_text(FLAT + 'name = "a"\n')
+    with pytest.raises(DataError, match=r"name is a key of several tables; write model\.name or"):
+        read_job(path)
+
+
+def test_other_names_of_the_table_and_of_the_dtype() -> None:
+    other = TYPED.replace("[parallel]", "[parallelism]").replace("mbs = 1", "mbs = 1\nbf16 = true")
+    job = parse_job(other)
+    assert job == parse_job(TYPED)
+    assert job.notes[0] == "[parallelism] as [parallel]"
+    assert 'training: bf16 = true as dtype = "bf16"' in job.notes
+    assert parse_job(TYPED.replace("mbs = 1", 'mbs = 1\nprecision = "bfloat16"')) == job
+    assert parse_job(TYPED.replace("mbs = 1", "mbs = 1\nfp8 = true")).training.dtype == "fp8"

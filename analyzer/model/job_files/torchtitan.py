@@ -14,7 +14,7 @@ from stepsplit.analyzer.model.job_files.job_file import (
     find_word,
 )
 
-_OWN_TABLES = frozenset({"parallelism", "activation_checkpoint", "lr_scheduler", "job", "metrics"})
+_OWN_TABLES = frozenset({"activation_checkpoint", "lr_scheduler", "job", "metrics"})
 
 MODELS: Mapping[tuple[str, str], str] = {
     ("llama2", "7B"): "llama-2-7b",
@@ -53,8 +53,9 @@ _AXES = {
 
 
 def _recognize(file: JobFile) -> bool:
-    """Not job.toml, whose tables have none of these names."""
-    return file.suffix == ".toml" and bool(_OWN_TABLES & file.tables.keys())
+    """By tables that no job.toml has, or by sizes of the mesh that are called degrees."""
+    degrees = [key for key in find_table(file.tables, "parallelism") if key.endswith("_degree")]
+    return file.suffix == ".toml" and bool(degrees or _OWN_TABLES & file.tables.keys())
 
 
 def _read(file: JobFile, job: JobTablesBuilder) -> None:

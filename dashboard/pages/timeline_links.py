@@ -22,7 +22,7 @@ def build_rank_cell(view: View, rank: int | None, **chosen: object) -> Cell:
         return Cell("no single rank")
     known = view.run_id and rank in view.report.run.ranks
     url = build_page_url(view.run_id, "timeline", rank=rank, **chosen) if known else None
-    return Cell(build_link(f"rank {rank}", url), value=rank)
+    return Cell(build_link(f"rank {rank}", url))
 
 
 def build_worst_cell(view: View, rank: int, ns: float) -> Cell:

@@ -207,7 +207,7 @@ def estimate_allocated_band(
     total = stage.total_bytes
     more = 0
     if calibration is None and job.hardware.learned == MemoryCorrection():
-        more = count_native_loss_bytes(job, list_stages(job)[stage.stage])
+        more = count_native_loss_bytes(job, stage.stage)
     return BytesBand(total, round(total * low), round((total + more) * high))
 
 

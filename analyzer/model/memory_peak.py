@@ -41,7 +41,7 @@ from stepsplit.analyzer.model.parameters import (
     select_trained,
 )
 from stepsplit.analyzer.model.profile import load_device
-from stepsplit.analyzer.model.rank_layout import StageConfig
+from stepsplit.analyzer.model.rank_layout import StageConfig, list_stages
 
 # The moment at which a rank needs the most memory on top of its states.
 
@@ -728,12 +728,14 @@ def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
     return round(logits * known.logits_saved), round(logits * working)
 
 
-def count_native_loss_bytes(job: JobConfig, stage: StageConfig) -> int:
+def count_native_loss_bytes(job: JobConfig, stage: int) -> int:
     """What the loss of a stage may need besides if the job does not say that its loss is fused, for
     then it may be fused in a way that copies the logits."""
     known = job.profile.memory
     is_open = job.stated is not None and "training.fused_loss" not in job.stated
-    if not (is_open and job.training.fused_loss and stage.head) or job.training.recipe:
+    if not (is_open and job.training.fused_loss) or job.training.recipe:
+        return 0
+    if not list_stages(job)[stage].head:
         return 0
     more = known.logits_native_split if job.parallel.tp > 1 else known.logits_native
     return round(count_logits(job) * more)

@@ -75,10 +75,11 @@ def list_reasons(answer: dict[str, Any]) -> dict[str, str]:
 # Answers are the numbers of the report, with units, and fit.
 
 
+@pytest.mark.parametrize("names", [["pp2_m2"], pytest.param(NAMES, marks=pytest.mark.slow)])
 def test_every_tool_answers_every_sample_in_its_limit(
-    samples: Recordings, subtests: pytest.Subtests
+    samples: Recordings, subtests: pytest.Subtests, names: list[str]
 ) -> None:
-    for name in NAMES:
+    for name in names:
         for tool in [tool for tool in OF_RUNS if tool not in ("what_if", "hang", "explain")]:
             with subtests.test(sample=name, tool=tool):
                 answer = ask(samples, tool, recording=name)
@@ -281,7 +282,10 @@ def test_recorded_text_is_in_marks_that_it_cannot_leave() -> None:
     assert mark_recorded("x" * 10_000_000).endswith("more characters»")
 
 
-@pytest.mark.parametrize("planted", [PLANTED, ORDER, "A" * 5_000, "名" * 300, "\x00" * 300])
+LONG = [pytest.param(one, marks=pytest.mark.slow) for one in ("A" * 5_000, "名" * 300, "\0" * 300)]
+
+
+@pytest.mark.parametrize("planted", [f"{ORDER}{PLANTED}", *LONG], ids=len)
 def test_a_strangers_report_stays_data(
     tmp_path: Path, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_failure_of_ours_is_one_line(
     assert "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.slow
 def test_many_questions_at_once_are_answered() -> None:
     async def talk(client: Client) -> None:
         answers: list[dict[str, Any]] = []

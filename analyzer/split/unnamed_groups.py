@@ -503,6 +503,8 @@ def _choose_groups(
         ranks = tuple(range(world_size))
         every = Group(scope.library, ranks, scope.axis)
         return _choose_only(table, scope, every)
+    if len(table.recorded) == 1 and (only := _find_only_listed(table.ranks[0], candidates)):
+        return _choose_only(table, scope, only)
     if len(table.ranks) < 2:
         return "no other rank that was recorded runs the same calls"
     if table.row.shape[1] < _STEPS:
@@ -576,8 +578,14 @@ def _choose_alike(
     return _weigh(table, scope, candidate, place) or _SEVERAL
 
 
+def _find_only_listed(rank: int, candidates: Sequence[_Candidate]) -> Group | None:
+    """The group of a single recorded rank, if the recording lists no other of several ranks."""
+    groups = [one for each in candidates for one in each.name_groups("") if rank in one.ranks]
+    return groups[0] if len(groups) == 1 else None
+
+
 def _choose_only(table: _CallTable, scope: _Scope, every: Group) -> _Chosen | str:
-    """The group of all ranks, which is certain, unless what was recorded contradicts it."""
+    """The only possible group, unless what was recorded contradicts it."""
     places = tuple(range(len(table.ranks)))
     if len(places) < 2:
         return _Chosen(((every, places, _Evidence(True, 0, 0, 0, 0)),), listed=True)
@@ -746,9 +754,7 @@ class _Assignments:
             kernels = f"kernels of {library}" if library else "kernels without arguments"
             sizes = units.format_number_list(sorted({len(group.ranks) for group, _ in found}))
             if all(not evidence.calls for _, evidence in found):
-                text = (
-                    f"{kernels} state {sizes} members: all ranks of the job, of which one is here"
-                )
+                text = f"{kernels} are on the only possible group, of {sizes} ranks"
                 yield Note("groups_found", text)
                 continue
             count = len({group for group, _ in found})

@@ -203,6 +203,18 @@ def test_what_the_kernels_state_contradicts_other_groups(tmp_path: Path) -> None
     }
 
 
+def test_a_single_rank_has_the_only_group_that_is_listed(tmp_path: Path) -> None:
+    """Its kernels have an axis, and nothing says what of them was waiting."""
+    simulate(TENSORS).write(tmp_path, APART)
+    change_traces(tmp_path, keep_one)
+    report = analyze(tmp_path)
+    (row,) = [row for row in report.collectives if row.op == "all_reduce"]
+    group = next(one for one in report.groups if one.id == row.group)
+    assert (group.ranks, group.axis) == (tuple(range(8)), "tp")
+    assert row.wait_ns_median == 0
+    assert all(row.estimated for row in report.steps)
+
+
 # Damaged recordings: a false separation is worse than none.
 
 Trace = dict[str, Any]

@@ -80,7 +80,7 @@ def _put_architecture(settings: MegatronSettings, job: JobTablesBuilder) -> None
 
 
 def _put_ranks(settings: MegatronSettings, job: JobTablesBuilder) -> None:
-    """The number of GPUs that torchrun is told to start."""
+    """The number of ranks that torchrun starts."""
     per_node = settings.find_int("nproc_per_node", "ntasks_per_node")
     nodes = settings.find_int("nnodes", "nodes")
     if per_node and nodes and "gpus" not in job.sections["parallel"]:

@@ -19,7 +19,7 @@ from stepsplit.analyzer.parts.part import NO_LAYER, PartKind
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans
 from stepsplit.analyzer.split.host_threads import STEP
-from stepsplit.analyzer.split.microbatch_marks import parse_marks
+from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64
 
 Place = tuple[int, PartKind]
@@ -121,6 +121,9 @@ def label_pass(letters: str) -> list[Place] | None:
     return places
 
 
+_MARKERS = tuple(prefix for prefixes in MARKERS for prefix in prefixes)
+
+
 class ForwardPlaces(Struct, frozen=True):
     """Where the forward of a thread is from each instant on, in order."""
 
@@ -155,7 +158,8 @@ def find_forward_places(events: Events, on_thread: Bool) -> ForwardPlaces | None
     # embedding.
     marks = [name.startswith((STEP, ENGINE)) for name in events.names]
     forwards = [
-        any(mark.phase == "forward" for mark in parse_marks(name, 0)) for name in events.names
+        name.startswith(_MARKERS) and any(m.phase == "forward" for m in parse_marks(name, 0))
+        for name in events.names
     ]
     is_mark = events.name_mask(tuple(a or b for a, b in zip(marks, forwards, strict=True)))
     number = np.searchsorted(events.start_ns[is_mark], start, side="right").tolist()

@@ -71,7 +71,8 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     evidence: Evidence = "ranges"
     if scopes.n_layers:
         evidence = "sequence" if scopes.by_sequence else "modules"
-    exposed_part = _place_calls(rank, scopes)[rank.attribution.exposed.call]
+    call_parts = _place_calls(rank, scopes)
+    exposed_part = call_parts[rank.attribution.exposed.call]
     pieces: list[tuple[Int64, Int64, Int64, Int64]] = []
     exposed = rank.attribution.exposed
     pieces.append(
@@ -79,8 +80,10 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
          exposed.end_ns - exposed.start_ns)
     )  # fmt: skip
     rest = np.flatnonzero(~np.isin(band.bucket, COMMUNICATION))
-    place = _place_device_bands if trace.on_device else _place_host_bands
-    pieces.append(place(rank, scopes, event_part, rest))
+    if trace.on_device:
+        pieces.append(_place_device_bands(rank, scopes, event_part, call_parts, rest))
+    else:
+        pieces.append(_place_host_bands(rank, scopes, rest))
     window, bucket, part, ns = (np.concatenate(column) for column in zip(*pieces, strict=True))
     total = np.zeros((len(rank.steps), len(numbers), len(BUCKETS)), dtype=np.int64)
     np.add.at(total, (window, part, bucket), ns)
@@ -165,9 +168,7 @@ _Bands = tuple[Int64, Int64, Int64, Int64]
 """Window, bucket, part and duration of each piece of the bands."""
 
 
-def _place_host_bands(
-    rank: RankSplit, scopes: HostScopes, event_part: Int64, rows: Int64
-) -> _Bands:
+def _place_host_bands(rank: RankSplit, scopes: HostScopes, rows: Int64) -> _Bands:
     """On a CPU the host itself works: its bands, cut where its place in the model changes."""
     band = rank.attribution.band
     edges = np.concatenate(([_LEAST], scopes.list_edges_ns(scopes.main), [_MOST]))
@@ -187,7 +188,7 @@ _LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 def _place_device_bands(
-    rank: RankSplit, scopes: HostScopes, event_part: Int64, rows: Int64
+    rank: RankSplit, scopes: HostScopes, event_part: Int64, call_parts: Int64, rows: Int64
 ) -> _Bands:
     """Compute and copies are of the event that runs, of several the first; idle time is of the
     event that ends it, whose launch was late, or of what the host does after the last one."""
@@ -214,7 +215,7 @@ def _place_device_bands(
         )  # fmt: skip
     idle = rows[band.bucket[rows] == Bucket.IDLE]
     call_part = np.zeros(len(events), dtype=np.int64)
-    call_part[trace.calls.event] = _place_calls(rank, scopes)
+    call_part[trace.calls.event] = call_parts
     starts = np.flatnonzero(events.is_category(Category.KERNEL, Category.MEMCPY, Category.MEMSET))
     after = np.searchsorted(events.start_ns[starts], band.end_ns[idle], side="left")
     windows = rank.windows.windows

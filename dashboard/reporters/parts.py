@@ -97,7 +97,8 @@ class PartsTable:
         shown = {
             name: [_format_time(ns, unit_ns) for ns in values] for name, values in columns.items()
         }
-        shown["slowest rank"] = [_describe_slowest(rows) for _, rows in groups]
+        least_ns = _LEAST_EXCESS * sum(totals)
+        shown["slowest rank"] = [_describe_slowest(rows, least_ns) for _, rows in groups]
         self._columns = {name: cells for name, cells in shown.items() if any(cells)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -123,12 +124,18 @@ def _format_time(ns: int, unit_ns: int) -> str:
     return units.format_parts(count, unit_ns) if count else ""
 
 
-def _describe_slowest(rows: Sequence[PartRow]) -> str:
-    """The rank that computes the longest layer or part, and by how much, where ranks differ."""
+_LEAST_EXCESS = 0.002
+"""Share of the step from which a rank that computes longer than the others is named."""
+
+
+def _describe_slowest(rows: Sequence[PartRow], least_ns: float) -> str:
+    """The rank that computes longest above the others, in which layer, and by how much."""
     several = [row for row in rows if row.ranks > 1 and row.median_compute_ns]
     if not several:
         return ""
     worst = max(several, key=lambda row: row.slowest_compute_ns - row.median_compute_ns)
+    if worst.slowest_compute_ns - worst.median_compute_ns < least_ns:
+        return ""
     above = worst.slowest_compute_ns / worst.median_compute_ns - 1
     where = "" if worst.layer is None else f" layer {worst.layer}"
     return f"r{worst.slowest_rank}{where} +{units.format_percent(above)}"

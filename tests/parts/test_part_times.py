@@ -219,6 +219,8 @@ def test_without_any_evidence_all_is_other_and_nothing_is_said(tmp_path: Path) -
         ("stepsplit::module tok_embeddings", "EMBEDDING", -1),
         ("nn.Module: MixtralSparseMoeBlock_2", "EXPERTS", -1),
         ("nn.Module: BertSelfAttention_0", "ATTENTION", -1),
+        ("nn.Module: BertOutput_1", "MLP", -1),
+        ("nn.Module: GPT2LMHeadModel_0", None, -1),
         ("nn.Module: GPT2Block_3", None, 3),
         ("nn.Module: LlamaRMSNorm_4", "NORM", -1),
         ("nn.Module: Conv1D_4", None, -1),

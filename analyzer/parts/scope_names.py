@@ -60,7 +60,10 @@ _KIND_OF_WORD = (
     (PartKind.EXPERTS, r"expert|(?<![a-z])moe|moe(?=_|$|block|layer|mlp)|megablocks"),
     (PartKind.ATTENTION, r"att(entio)?n|(?<![a-z])(mha|mla|sdpa|gqa)(?![a-z])|mixer|mamba"),
     (PartKind.EMBEDDING, r"embed|(?<![a-z])(wte|wpe|wtt|rope|rotary)"),
-    (PartKind.MLP, r"mlp|feed_?forward|(?<![a-z])(ffn?|ffw)(?![a-z])|swi?glu|intermediate|[a-z]_output$"),
+    (
+        PartKind.MLP,
+        r"mlp|feed_?forward|(?<![a-z])(ffn?|ffw)(?![a-z])|swi?glu|intermediate|[a-z]_output$",
+    ),
     (PartKind.HEAD, r"lm_?head|unembed|output_layer|classifier|(?<![a-z])head$|^score$"),
 )
 _KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in _KIND_OF_WORD)

@@ -102,7 +102,7 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
             continue
         agrees = weight * (ratio >= _LEAST_APART)
         if agrees.sum() < _AGREE * weight.sum():
-            # A device that heats up is not slow at first. That it is not so by chance can be told
+            # A device that heats up is not slow at first. That this is no chance shows
             # where the steps of several others do not differ.
             others = [_measure_steps(own) for other, own in excess.items() if other != index]
             spread = SIGMA_OF_MAD * float(np.median(np.abs(np.concatenate(others))))

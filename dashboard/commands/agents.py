@@ -75,7 +75,7 @@ def schema_command(name: str | None) -> None:
 @click.command()
 @click.option("--print", "is_printed", is_flag=True, help="Print the file.")
 def skill_command(is_printed: bool) -> None:
-    """Say where SKILL.md is, which tells an agent how to use stepsplit.
+    """Say where SKILL.md for agents is, or print it.
 
     Copy it to where your agent looks for skills: how to record, which question goes to which tool,
     and the traps.

@@ -246,7 +246,7 @@ _LARGE_REST = 0.1
 
 
 def _explain_rest(bars: Sequence[MemoryBar]) -> list[html.P]:
-    """What the memory without a category is, and how it is told apart."""
+    """What the memory without a category is, and what shows it."""
     rest = [bar for bar in bars if bar.rest_bytes > _LARGE_REST * bar.total_bytes]
     if not rest:
         return []

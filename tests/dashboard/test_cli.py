@@ -159,8 +159,8 @@ HELP = {
     (): [*cli.COMMANDS, "--version", "--help"],
     ("analyze",): [
         "--json FILE", "--out DIR", "--html FILE", "--workers N",
-        "--scheduler URL", "--job FILE", "--write-job FILE", "--mesh AXES", "--log-to SINK",
-        "--rules FILE", "--help",
+        "--scheduler URL", "--job FILE", "--write-job FILE", "--mesh AXES", "--parts",
+        "--log-to SINK", "--rules FILE", "--help",
     ],
     ("baseline",): [
         "--out FILE", "--budgets-out FILE", "--rules FILE", "--store URL", "--artifacts URL",
@@ -191,7 +191,7 @@ HELP = {
     ("attach",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
         "--memory", "--shapes",
-        "--stacks", "--share", "--timeout S", "--overwrite",
+        "--stacks", "--modules", "--share", "--timeout S", "--overwrite",
     ],
     ("doctor",): ["--json FILE", "--help"],
     ("export",): ["--perfetto FILE", "--workers N", "--rules FILE", "--help"],
@@ -206,8 +206,8 @@ HELP = {
     ("record",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
         "--memory", "--shapes",
-        "--stacks", "--share", "--first N", "--standby", "--nccl-calls", "--nccl-inspector",
-        "--overwrite",
+        "--stacks", "--modules", "--share", "--first N", "--standby", "--nccl-calls",
+        "--nccl-inspector", "--overwrite",
     ],
     ("edit",): [
         "--name NAME", "--note TEXT", "--tag KEY=VALUE", "--untag KEY", "--store URL",

@@ -215,6 +215,13 @@ NUMBERS: Mapping[str, NumberEntry] = _BUCKET_ENTRIES | {
         "collectives",
         "docs/method.md#transfer-and-waiting",
     ),
+    "calls_per_step": NumberEntry(
+        "calls of this kind in most full steps: collectives of one group, each counted once for its"
+        " members; sends and receives of all ranks of a group. 0 if only some steps have them",
+        "calls of all members in most full steps / members; of messages without the division",
+        "step_calls, collectives",
+        "docs/method.md#transfer-and-waiting",
+    ),
     "caused": NumberEntry(
         "waiting of others that one rank caused, each instant once; a rank that waits itself passes"
         " the blame on. Rank null: the schedule's ideal bubble, variation, or unknown",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ _MAX_FILES = 20_000
 """Files of one recording; a folder with more is the home of many."""
 
 _MAX_DEPTH, _MAX_LISTED = 4, 1_000
+
+_MAY_BE_RECORDED = re.compile(r".*\d.*\.json(\.(gz|zst|xz|bz2))?|.*_\d+|.*\d\.(pkl|pickle)")
+"""Names with a number, as the traces of ranks and the dumps of the Flight Recorder have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,9 @@ def _walk_recordings(folder: Path, base: Path, depth: int) -> Iterator[ListedRun
     elif traces or any(is_recorded_name(name) for name in files):
         yield ListedRun(place, f"recording with {traces} traces")
     elif depth < _MAX_DEPTH:
+        # Files are known by their content when they are read; these may as well be something else.
+        if others := sum(_MAY_BE_RECORDED.fullmatch(name) is not None for name in files):
+            yield ListedRun(place, f"{others} files that may be traces or dumps of ranks")
         for entry in entries:
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                 yield from _walk_recordings(Path(entry.path), base, depth + 1)

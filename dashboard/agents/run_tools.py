@@ -61,7 +61,7 @@ def describe_recording(recordings: Recordings, query: RunQuery) -> ToolAnswer:
         "steps": Own(units.format_number_list(sorted({row.step for row in steps})) or "none"),
         "rows_by_kind": dict(kinds),
         "profiling_slowdown": run.profiling_slowdown,
-        "warnings": [row.message for row in report.warnings],
+        "warnings": list(dict.fromkeys(row.message for row in report.warnings)),
     }
     return ToolAnswer(
         _describe(report, "what was recorded"),
@@ -317,7 +317,8 @@ def list_collectives(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
                "busbw_fastest_group_bytes_per_s")  # fmt: skip
     about = (
         "calls of one op, dtype and size on the groups of an axis; transfer without waits, of the"
-        " slowest group. exposed: what compute does not hide, mean per rank and step"
+        " slowest group; calls_per_step of one group, not of all. exposed: what compute does not"
+        " hide, mean per rank and step"
     )
     return ToolAnswer(
         _describe(report, about),

@@ -378,6 +378,15 @@ def test_links_inside_of_the_folder_are_followed(home: Path) -> None:
     assert ask(Recordings((home / "open",)), "recording", recording="latest")["world_size"] == 1
 
 
+def test_folders_of_files_with_numbers_are_listed_and_those_below_them(tmp_path: Path) -> None:
+    """Traces of other recorders and dumps have any name; a folder of them may be a job's home."""
+    for name in ("job/rank0.json.gz", "job/late/trace.1.json", "dumps/_dump_0", "src/train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    listed = ask(Recordings((tmp_path,)), "recordings")
+    assert [row[0] for row in listed["rows"]] == ["dumps", "job", "job/late"]
+
+
 def test_pipes_and_sockets_are_never_opened(home: Path) -> None:
     os.mkfifo(home / "open" / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -495,7 +504,8 @@ def test_the_terms_of_a_bucket_give_its_mean(samples: Recordings) -> None:
     [
         ("busbw_bytes_per_s", "busbw"), ("mean_ns", None), ("gain_ns", "gain"), ("MFU", "mfu"),
         ("bubble fraction", "bubble_fraction"), ("step_ns", "step"), ("median_ns", "median"),
-        ("transfer_ns_median", "transfer"), ("exposed communication", "exposed_comm"), ("x", None),
+        ("transfer_ns_median", "transfer"), ("calls_per_step", "calls_per_step"),
+        ("exposed communication", "exposed_comm"), ("x", None),
     ],
 )  # fmt: skip
 def test_a_number_is_found_by_its_written_name(asked: str, number: str | None) -> None:

@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     every: int | None
     budget: float
     log_to: str | Sequence[str] | None
+    modules: bool
 
 
 # A recording that begins within a framework's training loop.

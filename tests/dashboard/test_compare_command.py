@@ -144,7 +144,7 @@ def test_json_on_standard_output_is_json_alone(
     body = json.loads(capsys.readouterr().out)
     assert list(body) == ["schema", "baseline", "candidate", "step", "settings", "buckets",
                           "exposed", "collectives", "kernels", "findings",
-                          "meshes_differ"]  # fmt: skip
+                          "meshes_differ", "parts"]  # fmt: skip
     assert body["schema"] == "stepsplit.compare/1"
     assert body["step"] == {
         "difference_ns": found.difference_ns, "ratio": found.ratio, "within_noise": False

@@ -110,7 +110,7 @@ def test_the_callbacks_only_read(store: Store) -> None:
     outputs = [one["output"] for one in client.get("/_dash-dependencies").json or []]
 
     assert [sorted(set(re.findall(r"(\w+)\.\w+", one))) for one in outputs] == [
-        ["mark", "page", "tick", "zone"], ["live", "mark"], ["url"], ["url"],
+        ["mark", "page", "tick", "zone"], ["live", "mark"], ["url"],
     ]  # fmt: skip
 
 

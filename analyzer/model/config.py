@@ -695,7 +695,10 @@ class JobConfig:
         hardware: Accelerator and links.
         stated: The keys that its job.toml states ("training.fused_loss"); None (default) for a job
             that code builds, which states all.
-        notes: What of its job.toml was read as which key: other programs' names of keys.
+        notes: What of its job.toml was read as which key: other programs' names of keys, and what
+            was taken for sizes of a model by numbers.
+        unsaid: Keys that the kinds of its files have no word for, so that leaving them out says
+            nothing ("training.recompute" of DeepSpeed's JSON).
 
     Examples:
         >>> from stepsplit.analyzer import predict, read_job
@@ -710,6 +713,7 @@ class JobConfig:
     hardware: HardwareConfig
     stated: frozenset[str] | None = field(default=None, compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    unsaid: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def profile(self) -> FrameworkProfile:

@@ -127,13 +127,14 @@ class Mistakes(list[DataError]):
             self.append(error)
 
     def raise_all(self) -> None:
-        """Raises the first mistake as a DataError that lists the others in the same line."""
+        """Raises the first mistake as a DataError that lists the others in the same line, with bars
+        between them."""
         if not self:
             return
         first, *others = self
         if not others:
             raise first
-        further = ", ".join(
+        further = " | ".join(
             f"{one.problem}; {one.hint}" if one.where == first.where else str(one) for one in others
         )
         hint = f"{first.hint}; and {len(others)} more: {further}"

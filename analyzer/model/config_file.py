@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (
     MAX_STAGE_PAIRS,
@@ -36,6 +37,7 @@ from stepsplit.analyzer.model.config_decode import (
     decode_keys,
     decode_section,
     find_nearest_words,
+    format_toml_lines,
     join_choices,
     list_stated_keys,
     parse_table,
@@ -53,7 +55,13 @@ from stepsplit.analyzer.model.hardware_config import (
     read_hardware_file,
 )
 from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
-from stepsplit.analyzer.model.key_aliases import replace_key_aliases
+from stepsplit.analyzer.model.key_aliases import (
+    ALIASES,
+    HINTS,
+    normalize_model_name,
+    replace_key_aliases,
+)
+from stepsplit.analyzer.model.parameters import count_parameters
 from stepsplit.analyzer.model.profile import (
     PRESETS,
     infer_framework as infer_unnamed,
@@ -131,13 +139,16 @@ def read_tables(
 
 def decode_tables(tables: JobSource) -> JobConfig:
     """Decodes and checks the tables of a job. Raises as read_job."""
-    job = decode_job(tables.table)
-    return replace(job, notes=(*tables.notes, *job.notes)) if tables.notes else job
+    return _add_source(decode_job(tables.table), tables)
+
+
+def _add_source(job: JobConfig, tables: JobSource) -> JobConfig:
+    return replace(job, notes=(*tables.notes, *job.notes), unsaid=tables.unsaid)
 
 
 SEARCHED = (
     "tp", "pp", "cp", "ep", "expert_tp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus",
-    "sequence_parallel", "schedule", "chunks",
+    "nodes", "sequence_parallel", "schedule", "chunks",
 )  # fmt: skip
 """Keys of [parallel] that a search for layouts chooses itself."""
 
@@ -148,8 +159,7 @@ def decode_job_to_plan(tables: JobSource, keep: frozenset[str] = frozenset()) ->
     The search also tries what the file states. Of a layout that is not valid for the model
     layers_per_stage is left out (unless pp is kept), else all that is not kept. Raises as read_job.
     """
-    job = _decode_to_plan(tables.table, keep)
-    return replace(job, notes=(*tables.notes, *job.notes)) if tables.notes else job
+    return _add_source(_decode_to_plan(tables.table, keep), tables)
 
 
 def _decode_to_plan(table: TomlTable, keep: frozenset[str]) -> JobConfig:
@@ -240,8 +250,8 @@ def _decode_sections(table: TomlTable) -> _Sections:
         raise DataError(table.where, "is empty", _EXAMPLE_HINT)
     mistakes, mistakes_by_section = Mistakes(), {name: Mistakes() for name in _SECTIONS}
     normalized = replace_key_aliases(table, mistakes)
-    table = normalized.table
-    tables = decode_keys(_remove_misplaced(table, mistakes), _SECTIONS, mistakes)
+    table = _remove_misplaced(normalized.table, mistakes)
+    tables = decode_keys(table, _SECTIONS, mistakes)
     for name, hint in _REQUIRED_SECTIONS.items():
         if name not in table.values:
             mistakes.append(DataError(table.where, f"[{name}] is missing", hint))
@@ -250,22 +260,34 @@ def _decode_sections(table: TomlTable) -> _Sections:
         raise UsageError(f"{table.where}: [hardware] is missing; {hint}")
     training = _decode_training(table.get_subtable("training"), mistakes_by_section["training"])
     seq_len = training.values.get("seq_len", 0)
+    hardware = _decode_hardware_section(
+        table.get_subtable("hardware"), mistakes_by_section["hardware"]
+    )
+    parallel = _decode_parallel(table.get_subtable("parallel"), mistakes_by_section["parallel"])
+    notes = normalized.notes
+    if "nodes" in parallel.values and not mistakes_by_section["hardware"]:
+        gpus, nodes = hardware.gpus_per_node * parallel.values["nodes"], parallel.values["nodes"]
+        parallel = replace(parallel, values={"gpus": gpus, **parallel.values})
+        if parallel.values["gpus"] != gpus:
+            problem = f"{nodes} x hardware.gpus_per_node ({hardware.gpus_per_node}) is not gpus"
+            error = parallel.build_error("nodes", problem, "remove one of them")
+            mistakes_by_section["parallel"].append(error)
+        notes += (f"parallel: nodes = {nodes} as gpus = {gpus}",)
     sections = _Sections(
         model=_decode_model_section(
             table.get_subtable("model"), seq_len, mistakes_by_section["model"]
         ),
-        parallel=_decode_parallel(table.get_subtable("parallel"), mistakes_by_section["parallel"]),
+        parallel=parallel,
         training=training,
-        hardware=_decode_hardware_section(
-            table.get_subtable("hardware"), mistakes_by_section["hardware"]
-        ),
+        hardware=hardware,
         table=table,
-        notes=normalized.notes,
+        notes=notes,
     )
     for name in tables:
         mistakes += mistakes_by_section[name]
     mistakes.raise_all()
-    return sections
+    own = table.get_subtable("model")
+    return replace(sections, notes=(*notes, *_describe_assumed(own, sections.model)))
 
 
 def check_job_keys(table: TomlTable) -> None:
@@ -274,8 +296,8 @@ def check_job_keys(table: TomlTable) -> None:
     Raises DataError with all unknown keys and invalid values, but not for missing keys.
     """
     mistakes = Mistakes()
-    table = replace_key_aliases(table, mistakes).table
-    tables = decode_keys(_remove_misplaced(table, mistakes), _SECTIONS, mistakes)
+    table = _remove_misplaced(replace_key_aliases(table, mistakes).table, mistakes)
+    tables = decode_keys(table, _SECTIONS, mistakes)
     for name in tables:
         own, found = table.get_subtable(name), Mistakes()
         match name:
@@ -299,13 +321,26 @@ _REQUIRED_SECTIONS = {
 
 
 def _remove_misplaced(table: TomlTable, mistakes: Mistakes) -> TomlTable:
-    """The file without keys of a table that stand before all tables; these are mistakes."""
+    """The file without keys of a table that stand before all tables or in another one, and those
+    that stand for several; these are mistakes."""
     keys = {"model": MODEL_KEYS, "parallel": PARALLEL_KEYS, "training": TRAINING_KEYS}
     own = {key: name for name, known in keys.items() for key in known if key not in _SECTIONS}
     for key in filter(own.__contains__, table.values):
         hint = f"move it under [{own[key]}]"
         mistakes.append(table.build_error(key, "stands outside of the tables", hint))
-    return table.select(*(key for key in table.values if key not in own))
+    table = table.select(*(key for key in table.values if key not in own))
+    known = {**keys, "model": (*MODEL_KEYS, "preset"), "hardware": (*HARDWARE_KEYS, "preset")}
+    values = dict(table.values)
+    for name, words in known.items():
+        section = table.get_subtable(name)
+        for key in [one for one in section.values if one not in words]:
+            others = [one for one in known if one != name and key in (*known[one], *ALIASES[one])]
+            if key not in HINTS and len(others) != 1:
+                continue
+            hint = HINTS.get(key) or f"move it under [{others[0]}]"
+            mistakes.append(section.build_error(key, "unknown key", hint))
+            values[name] = {k: v for k, v in values[name].items() if k != key}
+    return replace(table, values=values)
 
 
 def _decode_model_section(table: TomlTable, seq_len: int, mistakes: Mistakes) -> ModelConfig:
@@ -343,6 +378,31 @@ def _find_hardware_preset(table: TomlTable) -> HardwareConfig | None:
 
 
 # A [model] table -> ModelConfig.
+
+_SAME_SIZE = 0.02
+"""Largest difference in parameters from those of the preset of the same name."""
+
+
+def _describe_assumed(table: TomlTable, model: ModelConfig) -> tuple[str, ...]:
+    """What is taken for keys that a model by numbers leaves out and that change its parameters, and
+    whether it has others than the preset of its name."""
+    if "preset" in table.values:
+        return ()
+    left_out = [key for key in ("gated", "tied") if key not in table.values]
+    taken = ", ".join(format_toml_lines({key: getattr(model, key) for key in left_out}))
+    preset, count = normalize_model_name(model.name), count_parameters(model)
+    known = count_parameters(load_model(preset)) if preset in list_model_names() else count
+    if abs(count / known - 1) <= _SAME_SIZE:
+        return (f"model: {taken} (not stated)",) if left_out else ()
+    counts = f"{units.format_count(count)} parameters, but {preset} has {units.format_count(known)}"
+    if not left_out:
+        return (f'model as {counts}; write preset = "{preset}" or another name',)
+    verb = "are" if len(left_out) > 1 else "is"
+    return (
+        f"model as {counts}: {', '.join(left_out)} {verb} not stated (taken: {taken}); "
+        f'write preset = "{preset}" or state {"them" if len(left_out) > 1 else "it"}',
+    )
+
 
 _EXPERT_KEYS = {
     field.name: {"count": "experts", "ffn": "expert_ffn"}.get(field.name, field.name)
@@ -450,7 +510,7 @@ _PARALLEL_KINDS: Mapping[str, Any] = {
     **collect_kinds(ParallelConfig),
     "rank_order": str,
     "overlap": bool | Axis | frozenset[Axis],
-    **dict.fromkeys(("dp", "world_size", "gpus"), int),
+    **dict.fromkeys(("dp", "world_size", "gpus", "nodes"), int),
 }
 
 PARALLEL_KEYS = tuple(_PARALLEL_KINDS)

@@ -154,7 +154,8 @@ def _list_recomputation(job: JobConfig) -> Iterable[Change]:
         others = (one for one in usual if one != training.recompute)
         return [{"recompute": one, "recompute_parts": frozenset()} for one in others]
     peak_bytes = max(stage.total_bytes for stage in compute_memory(job))
-    if peak_bytes < FULL * job.hardware.memory_bytes:
+    # Files that have no word for it say nothing of it, however much memory is left.
+    if peak_bytes < FULL * job.hardware.memory_bytes and "training.recompute" not in job.unsaid:
         return ()
     return ({"recompute": "selective"}, {"recompute": "full"})
 

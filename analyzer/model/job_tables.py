@@ -28,7 +28,7 @@ SETTINGS = "--set"
 _EXCLUSIVE = {
     "training": (("global_batch", "microbatches"),),
     "parallel": (
-        ("dp", "dp_shard", "dp_replicate"), ("gpus", "world_size"),
+        ("dp", "dp_shard", "dp_replicate"), ("gpus", "world_size", "nodes"),
         ("pp", "layers_per_stage"), ("chunks", "layers_per_stage"),
     ),
 }  # fmt: skip
@@ -43,7 +43,7 @@ _REQUIRED = (
     ("training", ("seq_len",), "seq_len=8192"),
     ("training", ("micro_batch",), "micro_batch=1"),
     ("training", ("global_batch", "microbatches"), "global_batch=64"),
-    ("parallel", ("gpus", "world_size", "dp", "dp_shard", "dp_replicate"), "gpus=8"),
+    ("parallel", ("gpus", "world_size", "nodes", "dp", "dp_shard", "dp_replicate"), "gpus=8"),
     ("hardware", ("preset", "file", "memory_bytes"), "gpu=h100"),
 )
 """What a job has to say: a table, keys of which one suffices (none: any), and an example."""
@@ -51,10 +51,12 @@ _REQUIRED = (
 
 @dataclass(frozen=True, slots=True)
 class JobSource:
-    """The tables of a job, and what of other programs' files was read as what."""
+    """The tables of a job, what of other programs' files was read as what, and the keys that files
+    of none of their kinds can state."""
 
     table: TomlTable
     notes: tuple[str, ...] = ()
+    unsaid: frozenset[str] = frozenset()
 
 
 def read_job_tables(
@@ -105,7 +107,9 @@ def read_job_tables(
     notes += _merge_settings(merged, settings, keys)
     if any(kinds):
         _check_required(files, merged, ("parallel",) if is_planned else ())
-    return JobSource(TomlTable(where, "", merged), tuple(notes))
+    silent = (frozenset[str]() if own is None else own.unsaid for own in kinds)
+    unsaid = frozenset.intersection(*silent)
+    return JobSource(TomlTable(where, "", merged), tuple(notes), unsaid)
 
 
 def place_keys(table: TomlTable, keys: Mapping[str, Collection[str]]) -> TomlTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +43,35 @@ def _read_fsdp(value: object) -> Mapping[str, object]:
     return {"dp_shard": value}
 
 
+_STRATEGIES = {"fsdp": 3, "fsdp2": 3, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def _read_strategy(value: object) -> Mapping[str, object]:
+    """The stage of ZeRO; of other words it says none."""
+    word = re.sub(r"[^a-z0-9]", "", value.lower()) if isinstance(value, str) else ""
+    return {"zero": _STRATEGIES[word]} if word in _STRATEGIES else {"strategy": value}
+
+
+_VARIANT = re.compile(r"-(?:hf|instruct|chat|base|it|v\d+\.\d+)$")
+"""What a hub's name of a model says beyond its sizes."""
+
+
+def normalize_model_name(name: str) -> str:
+    """The name of a preset that a hub's name stands for, if there is one.
+
+    >>> normalize_model_name("meta-llama/Llama-3.1-8B-Instruct")
+    'llama-3.1-8b'
+    """
+    word = name.rpartition("/")[2].lower().removeprefix("meta-")
+    while (cut := _VARIANT.sub("", word)) != word:
+        word = cut
+    return word
+
+
+def _read_model_preset(value: object) -> Mapping[str, object]:
+    return {"preset": normalize_model_name(value) if isinstance(value, str) else value}
+
+
 def _read_dropout(value: object) -> Mapping[str, object]:
     """The probability: whether there is any is what takes time and memory."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
@@ -78,9 +108,15 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "vocab_size": _rename("vocab"),
         "head_dim": _rename("head_size"),
         "tie_word_embeddings": _rename("tied"),
+        "num_experts": _rename("experts"),
+        "num_local_experts": _rename("experts"),
+        "num_experts_per_tok": _rename("top_k"),
+        "moe_router_topk": _rename("top_k"),
+        "moe_intermediate_size": _rename("expert_ffn"),
     },
     "parallel": {
         "fsdp": _read_fsdp,
+        "strategy": _read_strategy,
         "ddp": _rename("dp_replicate"),
         "tensor_parallel": _rename("tp"),
         "tensor_model_parallel_size": _rename("tp"),
@@ -94,8 +130,10 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "data_parallel_size": _rename("dp"),
         "vpp": _rename("chunks"),
         "virtual_pipeline_model_parallel_size": _rename("chunks"),
+        "virtual_pipeline_stages": _rename("chunks"),
         "zero_stage": _rename("zero"),
         "num_gpus": _rename("gpus"),
+        "num_nodes": _rename("nodes"),
         "sp": _rename("sequence_parallel"),
     },
     "training": {
@@ -121,6 +159,27 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
 }
 """By table of a job.toml: a key of other programs, and what it is here."""
 
+_PRESETS: Mapping[str, Mapping[str, Convert]] = {
+    "model": {"preset": _read_model_preset}, "hardware": {"preset": _read_gpu},
+}  # fmt: skip
+"""Names of presets as other programs write them."""
+
+_MOVED: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "model": dict.fromkeys(("seq_len", "seq_length", "sequence_length"), ("training", "seq_len")),
+    "hardware": {
+        "gpus": ("parallel", "gpus"), "num_gpus": ("parallel", "gpus"),
+        "nodes": ("parallel", "nodes"), "num_nodes": ("parallel", "nodes"),
+    },
+}  # fmt: skip
+"""By table: a key that is often put there, and the table and the key that it is here."""
+
+HINTS: Mapping[str, str] = {
+    "strategy": "write zero = 3 for FSDP, zero = 0 for DDP",
+    "batch_size": "write micro_batch (sequences of a rank at once) or global_batch (of a step)",
+    "distributed_optimizer": "write zero = 1",
+}
+"""The fix of a key that stands for several of ours, or for a value of one."""
+
 
 @dataclass(frozen=True, slots=True)
 class NormalizedTable:
@@ -138,12 +197,15 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
     mistake, as is every value that our key may not have.
     """
     sections: dict[str, Any] = dict(table.values)
-    notes = []
+    notes = list[str]()
     if "parallelism" in sections and "parallel" not in sections:
         sections["parallel"] = sections.pop("parallelism")
         table = replace(table, values=sections)
         notes.append("[parallelism] as [parallel]")
-    for name, aliases in ALIASES.items():
+    _move_keys(table, sections, mistakes, notes)
+    table = replace(table, values=sections)
+    for name, known in ALIASES.items():
+        aliases = {**known, **_PRESETS.get(name, {})}
         values = table.get_subtable(name).values
         converted: dict[str, object] = {}
         for key, value in values.items():
@@ -165,3 +227,26 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
         if values:
             sections[name] = converted
     return NormalizedTable(replace(table, values=sections), tuple(notes))
+
+
+def _move_keys(
+    table: TomlTable, sections: dict[str, Any], mistakes: Mistakes, notes: list[str]
+) -> None:
+    """Moves keys that stand in another table than ours into that; one that ours has too is a
+    mistake unless it says the same."""
+    for name, moved in _MOVED.items():
+        values = table.get_subtable(name).values
+        for key in filter(moved.__contains__, values):
+            section, ours = moved[key]
+            own = sections.get(section, {})
+            if not isinstance(own, Mapping):
+                continue
+            sections[name] = {k: v for k, v in sections[name].items() if k != key}
+            if own.get(ours, values[key]) != values[key]:
+                problem = f"says the same as {section}.{ours}, with another value"
+                error = table.get_subtable(name).build_error(key, problem, "remove one of them")
+                mistakes.append(error)
+                continue
+            sections[section] = {**own, ours: values[key]}
+            (said,), (read,) = (format_toml_lines({k: values[key]}) for k in (key, ours))
+            notes.append(f"{name}: {said} as {section}: {read}")

@@ -94,8 +94,13 @@ def is_within_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
 
 def is_peak_within_memory(job: JobConfig, peak_bytes: int) -> bool:
     """Whether the reserved memory of a peak and the CUDA context fit on the device."""
-    reserved_bytes = estimate_reserved_bytes(peak_bytes).bytes
-    return reserved_bytes + CONTEXT_BYTES <= job.hardware.memory_bytes
+    return add_unallocated_bytes(peak_bytes) <= job.hardware.memory_bytes
+
+
+def add_unallocated_bytes(peak_bytes: int) -> int:
+    """What a device has to hold for a peak of allocated bytes: the memory that the allocator
+    reserves for it, and the CUDA context."""
+    return estimate_reserved_bytes(peak_bytes).bytes + CONTEXT_BYTES
 
 
 def _list_alike(job: JobConfig) -> Iterator[tuple[StageConfig, tuple[int, bool]]]:

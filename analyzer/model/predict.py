@@ -126,6 +126,8 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     low_ns, high_ns = estimate_step_band(job, step.split, caveats, unstated)
     bound = compute_bound(job, step.parameters, step.stages)
     world, step_ns = job.parallel.world_size, step.split.step_ns
+    if bound is not None:
+        low_ns = min(max(low_ns, bound.ns), step_ns)
     tokens = job.training.global_batch * job.training.seq_len
     pipeline = step.pipeline
     return Prediction(

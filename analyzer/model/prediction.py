@@ -204,7 +204,7 @@ class Prediction:
         bubble_overhead: pipeline bubble / useful time.
         splits: one Split per stage, in ns.
         split: the Split of the slowest stage.
-        low_ns: lower end of the step time's error band.
+        low_ns: lower end of the step time's error band, not below the bound.
         high_ns: upper end of the step time's error band.
         convention: how model FLOPs are counted ("C1").
         mfu: model FLOPs utilization, 0..1; None when the peak at the dtype is unknown.

@@ -115,6 +115,7 @@ def _build_controls(
         *build_mismatch(view.report),
         html.Div(menus, className="choices"),
         *_build_open_menus(changed, chosen),
+        *(html.P(f"read {one}", className="note") for one in job.notes),
         *build_caveats(view.report, gap),
     ]
     if view.offers_job:
@@ -250,8 +251,8 @@ UNSTATED = "not stated"
 _TABLE = {"micro_batch": "training", "global_batch": "training", "recompute": "training"}
 
 _ALIASES = {
-    "dp_replicate": ("dp", "world_size", "gpus"),
-    "dp_shard": ("dp", "world_size", "gpus"),
+    "dp_replicate": ("dp", "world_size", "gpus", "nodes"),
+    "dp_shard": ("dp", "world_size", "gpus", "nodes"),
     "global_batch": ("microbatches",),
 }
 """Alternative job.toml keys to drop when a key is changed."""

@@ -16,7 +16,11 @@ from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, Unit, Verdict
-from stepsplit.analyzer.model.memory import estimate_allocated_band, is_surely_within_memory
+from stepsplit.analyzer.model.memory import (
+    add_unallocated_bytes,
+    estimate_allocated_band,
+    is_surely_within_memory,
+)
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.analyzer.model.unstated import describe_unstated
@@ -123,7 +127,11 @@ def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
         return Text(f"{peak}: fits, but not at the end of the band", style="yellow")
     if prediction.fits:
         return Text(f"{peak}: fits")
-    return Text(f"{peak}: DOES NOT FIT", style="bold red")
+    # A peak below the device's memory that does not fit needs its reason.
+    needed = units.format_memory_size(add_unallocated_bytes(most.total_bytes))
+    why = f", {needed} with what the allocator reserves and the CUDA context"
+    why = why if most.total_bytes <= available else ""
+    return Text(f"{peak}: DOES NOT FIT{why}", style="bold red")
 
 
 def _build_memo(prediction: Prediction) -> Text:

@@ -247,6 +247,15 @@ def test_a_changed_job_is_compared_with_the_measured_one() -> None:
     assert bars.data[0].x[1] != bars.data[0].x[2]
 
 
+def test_what_was_taken_for_a_model_by_numbers_is_on_the_page() -> None:
+    report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
+    assert report.job is not None
+    model = {k: v for k, v in report.job.model.items() if k not in ("gated", "tied")}
+    tables = msgspec.structs.replace(report.job, model={**model, "name": "llama-3.1-8b"})
+    page = text(build_model_page(view(msgspec.structs.replace(report, job=tables)), AddressQuery()))
+    assert "read model as " in page and "parameters, but llama-3.1-8b has 8.03B" in page
+
+
 def test_an_invalid_job_shows_its_error() -> None:
     report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
     page = build_model_page(view(report), AddressQuery({"tp": "64"}))

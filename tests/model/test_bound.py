@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from stepsplit.analyzer.model.bound import compute_bound, time_at_link_rate
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config import JobConfig
-from stepsplit.analyzer.model.config_file import parse_job
+from stepsplit.analyzer.model.config_file import list_model_names, parse_job, read_job
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.formulas import find_misleading_rules
 from stepsplit.analyzer.model.predict import predict, time_step
 from stepsplit.analyzer.model.prediction import Bound, prediction_from_json, prediction_to_json
 from stepsplit.analyzer.validation.published_runs import list_published_cases
+
+JOBS = Path(__file__).parents[1] / "golden" / "jobs"
 
 
 def job(
@@ -107,6 +110,38 @@ def test_the_parts_of_compute_add_up_and_reach_no_more_than_their_peaks() -> Non
         assert (0 if host is None else host.ns) == prediction.split.idle_ns
         for part in parts.values():
             assert part.peak is not None and 0 < part.rate <= part.peak and part.ns >= 0
+
+
+def assert_band_is_possible(one: JobConfig) -> None:
+    found = predict(one)
+    least_ns = 0 if found.bound is None else found.bound.ns
+    assert least_ns <= found.low_ns <= found.split.step_ns <= found.high_ns
+
+
+def test_no_band_reaches_below_its_bound(subtests: pytest.Subtests) -> None:
+    jobs = {file.name: read_job(file) for file in sorted(JOBS.glob("*.toml"))}
+    for name in list_model_names():
+        batch = "[training]\nseq_len = 1024\nmicro_batch = 1\nglobal_batch = 16\n"
+        for device in ("h100-sxm", "a100-sxm-80gb"):
+            jobs[f"{name} {device}"] = parse_job(
+                f'[model]\npreset = "{name}"\n[parallel]\ndp = 16\nzero = 1\n{batch}'
+                f'[hardware]\npreset = "{device}"\n'
+            )
+    for name, one in jobs.items():
+        with subtests.test(name):
+            assert_band_is_possible(one)
+
+
+def test_a_wide_band_begins_at_the_bound() -> None:
+    """Experts of a report, whose band of 0.4 to 2.7 times the step reached below it."""
+    text = """
+    model.preset = "mixtral-8x7b"
+    parallel = { ep = 8, dp = 16, zero = 1 }
+    training = { seq_len = 4096, micro_batch = 1, global_batch = 256 }
+    hardware.preset = "h100-sxm"
+    """
+    found = predict(parse_job(text))
+    assert found.bound is not None and found.low_ns == found.bound.ns < found.split.step_ns
 
 
 def test_the_bound_and_the_parts_are_in_the_json() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import Experts, LatentAttention, ModelConfig
 from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.plan import from_json as plan_from_json
+from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import prediction_from_json
 from stepsplit.dashboard.commands.model import model_command, plan_command
 
@@ -198,6 +199,22 @@ def test_a_model_of_hugging_face_trains_by_a_config_of_deepspeed(tmp_path: Path)
     assert (training.framework, training.micro_batch, job.microbatches) == ("deepspeed", 2, 4)
     assert (job.parallel.zero, job.parallel.dp_shard) == (3, 16)
     assert (training.offload, training.clip_gradients) == (frozenset({"optimizer"}), False)
+
+
+def test_recomputation_is_open_where_no_file_has_a_word_for_it(tmp_path: Path) -> None:
+    """With plenty of memory left; a job.toml beside them could have said it."""
+    config, deepspeed = write(tmp_path, "config.json", LLAMA), {**DEEPSPEED}
+    deepspeed["zero_optimization"] = {"stage": 3}
+    files = config, write(tmp_path, "ds_config.json", deepspeed)
+    settings = ["gpu=a100", "gpus=16", "seq_len=4096"]
+
+    def find_open(*more: Path, settings: Sequence[str] = settings) -> tuple[list[str], str]:
+        found = predict(read_job(*files, *more, settings=settings))
+        return [one.key for one in found.unstated], found.confidence
+
+    assert find_open() == (["training.recompute"], "medium")
+    assert "training.recompute" not in find_open(settings=[*settings, "recompute=none"])[0]
+    assert "training.recompute" not in find_open(write(tmp_path, "job.toml", JOB))[0]
 
 
 def test_what_transformers_fills_in_is_asked_for(tmp_path: Path) -> None:

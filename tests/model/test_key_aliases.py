@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,123 @@ def test_an_alias_is_no_key_of_its_own_and_becomes_one() -> None:
     }  # fmt: skip
     for section, aliases in ALIASES.items():
         for alias, convert in aliases.items():
-            assert set(convert(True)) <= set(keys[section]), alias
+            # strategy = true says nothing.
+            assert set(convert(True)) <= {*keys[section], "strategy"}, alias
             assert alias == "dropout" or alias not in keys[section], alias
+
+
+# Keys in another table than ours, and models by the names of a hub.
+
+ELSEWHERE = """
+[model]
+preset = "meta-llama/Llama-3.1-8B-Instruct"
+sequence_length = 8192
+[parallel]
+strategy = "FSDP"
+virtual_pipeline_stages = 1
+[training]
+mbs = 1
+gbs = 64
+activation_checkpointing = true
+dropout = 0.0
+[hardware]
+preset = "H100"
+num_nodes = 1
+"""
+
+
+def test_keys_that_stand_in_another_table_are_moved() -> None:
+    job = parse_job(ELSEWHERE)
+    assert job == parse_job(TYPED)
+    assert {
+        'model: preset = "meta-llama/Llama-3.1-8B-Instruct" as preset = "llama-3.1-8b"',
+        "model: sequence_length = 8192 as training: seq_len = 8192",
+        'parallel: strategy = "FSDP" as zero = 3',
+        "parallel: virtual_pipeline_stages = 1 as chunks = 1",
+        "hardware: num_nodes = 1 as parallel: nodes = 1",
+        "parallel: nodes = 1 as gpus = 8",
+    } <= set(job.notes)
+
+
+@pytest.mark.parametrize("line", ["num_gpus = 16", "gpus = 16", "nodes = 2", "num_nodes = 2"])
+@pytest.mark.parametrize("section", ["hardware", "parallel"])
+def test_gpus_and_nodes_stand_in_either_table(line: str, section: str) -> None:
+    text = ELSEWHERE.replace("num_nodes = 1\n", "").replace(f"[{section}]", f"[{section}]\n{line}")
+    assert parse_job(text).parallel.dp_shard == 16
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("num_nodes = 1", "nodes = 1\ngpus = 4", "parallel.nodes: 1 x hardware.gpus_per_node (8)"),
+        ("mbs = 1", "mbs = 1\nseq_len = 4096", "model.sequence_length: says the same as training."),
+        ('"FSDP"', '"megatron"', "parallel.strategy: unknown key; write zero = 3 for FSDP, zero"),
+        ("mbs = 1", "mbs = 1\ntp = 2", "training.tp: unknown key; move it under [parallel]"),
+        (
+            "mbs = 1",
+            "mbs = 1\nbatch_size = 2",
+            "training.batch_size: unknown key; write micro_batch",
+        ),
+    ],
+)
+def test_the_hint_names_the_key_that_is_meant(before: str, after: str, problem: str) -> None:
+    with pytest.raises(DataError) as raised:
+        parse_job(ELSEWHERE.replace(before, after))
+    assert problem in str(raised.value) and "more:" not in str(raised.value)
+
+
+def test_several_mistakes_are_separated() -> None:
+    with pytest.raises(DataError) as raised:
+        parse_job(ELSEWHERE.replace("mbs = 1", "mbs = 0\ntp = 2").replace("gbs = 64", "gbs = 0"))
+    first, others = str(raised.value).split("; and 2 more: ")
+    assert first.endswith("move it under [parallel]") and "\n" not in others
+    assert [one.partition(":")[0] for one in others.split(" | ")] == [
+        "training.micro_batch", "training.global_batch",
+    ]  # fmt: skip
+
+
+NUMBERS = """
+[model]
+name = "meta-llama/Llama-3.1-8B"
+layers = 32
+hidden = 4096
+heads = 32
+kv_heads = 8
+ffn = 14336
+vocab = 128256
+{keys}
+[training]
+seq_len = 8192
+micro_batch = 1
+global_batch = 8
+[hardware]
+gpu = "H100"
+"""
+
+
+def test_a_model_by_numbers_says_what_it_takes_and_whether_it_is_the_one_of_its_name(
+    tmp_path: Path,
+) -> None:
+    def note(keys: str) -> list[str]:
+        notes = parse_job(NUMBERS.format(keys=keys)).notes
+        return [one for one in notes if one.startswith("model")]
+
+    assert note("") == [
+        "model as 5.63B parameters, but llama-3.1-8b has 8.03B: gated, tied are not stated (taken: "
+        'gated = false, tied = true); write preset = "llama-3.1-8b" or state them'
+    ]
+    assert note("gated = true") == ["model: tied = false (not stated)"]
+    assert note("gated = true\ntied = false") == []
+    assert note("gated = false\ntied = true") == [
+        'model as 5.63B parameters, but llama-3.1-8b has 8.03B; write preset = "llama-3.1-8b" or '
+        "another name"
+    ]
+    file = tmp_path / "job.toml"
+    file.write_text(NUMBERS.format(keys=""))
+    shown = " ".join(CliRunner().invoke(model_command, [str(file)]).output.split())
+    assert "read model as 5.63B parameters, but llama-3.1-8b has 8.03B" in shown
+    written = CliRunner().invoke(model_command, [str(file), "--json", "-"]).output
+    assert any("llama-3.1-8b has 8.03B" in one for one in json.loads(written)["read_as"])
 
 
 FLAT = """

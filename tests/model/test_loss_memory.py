@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
-from stepsplit.analyzer.model.config_file import parse_job
+from stepsplit.analyzer.model.config_file import parse_job, read_job
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.dashboard.commands.model import model_command
 
@@ -63,3 +65,21 @@ def test_a_job_that_fits_only_if_its_loss_works_in_place_says_so(
     path.write_text(QWEN.format(tp=1, dp=16, keys=""))
     shown = " ".join(CliRunner().invoke(model_command, [str(path)]).output.split())
     assert "fits, but not at the end of the band" in shown
+
+
+def test_a_peak_below_the_memory_that_does_not_fit_has_its_reason(tmp_path: Path) -> None:
+    """The allocator reserves 1.05 times the peak, and the CUDA context takes 1 GiB."""
+    path = tmp_path / "job.toml"
+
+    def show(memory_bytes: int) -> tuple[str, int]:
+        device = f'preset = "h100-sxm"\nmemory_bytes = {memory_bytes}'
+        path.write_text(QWEN.format(tp=2, dp=8, keys="").replace('preset = "h100-sxm"', device))
+        peak_bytes = max(one.total_bytes for one in predict(read_job(path)).memory)
+        return " ".join(CliRunner().invoke(model_command, [str(path)]).output.split()), peak_bytes
+
+    _, peak_bytes = show(80 * 2**30)
+    needed = f"{(1.05 * peak_bytes / 2**30) + 1:.1f} GiB with what the allocator reserves"
+    above, _ = show(peak_bytes + 2**30)
+    assert f"DOES NOT FIT, {needed}" in above
+    below, _ = show(peak_bytes - 2**30)
+    assert "DOES NOT FIT" in below and "reserves and" not in below

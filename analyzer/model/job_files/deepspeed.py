@@ -66,4 +66,6 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
         job.put("training", "offload_to", devices[offloaded[0]])
 
 
-KIND = JobFileKind("deepspeed", "DeepSpeed JSON", _recognize, _read)
+KIND = JobFileKind(
+    "deepspeed", "DeepSpeed JSON", _recognize, _read, frozenset({"training.recompute"})
+)

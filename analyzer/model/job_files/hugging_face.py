@@ -217,4 +217,6 @@ def _put_latent(values: Mapping[str, Any], heads: int | None, job: JobTablesBuil
     job.put("model", "kv_heads", heads)
 
 
-KIND = JobFileKind("hugging-face", "Hugging Face config.json", _recognize, _read)
+KIND = JobFileKind(
+    "hugging-face", "Hugging Face config.json", _recognize, _read, frozenset({"training.recompute"})
+)

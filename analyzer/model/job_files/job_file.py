@@ -95,13 +95,14 @@ class JobFileKind:
 
     name: the word of --from. title: what it is in messages. recognize: whether a file is of the
     kind. read: states the keys of job.toml that it says; raises DataError for a file that it cannot
-    be.
+    be. unsaid: keys that every job has a value for, which files of the kind have no word for.
     """
 
     name: str
     title: str
     recognize: Callable[[JobFile], bool]
     read: Callable[[JobFile, JobTablesBuilder], None]
+    unsaid: frozenset[str] = frozenset()
 
 
 # Values as the files write them.

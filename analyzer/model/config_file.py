@@ -603,8 +603,7 @@ def _count_remaining_ranks(table: TomlTable) -> int:
     world, tp, pp, cp = (stated.get(k, 1) for k in (key, "tp", "pp", "cp"))
     if world % (tp * pp * cp):
         product = f"tp ({tp}) x pp ({pp}) x cp ({cp})"
-        problem = f"{world} is not divisible by {product}"
-        raise table.build_error(key, problem, f"fix the axes or {key}")
+        raise _build_size_error(table, key, f"is not divisible by {product}")
     return int(world // (tp * pp * cp))
 
 
@@ -613,8 +612,16 @@ def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
     for key in ("world_size", "gpus"):
         if stated.get(key, layout.world_size) != layout.world_size:
             sizes = f"tp ({layout.tp}) x pp ({layout.pp}) x dp ({layout.dp}) x cp ({layout.cp})"
-            problem = f"{stated[key]} does not match {sizes} = {layout.world_size}"
-            raise table.build_error(key, problem, f"fix the axes or {key}")
+            problem = f"does not match {sizes} = {layout.world_size}"
+            raise _build_size_error(table, key, problem)
+
+
+def _build_size_error(table: TomlTable, key: str, problem: str) -> DataError:
+    """Names the key that was typed: gpus may be those of nodes."""
+    count = table.values[key]
+    if key == "gpus" and "nodes" in table.values:
+        key, count = "nodes", f"as gpus = {count}"
+    return table.build_error(key, f"{count} {problem}", f"fix the axes or {key}")
 
 
 def _infer_overlap(stated: Mapping[str, Any], framework: Framework) -> frozenset[str]:

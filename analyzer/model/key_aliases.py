@@ -69,7 +69,7 @@ def normalize_model_name(name: str) -> str:
 
 
 def _read_model_preset(value: object) -> Mapping[str, object]:
-    return {"preset": normalize_model_name(value) if isinstance(value, str) else value}
+    return {"preset": normalize_model_name(value) or value if isinstance(value, str) else value}
 
 
 def _read_dropout(value: object) -> Mapping[str, object]:

@@ -141,14 +141,7 @@ def check_job_ranks(text: bytes, ranks: int) -> None:
     of one rank may be of a job of any size.
     """
     table = parse_table(JOB_FILE, text).get_subtable("parallel")
-    is_whole = {
-        "dp",
-        "dp_replicate",
-        "dp_shard",
-        "world_size",
-        "gpus",
-        "nodes",
-    } & table.values.keys()
+    is_whole = {"dp", "dp_replicate", "dp_shard", "world_size", "gpus"} & table.values.keys()
     size = build_layout(table, None).world_size
     if ranks > 1 and (size != ranks if is_whole else ranks % size):
         problem = f"parallel.tp: the layout has {size} ranks but the recording has {ranks}"

@@ -394,7 +394,7 @@ _LONG = "x" * 60_000
         ({"json": {"parallel": {"tp": 0}}}, "parallel.tp: 0 is not a valid count"),
         ({"json": {"parallel": {"tp": 1e30}}}, "parallel.tp: 1e+30 is not a valid count"),
         ({"json": {"model": {"gated": "no"}}}, "model.gated: 'no' is neither true nor false"),
-        ({"json": {"hardware": {"preset": "h100"}}}, "hardware.preset: 'h100' is unknown; write"),
+        ({"json": {"hardware": {"preset": "h1000"}}}, "hardware.preset: 'h1000' is unknown; write"),
         ({"json": {"training": {"recompute": "some"}}}, "training.recompute: 'some' is unknown"),
         ({"json": {"parallel": {"dp": 3}}}, "must be divisible by micro_batch (1) x dp (3); make"),
         ({"json": {"model": {"layer": 3}}}, "model.layer: unknown key; write layers"),

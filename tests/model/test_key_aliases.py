@@ -158,6 +158,7 @@ def test_gpus_and_nodes_stand_in_either_table(line: str, section: str) -> None:
         ("num_nodes = 1", "nodes = 1\ngpus = 4", "parallel.nodes: 1 x hardware.gpus_per_node (8)"),
         ("mbs = 1", "mbs = 1\nseq_len = 4096", "model.sequence_length: says the same as training."),
         ('"FSDP"', '"megatron"', "parallel.strategy: unknown key; write zero = 3 for FSDP, zero"),
+        ('strategy = "FSDP"', "dp = 4", "parallel.nodes: as gpus = 8 does not match tp (1) x pp"),
         ("mbs = 1", "mbs = 1\ntp = 2", "training.tp: unknown key; move it under [parallel]"),
         (
             "mbs = 1",

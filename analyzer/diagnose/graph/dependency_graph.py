@@ -52,7 +52,8 @@ class CommKernels(Struct, frozen=True):
     rank indexes the ranks of the split; call is the first of the rank's calls in the event and row
     the row of that call among all calls; start and end are nodes: its arrival and its end. resume
     is the node of the rank's timeline that waited for the event, -1 if none; step is the row of the
-    steps in which it began. of_row is the event of each row of MatchedCalls.
+    steps in which it began; follows is the event of another stream after whose end it starts, -1 if
+    none. of_row is the event of each row of MatchedCalls.
     """
 
     rank: Int64
@@ -62,6 +63,7 @@ class CommKernels(Struct, frozen=True):
     end: Int64
     resume: Int64
     step: Int64
+    follows: Int64
     of_row: Int64
 
     def __len__(self) -> int:
@@ -232,6 +234,12 @@ def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
         end=start + 1,
         resume=np.concatenate(resume),
         step=np.concatenate(step),
+        follows=np.concatenate(
+            [
+                np.where(made.follows >= 0, made.follows + first, -1)
+                for made, first in zip(calls, parts.kernel, strict=False)
+            ]
+        ),
         of_row=np.concatenate(
             [made.of_call + first for made, first in zip(calls, parts.kernel, strict=False)]
         ),
@@ -241,7 +249,6 @@ def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
 def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> Edges:
     """All dependencies except those along the timelines."""
     start_deps, behind, ended, found = [], [], [], []
-    chained: list[Int64] = []
     for made, main, node, first in zip(
         parts.calls, parts.mains, parts.node, parts.kernel, strict=False
     ):
@@ -253,10 +260,9 @@ def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> E
         cut = main.find_cut(made.start_dep_ns)
         start_deps.append(np.where(cut >= 0, cut + node, -1))
         behind.append(np.where(made.previous >= 0, made.previous + first, -1))
-        chained.append(np.where(made.follows >= 0, made.follows + first, -1))
-    start_dep, prior, followed = (np.concatenate(parts) for parts in (start_deps, behind, chained))
+    start_dep, prior = np.concatenate(start_deps), np.concatenate(behind)
     resumed, started, queued, follows = (
-        np.flatnonzero(part >= 0) for part in (kernels.resume, start_dep, prior, followed)
+        np.flatnonzero(part >= 0) for part in (kernels.resume, start_dep, prior, kernels.follows)
     )
     first_sync = parts.main_nodes + 2 * len(kernels)
     sync = build_sync_edges(split, kernels, first_sync)
@@ -267,7 +273,7 @@ def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> E
                 *ended,
                 start_dep[started],
                 kernels.end[prior[queued]],
-                kernels.end[followed[follows]],
+                kernels.end[kernels.follows[follows]],
                 sync[0],
             )
         ),

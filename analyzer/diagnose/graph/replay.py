@@ -155,6 +155,10 @@ def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> 
         _wait_at_end(graph, needs, move)
         moved = set(graph.kernels.end[move.kernels].tolist())
         first = int(graph.kernels.start[move.kernels[0]])
+        # It began when one of another stream ended, since the backward did: no longer.
+        followed = int(graph.kernels.follows[move.kernels[0]])
+        if followed >= 0:
+            moved.add(int(graph.kernels.end[followed]))
         prior = [node for node in needs[first] if node in ends and node not in moved]
         for kernel, ready in zip(move.kernels.tolist(), move.ready_ns.tolist(), strict=True):
             needs[int(graph.kernels.start[kernel])] = [len(graph) + len(branches), *prior]

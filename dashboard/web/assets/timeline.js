@@ -71,6 +71,7 @@
         link.href = "/api/v1/runs/" + this.run + "/perfetto";
         link.download = "";
         link.title = "all ranks in one file for Perfetto, here or offline";
+        link.setAttribute("aria-label", "download trace, " + link.title);
         bar.append(link);
       }
       this.where = node("span", "tl-where");

@@ -88,7 +88,12 @@ def detect_strategies(
     for one in sorted(counts, key=lambda s: (-counts[s], s.detail)):
         most.setdefault((one.name, one.axis, one.size), one)
     names = [signature.name for signature in SIGNATURES]
-    return tuple(sorted(most.values(), key=lambda s: (names.index(s.name), s.axis or "", s.detail)))
+    return tuple(
+        sorted(
+            most.values(),
+            key=lambda s: (names.index(s.name), s.axis or "", s.detail, -(s.size or 0)),
+        )
+    )
 
 
 # What strategies are made of.

@@ -15,7 +15,7 @@ from flask.testing import FlaskClient
 from msgspec import structs
 from support.browser_builders import running_server
 from support.dashboard_processes import open_store
-from support.page_text import find_parts, read_text
+from support.page_text import find, read_text
 from support.report_builders import analysis
 from support.store_builders import ask_page, claimed, found, known_analysis, queued, state, uploaded
 
@@ -148,9 +148,9 @@ def test_the_runs_to_compare_are_picked_on_the_page(store: Store) -> None:
     rows, chosen = store.list_runs(), AddressQuery({"candidate": third})
     page = build_run_pickers(rows, select_runs(rows, chosen), chosen)
 
-    (chosen_runs,) = find_parts(page, html.Ol)
-    assert [read_text(one) for one in find_parts(chosen_runs, dcc.Link)] == ["remove third"]
-    (table,) = find_parts(page, DataTable)
+    (chosen_runs,) = find(page, html.Ol)
+    assert [read_text(one) for one in find(chosen_runs, dcc.Link)] == ["remove third"]
+    (table,) = find(page, DataTable)
     shown = [(read_text(row[0].content), row[0].content.href) for row in table.cells]
     # The chosen candidate stays the candidate.
     assert shown == [
@@ -170,7 +170,7 @@ def test_any_run_is_found_on_the_page_of_comparisons(store: Store) -> None:
     def search(**values: str) -> tuple[list[str], str]:
         chosen = AddressQuery(values)
         page = build_run_pickers(rows, select_runs(rows, chosen), chosen)
-        tables = list(find_parts(page, DataTable))
+        tables = list(find(page, DataTable))
         links = [row[0].content.href for table in tables for row in table.cells]
         return links, read_text(page)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from hypothesis import given, strategies as st
 from msgspec import structs
 from support.databases import make_sqlite
 from support.job_builders import JOBS, key_of, store_runs
+from support.page_text import find
 from support.report_builders import MS, paced
 
 from stepsplit.analyzer.regression.compare import build_side, compare_reports
@@ -40,16 +41,6 @@ GPT = [1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 1.2, 1.21, 1.19, 1.22, 1.2, 1.21]
 PACES = {"gpt": GPT, "tiny": [1.0] * 5, "m2": [1.0, 1.1], "m8": [1.0]}
 
 
-def found(part: Any, kind: type) -> Iterator[Any]:
-    if isinstance(part, list | tuple):
-        for one in part:
-            yield from found(one, kind)
-    elif isinstance(part, Component):
-        if isinstance(part, kind):
-            yield part
-        yield from found(getattr(part, "children", None), kind)
-
-
 def text(part: Any) -> str:
     if isinstance(part, list | tuple):
         return " ".join(text(one) for one in part)
@@ -60,7 +51,7 @@ def text(part: Any) -> str:
 
 def rows_of(table: html.Table) -> list[list[str]]:
     """What the table says, row by row, with its head."""
-    return [[text(cell) for cell in row.children] for row in found(table, html.Tr)]
+    return [[text(cell) for cell in row.children] for row in find(table, html.Tr)]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +86,7 @@ def show(store: Store, path: str, search: str = "") -> Component:
 
 
 def listed(page: Component) -> list[str]:
-    links = (one for one in found(page, dcc.Link) if getattr(one, "className", "") == "run-link")
+    links = (one for one in find(page, dcc.Link) if getattr(one, "className", "") == "run-link")
     return [text(one) for one in links]
 
 
@@ -106,7 +97,7 @@ def test_the_list_shows_the_job_of_each_run_unless_all_have_one(
     store: Store, ids: dict[str, list[str]]
 ) -> None:
     flat = show(store, "/")
-    keys = [one for one in found(flat, dcc.Link) if getattr(one, "className", "") == "job-key"]
+    keys = [one for one in find(flat, dcc.Link) if getattr(one, "className", "") == "job-key"]
     assert len(listed(flat)) == len(keys) == 20
     assert {(text(one), one.href, one.title) for one in keys} == {
         (key_of(job), f"/?job={key_of(job)}", label)
@@ -116,8 +107,8 @@ def test_the_list_shows_the_job_of_each_run_unless_all_have_one(
 
     own = show(store, "/", f"?job={key_of('tiny')}&sort=name")
     assert listed(own) == [f"tiny-{day:02}" for day in range(5)]
-    assert not [one for one in found(own, dcc.Link) if getattr(one, "className", "") == "job-key"]
-    links = {text(one): one.href for one in found(own, dcc.Link)}
+    assert not [one for one in find(own, dcc.Link) if getattr(one, "className", "") == "job-key"]
+    links = {text(one): one.href for one in find(own, dcc.Link)}
     assert links["history"] == f"/history?job={key_of('tiny')}"
     assert links["all jobs"] == "/?sort=name"
     assert links["step"] == f"/?job={key_of('tiny')}&sort=-step"
@@ -132,9 +123,9 @@ def test_the_search_finds_jobs(store: Store, ids: dict[str, list[str]]) -> None:
 def test_groups_have_a_heading_with_the_last_run_and_what_changed(
     store: Store, ids: dict[str, list[str]]
 ) -> None:
-    sections = list(found(show(store, "/", "?group=job"), html.Section))
+    sections = list(find(show(store, "/", "?group=job"), html.Section))
 
-    heads = [text(next(found(one, html.H2))) for one in sections]
+    heads = [text(next(find(one, html.H2))) for one in sections]
     assert heads == [
         "pp2 tp2 · 4 x H100", "pp2 tp2 · 4 x cpu", "pp2 · 2 x cpu · m2-01", "pp2 · 2 x cpu · m8-00",
     ]  # fmt: skip
@@ -144,7 +135,7 @@ def test_groups_have_a_heading_with_the_last_run_and_what_changed(
     assert "10 of 12 runs" in gpt and "all 12 runs" in gpt
     assert "last 2026-10-02" in gpt and "+18.6 %" in gpt
     assert "+0.0 %" in tiny and "+10.0 %" in m2 and "against" not in m8
-    trends = [one for one in found(sections, html.Span) if getattr(one, "className", "") == "trend"]
+    trends = [one for one in find(sections, html.Span) if getattr(one, "className", "") == "trend"]
     # A bar for each run, which leads to it, after what they say.
     assert [len(one.children) - 1 for one in trends] == [12, 5, 2]
     assert [bar.style["height"] for bar in trends[2].children[1:]] == ["91%", "100%"]
@@ -155,7 +146,7 @@ def test_groups_are_searched_sorted_and_keep_their_address(
 ) -> None:
     page = show(store, "/", "?group=job&q=m2&sort=name")
     assert listed(page) == ["m2-00", "m2-01"]
-    hrefs = [one.href for one in found(page, dcc.Link) if text(one) == "step"]
+    hrefs = [one.href for one in find(page, dcc.Link) if text(one) == "step"]
     assert set(hrefs) == {"/?group=job&q=m2&sort=-step"}
     assert "No run matches" in text(show(store, "/", "?group=job&q=zzz"))
     assert "no job zzz" in text(show(store, "/", "?group=job&job=zzz"))
@@ -165,8 +156,11 @@ def test_groups_are_searched_sorted_and_keep_their_address(
 def test_runs_of_unknown_jobs_are_the_last_group(store: Store) -> None:
     store_runs(store, {"m8": [1.0]})
     store.add("open")
-    sections = list(found(show(store, "/", "?group=job"), html.Section))
-    assert [text(next(found(one, html.H2))) for one in sections] == ["pp2 · 2 x cpu", "unknown job"]
+    sections = list(find(show(store, "/", "?group=job"), html.Section))
+    assert [text(next(find(one, html.H2))) for one in sections] == [
+        "pp2 · 2 x cpu",
+        "unknown job",
+    ]
     assert "all" not in text(sections[1])
 
 
@@ -174,7 +168,7 @@ def test_the_page_of_many_jobs_is_limited(store: Store, ids: dict[str, list[str]
     one = store.list_runs()[0]
     runs = [replace(one, job=JobFingerprint(f"{n:08x}", f"job {n}")) for n in range(1_000)]
     page = build_runs_page(runs, AddressQuery({"group": "job"}))
-    assert len(list(found(page, html.Section))) == MAX_GROUPS
+    assert len(list(find(page, html.Section))) == MAX_GROUPS
     assert f"{1_000 - MAX_GROUPS} more jobs" in text(page)
 
 
@@ -203,7 +197,7 @@ def history(points: Sequence[MetricPoint], **chosen: str) -> list[Component]:
 
 def test_without_a_job_each_has_a_line_and_no_typical_range() -> None:
     page = history([*points_of("big", [100.0] * 9), *points_of("small", [1.0] * 7)])
-    (graph,) = found(page, dcc.Graph)
+    (graph,) = find(page, dcc.Graph)
     assert [(trace.name, len(trace.x)) for trace in graph.figure.data] == [("big", 9), ("small", 7)]
     colors = {(trace.line.color, trace.marker.symbol) for trace in graph.figure.data}
     assert len(colors) == 2
@@ -213,7 +207,7 @@ def test_changes_and_outliers_are_those_of_a_job() -> None:
     level = [100.0, 101, 99, 100, 102, 100, 120, 121, 119, 122, 120, 121]
     points = [*points_of("moved", level), *points_of("still", [10.0] * 8 + [11.0, 10.0])]
 
-    changes, runs = list(found(history(points), html.Table))
+    changes, runs = list(find(history(points), html.Table))
 
     assert rows_of(changes)[1:] == [["moved-6", "moved", "100.3 ms", "120.5 ms", "+20.1 %"]]
     assert [row for row in rows_of(runs) if row[-1]] == [
@@ -228,7 +222,7 @@ def test_one_job_is_chosen_by_a_menu_and_has_its_typical_range(
     every = show(store, "/history")
     (menu,) = [
         one
-        for one in found(every, html.Select)
+        for one in find(every, html.Select)
         if one.to_plotly_json()["props"]["data-choice"] == "job"
     ]
     assert [text(one) for one in menu.children] == [
@@ -238,9 +232,9 @@ def test_one_job_is_chosen_by_a_menu_and_has_its_typical_range(
 
     own = show(store, "/history", f"?job={key_of('gpt')}")
 
-    (graph,) = found(own, dcc.Graph)
+    (graph,) = find(own, dcc.Graph)
     assert {trace.name for trace in graph.figure.data} == {"typical range", "runs", "level"}
-    changes, runs = found(own, html.Table)
+    changes, runs = find(own, html.Table)
     assert rows_of(changes)[1][0] == "gpt-06"
     assert "job" not in rows_of(runs)[0] and len(rows_of(runs)) == 13
     assert "Too few runs" in text(show(store, "/history", "?job=unknown"))
@@ -249,7 +243,7 @@ def test_one_job_is_chosen_by_a_menu_and_has_its_typical_range(
 def test_the_most_frequent_jobs_are_drawn() -> None:
     points = [one for n in range(12) for one in points_of(f"job {n:02}", [1.0 + n] * (n + 1))]
     page = history(points)
-    (graph,) = found(page, dcc.Graph)
+    (graph,) = find(page, dcc.Graph)
     assert [trace.name for trace in graph.figure.data] == [
         f"job {n:02}" for n in range(11, 11 - MAX_JOBS, -1)
     ]
@@ -260,7 +254,7 @@ def test_the_most_frequent_jobs_are_drawn() -> None:
 def test_the_typical_range_of_what_is_never_negative_is_not(values: list[float]) -> None:
     ranges = [compute_typical_range(values, at) for at in range(len(values))]
     assert all(one is not None and 0 <= one.low <= one.median <= one.high for one in ranges)
-    (graph,) = found(history(points_of("job", [value / MS for value in values])), dcc.Graph)
+    (graph,) = find(history(points_of("job", [value / MS for value in values])), dcc.Graph)
     bands = [trace for trace in graph.figure.data if trace.name == "typical range"]
     assert len(bands) == 2 and min(min(band.y) for band in bands) >= 0
     assert graph.figure.layout.yaxis.rangemode == "nonnegative"
@@ -278,7 +272,7 @@ def test_runs_of_other_layouts_show_how_the_job_scales() -> None:
     assert one.run.world_size > m8.run.world_size
     reports = [one, paced(one, 1.5), m8]
 
-    _, scaling = list(found(build_comparison_of_many(views(*reports), "gpu"), html.Table))[:2]
+    _, scaling = list(find(build_comparison_of_many(views(*reports), "gpu"), html.Table))[:2]
 
     step_ns = [build_side(report).mean.step_ns for report in (m8, one, paced(one, 1.5))]
     assert [(row[0], row[1], row[-1]) for row in rows_of(scaling)[1:]] == [
@@ -306,7 +300,7 @@ def test_each_run_has_its_own_mesh_though_some_are_inferred() -> None:
 
     page = build_comparison_of_many(views(one, inferred, stated))
 
-    changed = {row[0]: row[1:] for row in rows_of(list(found(page, html.Table))[-1])}
+    changed = {row[0]: row[1:] for row in rows_of(list(find(page, html.Table))[-1])}
     own = f"dp_shard {one.run.world_size}"
     assert changed["mesh"][1:] == [own, own] and changed["mesh"][0] != own
     assert "inferred mesh" not in changed
@@ -318,7 +312,7 @@ def test_each_run_is_compared_with_the_first() -> None:
 
     page = build_comparison_of_many(views(*reports))
 
-    table, _, settings = found(page, html.Table)
+    table, _, settings = find(page, html.Table)
     rows = {row[0]: row[1:] for row in rows_of(table)}
     pairs = [compare_reports(one, other) for other in reports[1:]]
     sides = [pairs[0].baseline, *(pair.candidate for pair in pairs)]
@@ -339,15 +333,15 @@ def test_each_run_is_compared_with_the_first() -> None:
     assert changed["device"] == ["NVIDIA H100", "NVIDIA H100", "cpu", "cpu"]
     assert changed["microbatches"] == ["4", "4", "3", "8"]
     assert "torch" in changed and "step" not in changed
-    (graph,) = found(page, dcc.Graph)
+    (graph,) = find(page, dcc.Graph)
     assert list(graph.figure.data[0].y) == ["1 run 0", "2 run 1", "3 run 2", "4 run 3"]
-    details = [link.href for link in found(table, dcc.Link) if text(link) == "in detail"]
+    details = [link.href for link in find(table, dcc.Link) if text(link) == "in detail"]
     assert details == [f"/compare?baseline={0:08x}&candidate={n:08x}" for n in (1, 2, 3)]
 
 
 def test_runs_of_one_job_have_no_configuration_differences() -> None:
     page = build_comparison_of_many(views(*(paced(JOBS["m2"], pace) for pace in (1.0, 1.0, 0.9))))
-    (table,) = found(page, html.Table)
+    (table,) = find(page, html.Table)
     rows = {row[0]: row[1:] for row in rows_of(table)}
     assert rows["change"] == ["", "+0.0 %", "-10.0 %"]
     assert "time per microbatch" not in rows
@@ -378,7 +372,7 @@ def test_axes_have_the_names_that_a_run_states() -> None:
 
     page = build_comparison_of_many(views(*reports))
 
-    rows = {row[0]: row[1:] for row in rows_of(next(found(page, html.Table)))}
+    rows = {row[0]: row[1:] for row in rows_of(next(find(page, html.Table)))}
     assert len(set(rows["collective on tp"])) == len(set(rows["bubble on pp"])) == 1
     assert not [name for name in rows if name.endswith(("on cp", "on dp_shard"))]
 
@@ -389,10 +383,10 @@ def test_runs_are_added_removed_and_made_the_baseline(
     a, b, c = ids["gpt"][:3]
     two = show(store, "/compare", f"?baseline={a}&candidate={b}")
     assert "Difference by bucket" in text(two)
-    assert f"/compare?runs={a},{b},{c}" in [one.href for one in found(two, dcc.Link)]
+    assert f"/compare?runs={a},{b},{c}" in [one.href for one in find(two, dcc.Link)]
 
     three = show(store, "/compare", f"?runs={a},{b},{c}")
-    buttons = {text(one): one.href for one in found(three, html.Ol) for one in found(one, dcc.Link)}
+    buttons = {text(one): one.href for one in find(three, html.Ol) for one in find(one, dcc.Link)}
     assert buttons == {
         "remove  gpt-00": f"/compare?baseline={b}&candidate={c}",
         "use as baseline  gpt-01": f"/compare?runs={b},{a},{c}",
@@ -425,7 +419,7 @@ def test_odd_lists_of_runs_are_answered(
     page = show(store, "/compare", f"?runs={asked}")
 
     assert words in text(page)
-    assert len(list(found(page, html.Li))) <= MAX_COMPARED
+    assert len(list(find(page, html.Li))) <= MAX_COMPARED
 
 
 def test_a_run_without_a_step_cannot_be_compared() -> None:

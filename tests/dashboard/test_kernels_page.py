@@ -7,7 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import pytest
 from dash import dcc
-from support.page_text import find_parts, read_tables, read_text
+from support.page_text import find, read_tables, read_text
 from support.samples import SAMPLES
 
 from stepsplit.analyzer import examine
@@ -49,7 +49,7 @@ def test_a_kernel_is_slow_on_the_ranks_that_the_diagnosis_names(slow_rank: Analy
 def test_a_name_leads_to_the_longest_call(slow_rank: Analysis) -> None:
     (section,) = build_kernels(View("a run", slow_rank.report, slow_rank.tables, RUN))
     kernel = next(one for one in slow_rank.tables.kernels if one.name == "gemm_fc2_bwd")
-    (url,) = {one.href for one in find_parts(section, dcc.Link) if read_text(one) == kernel.name}
+    (url,) = {one.href for one in find(section, dcc.Link) if read_text(one) == kernel.name}
     asked = {name: values[0] for name, values in parse_qs(urlsplit(url).query).items()}
     assert kernel.slowest_rank == 3 and asked["rank"] == "3"
     own = slow_rank.tables.slices[3]
@@ -66,14 +66,14 @@ def test_a_name_leads_to_the_longest_call(slow_rank: Analysis) -> None:
 
 def test_an_exported_file_has_names_without_links(slow_rank: Analysis) -> None:
     (section,) = build_kernels(View("a run", slow_rank.report, slow_rank.tables))
-    assert list(find_parts(section, dcc.Link)) == []
+    assert list(find(section, dcc.Link)) == []
 
 
 def test_without_tables_the_rows_of_the_report_are_shown(slow_rank: Analysis) -> None:
     (section,) = build_kernels(View("a run", slow_rank.report, None, RUN))
     (table,) = read_tables(section)
     assert len(table) == len(slow_rank.report.kernel_table)
-    links = [one.href for one in find_parts(section, dcc.Link)]
+    links = [one.href for one in find(section, dcc.Link)]
     assert all("q=" in href for href in links)
     older = msgspec.structs.replace(slow_rank.report, kernel_table=())
     assert build_kernels(View("a run", older, None, RUN)) == []

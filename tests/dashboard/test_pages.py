@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from dash import dcc, html
+from support.page_text import find
 from support.report_builders import MS, analysis, make_run_of_many_ranks
 from support.samples import analyze_recording, read_golden
 
@@ -37,16 +37,6 @@ SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RUN = "abcdef012345"
 
 
-def found(part: Any, kind: type) -> Iterator[Any]:
-    if isinstance(part, list | tuple):
-        for one in part:
-            yield from found(one, kind)
-    elif hasattr(part, "to_plotly_json"):
-        if isinstance(part, kind):
-            yield part
-        yield from found(getattr(part, "children", None), kind)
-
-
 def text(part: Any) -> str:
     if isinstance(part, list | tuple):
         return " ".join(text(one) for one in part)
@@ -56,7 +46,7 @@ def text(part: Any) -> str:
 
 
 def graphs(part: Any) -> list[str]:
-    return [one.id for one in found(part, dcc.Graph)]
+    return [one.id for one in find(part, dcc.Graph)]
 
 
 def view(report: Report | None = None) -> View:
@@ -100,7 +90,7 @@ def test_a_url_omits_default_options() -> None:
 
 def test_findings_link_to_the_timeline() -> None:
     page = build_overview(view())
-    links = [link.href for link in found(page, dcc.Link) if link.children == "open in timeline"]
+    links = [link.href for link in find(page, dcc.Link) if link.children == "open in timeline"]
     # With the rank of its group that waits for it, in the middle one of the steps.
     assert links == [f"/run/{RUN}/timeline?rank=3&open=3,2&show=2,3&step=6"]
     assert "15.0 ms (10.4 %)" in text(page)
@@ -124,7 +114,7 @@ def test_with_a_model_the_overview_shows_the_waterfall_and_its_caveats() -> None
 def test_a_pages_tabs_name_the_page() -> None:
     for name in ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model"):
         page = build_run_page(view(), Address(name, RUN, AddressQuery()), listed("x", 1, "done"))
-        (on,) = [link for link in found(page, dcc.Link) if getattr(link, "className", "") == "on"]
+        (on,) = [link for link in find(page, dcc.Link) if getattr(link, "className", "") == "on"]
         assert on.children == name.capitalize()
 
 
@@ -165,7 +155,7 @@ def rows_of_waits(mesh: tuple[AxisSize, ...] = (), **chosen: str) -> list[str]:
         run = msgspec.structs.replace(run, ranks=tuple(range(size)), world_size=size, mesh=mesh)
     report = msgspec.structs.replace(made.report, run=run)
     page = build_collectives_page(View("a", report, made.tables, RUN), AddressQuery(chosen))
-    (graph,) = (one for one in found(page, dcc.Graph) if one.id == "waits")
+    (graph,) = (one for one in find(page, dcc.Graph) if one.id == "waits")
     return list(graph.figure.data[0].y)
 
 
@@ -182,7 +172,7 @@ def test_the_matrix_has_the_waits_of_the_full_steps() -> None:
     page = build_collectives_page(
         View("a", report, made.tables, RUN), AddressQuery({"waits": "direct"})
     )
-    (graph,) = (one for one in found(page, dcc.Graph) if one.id == "waits")
+    (graph,) = (one for one in find(page, dcc.Graph) if one.id == "waits")
     drawn_ns = 1e6 * np.nansum(np.array(graph.figure.data[0].z, dtype=float), axis=1)
     waited_ns = np.array([row.skew_ns + row.bubble_ns for row in steps if row.step == kept])
     assert (drawn_ns <= waited_ns + 1).all() and (drawn_ns > 0.8 * waited_ns).all()
@@ -205,7 +195,7 @@ def test_waits_of_many_ranks_are_grouped_by_the_finest_groups_that_can_be_read()
 
 def test_wait_and_transfer_are_those_of_the_slowest_group() -> None:
     page = build_collectives_page(view(), AddressQuery())
-    (figure,) = [one.figure for one in found(page, dcc.Graph) if one.id == "wait-transfer"]
+    (figure,) = [one.figure for one in find(page, dcc.Graph) if one.id == "wait-transfer"]
     assert list(figure.data[0].y) == [
         "all_reduce on tp, 33.6 MB", "send on pp, 16.8 MB", "broadcast on pp, size unknown",
     ]  # fmt: skip
@@ -215,7 +205,7 @@ def test_wait_and_transfer_are_those_of_the_slowest_group() -> None:
 def test_memory_is_shown_by_rank_and_by_allocator_reserve() -> None:
     row = MemoryRow(0, 6 << 30, 8 << 30, 2 << 30, None, None, 3 << 30, None, None)
     page = build_memory_page(view(msgspec.structs.replace(analysis().report, memory=(row,))))
-    (figure,) = [one.figure for one in found(page, dcc.Graph)]
+    (figure,) = [one.figure for one in find(page, dcc.Graph)]
     assert {trace.name: list(trace.x) for trace in figure.data} == {
         "weights": [2], "activations": [3], "uncategorized": [1],
     }  # fmt: skip
@@ -242,7 +232,7 @@ def test_a_changed_job_is_compared_with_the_measured_one() -> None:
         view(report), AddressQuery({"tp": "1", "dp_replicate": "2", "global_batch": "48"})
     )
     assert graphs(page) == ["splits", "memory"]
-    (bars,) = [one.figure for one in found(page, dcc.Graph) if one.id == "splits"]
+    (bars,) = [one.figure for one in find(page, dcc.Graph) if one.id == "splits"]
     assert list(bars.data[0].y) == ["measured", "predicted", "changed"]
     assert bars.data[0].x[1] != bars.data[0].x[2]
 
@@ -266,7 +256,7 @@ def test_an_invalid_job_shows_its_error() -> None:
 def test_the_plan_ranks_layouts_when_asked() -> None:
     report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
     assert "Rank the layouts of 4 GPUs" in text(build_model_page(view(report), AddressQuery()))
-    *_, table = found(build_model_page(view(report), AddressQuery({"plan": "1"})), html.Table)
+    *_, table = find(build_model_page(view(report), AddressQuery({"plan": "1"})), html.Table)
     steps = [float(text(row.children[8]).split()[0]) for row in table.children[1].children]
     assert steps == sorted(steps)
     assert len(steps) > 2
@@ -322,7 +312,7 @@ def test_runs_match_all_words_and_sort_unknown_values_last() -> None:
 
 
 def pills(part: Any) -> list[Any]:
-    return [one for one in found(part, html.Span) if "pill" in getattr(one, "className", "")]
+    return [one for one in find(part, html.Span) if "pill" in getattr(one, "className", "")]
 
 
 def test_the_list_shows_sorts_and_searches_check_results() -> None:
@@ -342,7 +332,7 @@ def test_the_list_shows_sorts_and_searches_check_results() -> None:
         ("pass", "pill done", "nothing got worse"),
         ("regressed", "pill failed", "step +12.3 %"),
     ]
-    (table,) = found(page, html.Table)
+    (table,) = find(page, html.Table)
     widths = {sum(cell.colSpan or 1 for cell in row.children) for row in table.children[1].children}
     assert widths == {len(table.children[0].children.children)}
     assert [text(row.children[3]) for row in table.children[1].children][-1] == ""
@@ -355,7 +345,7 @@ def test_the_list_shows_progress_and_errors() -> None:
         listed("failed", 2, "failed", error="rank0.json: no trace in it"),
     ]
     page = build_runs_page(rows, AddressQuery())
-    assert [bar.value for bar in found(page, html.Progress)] == ["40"]
+    assert [bar.value for bar in find(page, html.Progress)] == ["40"]
     assert "2 of 5 files" in text(page)
     assert "no trace in it" in text(page)
     assert "No run matches this search" in text(build_runs_page(rows, AddressQuery({"q": "zzz"})))
@@ -387,14 +377,14 @@ def test_history_lists_and_draws_level_changes() -> None:
 
     page = build_history_page(points, [], AddressQuery())
 
-    (section,) = [one for one in found(page, html.Section) if text(one).startswith("Changes")]
-    (table,) = found(section, html.Table)
+    (section,) = [one for one in find(page, html.Section) if text(one).startswith("Changes")]
+    (table,) = find(section, html.Table)
     assert [text(cell) for cell in table.children[1].children[0].children] == [
         "run 6", "100.3 ms", "120.5 ms", "+20.1 %",
     ]  # fmt: skip
-    assert [link.href for link in found(table, dcc.Link)] == [build_page_url(f"{6:012x}")]
+    assert [link.href for link in find(table, dcc.Link)] == [build_page_url(f"{6:012x}")]
     assert "not used by check" in text(section)
-    (figure,) = [one.figure for one in found(page, dcc.Graph)]
+    (figure,) = [one.figure for one in find(page, dcc.Graph)]
     (level,) = [trace for trace in figure.data if trace.name == "level"]
     assert list(level.y) == pytest.approx([100.33, 120.5, 120.5], abs=0.01)
     assert [one.text for one in figure.layout.annotations] == ["+20.1 %"]
@@ -405,7 +395,7 @@ def test_the_overview_lists_the_kernels_on_the_critical_path_with_links_to_them(
     page = build_overview(View("a run", report, analysis().tables, RUN))
     first = report.path_kernels[0]
     assert f"{first.kernel} rank 3, stream 7" in text(page)
-    links = [one.href for one in found(page, dcc.Link) if text(one) == "longest"]
+    links = [one.href for one in find(page, dcc.Link) if text(one) == "longest"]
     assert links[0].startswith(f"/run/{RUN}/timeline?rank=3&from={first.start_ns - first.dur_ns}")
     assert len(links) == len(report.path_kernels)
 
@@ -413,7 +403,7 @@ def test_the_overview_lists_the_kernels_on_the_critical_path_with_links_to_them(
 def test_of_many_ranks_the_overview_shows_stages_and_the_ranks_that_are_busy_longer() -> None:
     page = build_overview(View("many", make_run_of_many_ranks(), None, RUN))
 
-    figures = {one.id: one.figure for one in found(page, dcc.Graph)}
+    figures = {one.id: one.figure for one in find(page, dcc.Graph)}
     assert "by-rank" not in figures
     compute, *_ = figures["by-group"].data
     assert list(compute.x) == ["stage 0", "stage 1", "stage 2", "stage 3"]
@@ -423,8 +413,8 @@ def test_of_many_ranks_the_overview_shows_stages_and_the_ranks_that_are_busy_lon
     expected[:, 9], expected[5, 4] = 5, 10
     np.testing.assert_array_equal(grid.z, expected)
     assert grid.customdata[5, 4] == 37
-    (section,) = [one for one in found(page, html.Section) if "longer than the median" in text(one)]
-    (table,) = found(section, DataTable)
+    (section,) = [one for one in find(page, html.Section) if "longer than the median" in text(one)]
+    (table,) = find(section, DataTable)
     assert [text(cell.content) for cell in table.cells[0][:3]] == ["rank 37", "n4", "10.0 ms"]
     assert {cell.content for row in table.cells[1:9] for cell in row[1:3]} == {"n9", "5.00 ms"}
     assert len(table.cells) == 100

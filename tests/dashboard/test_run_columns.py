@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from dash import dcc, html
-from support.page_text import find_parts, read_tables, read_text
+from support.page_text import find, read_tables, read_text
 from support.report_builders import analysis
 
 from stepsplit.dashboard.pages.address import AddressQuery
@@ -31,17 +31,17 @@ def show(runs: list[RunRow], rights: RunRights | None = None, **chosen: str) -> 
 
 
 def list_names(page: html.Div) -> list[str]:
-    links = find_parts(page, dcc.Link)
+    links = find(page, dcc.Link)
     return [one.children for one in links if getattr(one, "className", "") == "run-link"]
 
 
 def list_heads(page: html.Div) -> list[str]:
-    (table,) = find_parts(page, DataTable)
+    (table,) = find(page, DataTable)
     return [read_text(getattr(one, "content", one)) for one in table.heads][1:]
 
 
 def find_link(page: html.Div, text: str) -> str:
-    (link,) = [one.href for one in find_parts(page, dcc.Link) if read_text(one) == text]
+    (link,) = [one.href for one in find(page, dcc.Link) if read_text(one) == text]
     return str(link)
 
 
@@ -108,7 +108,7 @@ def test_tags_filter_the_list_and_lead_to_it() -> None:
     assert find_link(both, "gpus=8 : remove this filter") == "/?tag=branch%3Dmain"
     assert list_names(show(runs, tag="branch=main", q="run-001")) == ["run-001"]
     assert "No run matches" in read_text(show(runs, tag="branch=other"))
-    (menu,) = [one for one in find_parts(show(runs, tag="branch=main"), html.Select)
+    (menu,) = [one for one in find(show(runs, tag="branch=main"), html.Select)
                if getattr(one, "data-choice") == "tag"]  # fmt: skip
     assert [option.value for option in menu.children] == ["branch=main", "branch=main,gpus=8"]
 
@@ -132,7 +132,7 @@ def test_tags_of_an_address(text: str | None, tags: list[str]) -> None:
 def test_what_is_done_with_selected_runs_is_offered_to_who_may_do_it() -> None:
     def list_buttons(rights: RunRights) -> set[str]:
         page = show([build_run(1), build_run(2, "failed")], rights)
-        return {one.id for one in find_parts(page, html.Button) if getattr(one, "id", None)}
+        return {one.id for one in find(page, html.Button) if getattr(one, "id", None)}
 
     viewer = {"clear-picks", "pick-all"}
     assert list_buttons(RunRights(edit=False, delete=False)) == viewer
@@ -142,7 +142,7 @@ def test_what_is_done_with_selected_runs_is_offered_to_who_may_do_it() -> None:
 
     def list_boxes(rights: RunRights) -> list[str]:
         page = show([build_run(1), build_run(2, "failed")], rights)
-        buttons = find_parts(page, html.Button)
+        buttons = find(page, html.Button)
         return [getattr(one, "aria-label") for one in buttons if hasattr(one, "data-pick")]
 
     # A viewer compares, and what has no step cannot be compared.

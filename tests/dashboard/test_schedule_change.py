@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from dash import html
-from support.page_text import find_parts, read_cards, read_text
+from support.page_text import find, read_cards, read_text
 from support.report_builders import MS
 from support.samples import SAMPLES
 
@@ -118,7 +118,7 @@ def test_only_schedules_that_fit_are_offered() -> None:
     assert set(measured.list_schedules(4)) >= {"1f1b", "gpipe", "zb-h1"}
     assert not {"interleaved", "zb-v", "dualpipe-v"} & set(measured.list_schedules(4))
     section = build_change_section(load("h100_pp2"), measured, AddressQuery({"schedule": "zb-h1"}))
-    (menu,) = [one for one in find_parts(section, html.Select)
+    (menu,) = [one for one in find(section, html.Select)
                if getattr(one, "data-choice") == "schedule"]  # fmt: skip
     assert [one.value for one in menu.children if one.selected] == ["zb-h1"]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from dash import dcc, html
 from dash.development.base_component import Component
+from support.page_text import find
 from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.report.diagnosis_rows import Lateness, PathPart, PathStep, SlowKernel
@@ -59,23 +59,10 @@ def plain(report: Report) -> View:
     return View("a run", report, None)
 
 
-def found(part: Any, kind: type) -> Iterator[Any]:
-    """The components of the kind in the part."""
-    if isinstance(part, kind):
-        yield part
-    for child in _children(part):
-        yield from found(child, kind)
-
-
-def _children(part: Any) -> list[Any]:
-    inside = part if isinstance(part, list) else getattr(part, "children", None)
-    return inside if isinstance(inside, list) else [inside] if inside is not None else []
-
-
 def body(table: html.Table) -> list[list[str]]:
     """What the cells of a table say, without its head."""
-    _head, *rows = found(table, html.Tr)
-    return [[text(cell) for cell in found(row, html.Td)] for row in rows]
+    _head, *rows = find(table, html.Tr)
+    return [[text(cell) for cell in find(row, html.Td)] for row in rows]
 
 
 def test_idle_is_shown_by_cause_as_the_mean_per_step() -> None:
@@ -90,7 +77,7 @@ def test_idle_is_shown_by_cause_as_the_mean_per_step() -> None:
 
     (section,) = build_idle(plain(report))
 
-    by_cause, _, _ = found(section, html.Table)
+    by_cause, _, _ = find(section, html.Table)
     late = "synchronize late launches after a synchronization"
     busy = "launch bound launch-bound host work"
     assert body(by_cause) == [
@@ -108,16 +95,16 @@ def test_idle_by_op_and_by_rank_is_collapsed() -> None:
         )
     )
 
-    by_op, by_rank = found(build_idle(plain(report)), html.Details)
+    by_op, by_rank = find(build_idle(plain(report)), html.Details)
 
-    assert [body(one) for one in found(by_op, html.Table)] == [
+    assert [body(one) for one in find(by_op, html.Table)] == [
         [
             ["data loading", "next", "4", "2.50 ms"],
             ["python", "unknown", "9", "1.00 ms"],
             ["python", "smaller ones", "3", "0.50 ms"],
         ]
     ]
-    assert [body(one) for one in found(by_rank, html.Table)] == [
+    assert [body(one) for one in find(by_rank, html.Table)] == [
         [["rank 3", "10.0 ms", "10.0 ms", "0.00 ms"], ["rank 0", "6.00 ms", "0.00 ms", "6.00 ms"]]
     ]
 
@@ -129,13 +116,13 @@ def test_a_rank_without_a_full_step_counts_all_its_steps() -> None:
     )
     report = with_rows(steps=partial, idle=(IdleRow(1, "python", "", 5 * MS, 1),))
 
-    (by_cause, *_) = found(build_idle(plain(report)), html.Table)
+    (by_cause, *_) = find(build_idle(plain(report)), html.Table)
 
     assert body(by_cause)[0][3] == "rank 1, 1.00 ms"
 
 
 def test_a_cause_without_an_op_shows_no_op() -> None:
-    (by_cause, *_) = found(
+    (by_cause, *_) = find(
         build_idle(plain(with_rows(idle=(IdleRow(0, "unknown", "", MS, 1),)))), html.Table
     )
 
@@ -154,7 +141,7 @@ def test_stragglers_come_before_ranks_late_by_chance() -> None:
 
     (section,) = build_stragglers(plain(report))
 
-    calls, messages = found(section, html.Table)
+    calls, messages = find(section, html.Table)
     assert body(calls) == [
         ["rank 2", "other", "straggler", "40", "95.0 %", "25.0 %", "1.00 ms", "38.0 ms"],
         ["rank 0", "tp", "", "40", "52.5 %", "50.0 %", "3.00 ms", "63.0 ms"],
@@ -180,7 +167,7 @@ def test_overlap_is_summed_over_ranks_and_shown_per_step() -> None:
         )
     )
 
-    (table,) = found(build_overlap(report), html.Table)
+    (table,) = find(build_overlap(report), html.Table)
 
     assert body(table) == [
         ["tp", "all_reduce", "4.00 ms", "2.00 ms", "2.00 ms", "50.0 %"],
@@ -197,7 +184,7 @@ def test_families_share_the_compute_of_all_ranks() -> None:
         )
     )
 
-    (table,) = found(build_compute(plain(report)), html.Table)
+    (table,) = find(build_compute(plain(report)), html.Table)
 
     assert body(table) == [
         ["gemm", "rank 1, 20.0 ms", "75.0 %", "7.50 ms"],
@@ -214,7 +201,7 @@ def test_slow_kernels_and_contention_are_sorted_by_cost() -> None:
         contention=(ContentionRow(0, 0.99, 12, -4 * MS), ContentionRow(1, 1.25, 14, 8 * MS)),
     )
 
-    contended, slow = found(build_compute(plain(report)), html.Table)
+    contended, slow = find(build_compute(plain(report)), html.Table)
 
     assert body(contended) == [
         ["rank 1", "14", "1.25 x", "2.00 ms"],
@@ -229,7 +216,7 @@ def test_slow_kernels_and_contention_are_sorted_by_cost() -> None:
 def test_the_path_names_the_ranks_that_have_most_of_it() -> None:
     (section,) = build_critical_path(seen(analysis().report))
 
-    (table,) = found(section, html.Table)
+    (table,) = find(section, html.Table)
     assert body(table) == [
         ["compute", "rank 3 78.3 %, rank 0 21.7 %", "82.9 %", "120 ms"],
         ["collective on tp", "rank 3 58.3 %, rank 2 41.7 %", "12.0 %", "17.3 ms"],
@@ -251,11 +238,11 @@ def test_a_slow_step_is_a_sentence_with_a_link() -> None:
 
     (section,) = build_critical_path(seen(report))
 
-    assert [text(item) for item in found(section, html.Li)] == [
+    assert [text(item) for item in find(section, html.Li)] == [
         "step 5 took 170 ms (+25.0 ms over the median), mainly rank 3 idle +24.0 ms",
         "step 7 took 160 ms (+15.0 ms over the median), mainly rank 1 compute +9.00 ms",
     ]
-    assert [link.href for link in found(section, dcc.Link)] == [
+    assert [link.href for link in find(section, dcc.Link)] == [
         "/run/abcdef012345/timeline?step=5&rank=3",
         "/run/abcdef012345/timeline?step=7&rank=1",
     ]
@@ -278,7 +265,7 @@ def test_estimated_waits_are_shown_by_axis() -> None:
         )
     )
 
-    (table,) = found(build_coverage(report), html.Table)
+    (table,) = find(build_coverage(report), html.Table)
 
     assert body(table) == [
         ["tp", "measured", "2", "2", "0", "40", "0"],
@@ -334,7 +321,7 @@ def test_a_long_name_is_in_full_in_the_tooltip() -> None:
 
     titles = [
         span.title
-        for span in found(build_compute(plain(report)), html.Span)
+        for span in find(build_compute(plain(report)), html.Span)
         if hasattr(span, "title")
     ]
 
@@ -353,7 +340,7 @@ def test_groups_with_the_same_calls_are_one_row_and_a_row_each_below() -> None:
 
     [section] = build_collective_table(report)
 
-    folded, single = found(section, html.Table)
+    folded, single = find(section, html.Table)
     [row] = folded.children[1].children
     assert [text(cell) for cell in row.children] == [
         "tp", "3 of 2 ranks", "all_reduce float32", "1.00 kB", "5",
@@ -374,7 +361,7 @@ def test_blame_is_a_mean_over_ranks_and_full_steps() -> None:
 
     [section] = build_blame_table(plain(msgspec.structs.replace(report, blame=(waited,))))
 
-    [row] = next(found(section, html.Table)).children[1].children
+    [row] = next(find(section, html.Table)).children[1].children
     assert [text(cell) for cell in row.children][-1] == "3.00 ms"
 
 

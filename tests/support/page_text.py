@@ -18,15 +18,15 @@ _STYLE = ("template", "hovertemplate", "color", "colorscale", "family", "dtype",
           "colorway")  # fmt: skip
 
 
-def find_parts(part: Any, kind: type) -> Iterator[Any]:
+def find(part: Any, kind: type) -> Iterator[Any]:
     """The components of this kind, in order."""
     if isinstance(part, list | tuple):
         for one in part:
-            yield from find_parts(one, kind)
+            yield from find(one, kind)
     elif isinstance(part, Component):
         if isinstance(part, kind):
             yield part
-        yield from find_parts(getattr(part, "children", None), kind)
+        yield from find(getattr(part, "children", None), kind)
 
 
 def read_text(part: Any) -> str:
@@ -41,14 +41,14 @@ def read_chart_text(figure: Figure) -> str:
 
 def read_page(page: Any) -> str:
     """All words of a page, with those of its charts."""
-    charts = (read_chart_text(one.figure) for one in find_parts(page, dcc.Graph))
+    charts = (read_chart_text(one.figure) for one in find(page, dcc.Graph))
     return " ".join([read_text(page), *charts])
 
 
 def read_cards(page: Any) -> dict[str, tuple[str, str]]:
     """Value and note of each card by its label."""
     cards = {}
-    for one in find_parts(page, Component):
+    for one in find(page, Component):
         if getattr(one, "className", None) == "card number":
             label, value, note = map(read_text, one.children)
             cards[label] = (value, note)
@@ -67,7 +67,7 @@ def read_tables(page: Any) -> list[list[dict[str, str]]]:
             for row in table.cells
             if len(row) == len(heads)
         ]
-        for table in find_parts(page, DataTable)
+        for table in find(page, DataTable)
         for heads in [[read_text(getattr(one, "content", one)) for one in table.heads]]
     ]
 

@@ -11,13 +11,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.slow_gemms import FP32, UNALIGNED
-from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import (
-    Change,
-    WeightedSpans,
-    measure_spans,
-    reduce_work,
-)
+from stepsplit.analyzer.diagnose.graph.replay import WeightedSpans, measure_spans, reduce_work
 from stepsplit.analyzer.parts.kernel_work import DeviceLimits, estimate_work, find_limits
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
@@ -40,17 +34,17 @@ def find_kernels_below_limit(context: CauseContext) -> Iterator[Remedy]:
     limits = find_limits(next((rank.trace.device for rank in ranks if rank.trace.device), ""))
     if limits is None:
         return
-    rows: dict[tuple[KernelWork, str], dict[int, Int64]] = defaultdict(dict)
     took: dict[tuple[KernelWork, str], list[int]] = defaultdict(lambda: [0, 0])
-    for index, rank in enumerate(ranks):
+    of_rank = []
+    for rank in ranks:
         compute = collect_compute(rank.trace, rank.windows)
         work, work_id = find_kernel_work(rank.trace, compute.row)
         ns = np.bincount(work_id, compute.took_ns, minlength=len(work)).tolist()
         count = np.bincount(work_id, minlength=len(work)).tolist()
         family = dict(zip(work_id.tolist(), compute.name_id.tolist(), strict=True))
-        for place, one in enumerate(work):
-            key = one, compute.kinds.find_family(family[place])
-            rows[key][index] = compute.row[work_id == place]
+        keys = [(one, compute.kinds.find_family(family[place])) for place, one in enumerate(work)]
+        of_rank.append((compute.row, work_id, keys))
+        for place, key in enumerate(keys):
             took[key][0] += int(ns[place])
             took[key][1] += count[place]
     slow = []
@@ -62,7 +56,12 @@ def find_kernels_below_limit(context: CauseContext) -> Iterator[Remedy]:
             slow.append((total_ns * (1 - 1 / ratio), ratio, (one, family_name)))
     slow.sort(key=lambda each: -each[0])
     for _, ratio, key in slow[:MAX_KERNELS]:
-        yield _build_remedy(context, limits, key, rows[key], took[key], ratio)
+        rows = {
+            index: row[work_id == keys.index(key)]
+            for index, (row, work_id, keys) in enumerate(of_rank)
+            if key in keys
+        }
+        yield _build_remedy(context, limits, key, rows, took[key], ratio)
 
 
 def _compare_to_model(limits: DeviceLimits, one: KernelWork, family: str, call_ns: float) -> float:
@@ -105,14 +104,9 @@ def _build_remedy(
     )  # fmt: skip
     shapes = (one.shapes or "")[:_NAME_CHARACTERS]
     first = max(rows, key=lambda index: len(rows[index]))
-
-    def shorten(graph: DependencyGraph) -> DependencyGraph:
-        return reduce_work(graph, "compute", cut_ns)
-
-    change: Change = shorten
     return replay_remedy(
         context,
-        change,
+        lambda graph: reduce_work(graph, "compute", cut_ns),
         bucket="compute",
         measured_ns=round(step_ns),
         predicted_ns=round(step_ns / ratio),

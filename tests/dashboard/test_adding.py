@@ -12,9 +12,9 @@ from typing import ClassVar
 import click
 import pytest
 from dash import dcc, html
+from support.page_text import find
 from support.report_builders import analysis
 from support.store_builders import ask_page
-from test_pages import found
 
 from stepsplit.collectors.record import log_to
 from stepsplit.collectors.record.log_to import SinkKind
@@ -45,7 +45,7 @@ def test_a_page_of_a_run_is_an_entry(store: Store, monkeypatch: pytest.MonkeyPat
     address, run = parse_address(f"/run/{run_id}/ranks", ""), store.find_run(run_id)
     shown = str(PageBuilder(store, cache).build_content(address).children)
     assert address is not None and run is not None
-    tabs = found(build_run_page(cache.load_view(run), address, run), dcc.Link)
+    tabs = list(find(build_run_page(cache.load_view(run), address, run), dcc.Link))
     exported = export_html(cache.load_view(run))
 
     assert "4 ranks!" in shown

@@ -168,14 +168,24 @@ def build_empty_card(title: str, message: str) -> html.Section:
 
 
 def build_menu(
-    name: str, options: Mapping[str, str], value: str, default: str, label: str = ""
+    name: str,
+    options: Mapping[str, str],
+    value: str,
+    default: str,
+    label: str = "",
+    *,
+    is_list: bool = False,
 ) -> html.Label:
     """A menu bound to the URL parameter `name`, which is omitted at the default value.
 
-    options: texts by value; label: by default the name. assets/choose.js handles changes.
+    options: texts by value; label: by default the name; is_list: the choice is added to the list
+    that the parameter is. assets/choose.js handles changes.
     """
     items = [html.Option(words, value=key, selected=key == value) for key, words in options.items()]
-    menu = html.Select(items, **_build_data_attributes(name, default))
+    attributes = _build_data_attributes(name, default)
+    if is_list:
+        attributes["data-list"] = "1"
+    menu = html.Select(items, **attributes)
     shown = label or name.replace("_", " ")
     return html.Label([html.Span(shown, className="menu-label"), menu])
 
@@ -191,6 +201,22 @@ def build_text_field(name: str, value: str, label: str, hint: str = "") -> html.
 
 def _build_data_attributes(name: str, default: str) -> Any:
     return {"data-choice": name, "data-usual": default}
+
+
+def build_choice_link(
+    content: Any, url: str, name: str, default: str = "", *, css: str = "", **change: str
+) -> html.A:
+    """A link that changes the URL parameter `name` and keeps all other choices.
+
+    assets/choose.js changes the address as it is at the click: the page may still be that of the
+    choice before. change is one of: value, which it sets; cycle, the values between "|" of which it
+    sets the one after the current one; add or drop, an item of the list that the parameter is.
+
+    url: where it leads from the page as it was built, as in a new tab.
+    """
+    ((how, what),) = change.items()
+    attributes: Any = {**_build_data_attributes(name, default), f"data-{how}": what}
+    return html.A(content, href=url, className=css, **attributes)
 
 
 def build_aria_label(label: str) -> Any:

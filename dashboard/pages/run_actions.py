@@ -18,6 +18,7 @@ from stepsplit.analyzer.model.config_file import RECOMPUTES, list_hardware_names
 from stepsplit.analyzer.model.hardware_config import list_link_names
 from stepsplit.analyzer.model.profile import list_frameworks
 from stepsplit.dashboard.pages.address import format_query
+from stepsplit.dashboard.pages.components import build_choice_link
 from stepsplit.dashboard.store.job_files import JOB_FILE
 from stepsplit.dashboard.store.run_row import RunRow
 
@@ -85,11 +86,13 @@ def build_run_labels(run: RunRow, rights: RunRights) -> list[Component]:
     return shown
 
 
-def build_tags(run: RunRow) -> list[dcc.Link]:
-    """The tags of the run; each leads to the runs that have it."""
+def build_tags(run: RunRow) -> list[html.A]:
+    """The tags of the run; each leads to the runs that have it, in the list of those that it shows
+    already."""
     texts = [f"{tag.key}={tag.value}" for tag in run.tags]
     return [
-        dcc.Link(text, href="/" + format_query({"tag": text}), className="tag") for text in texts
+        build_choice_link(text, "/" + format_query({"tag": text}), "tag", css="tag", add=text)
+        for text in texts
     ]
 
 

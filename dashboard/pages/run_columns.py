@@ -16,6 +16,7 @@ from stepsplit.dashboard.pages.components import (
     COLLECTIVE,
     COMPUTE,
     build_check_pill,
+    build_choice_link,
     build_share_bar,
 )
 from stepsplit.dashboard.pages.run_actions import build_tags
@@ -170,7 +171,9 @@ def _build_job(run: RunRow) -> Cell:
     if run.job is None:
         return Cell()
     url = "/" + format_query({"job": run.job.key})
-    return Cell(dcc.Link(run.job.key, href=url, title=run.job.label, className="job-key"))
+    link = build_choice_link(run.job.key, url, "job", css="job-key", value=run.job.key)
+    link.title = run.job.label
+    return Cell(link)
 
 
 def _build_finding(numbers: Headline) -> Cell:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from dash import dcc, html
 from dash.development.base_component import Component
@@ -16,6 +16,7 @@ from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, form
 from stepsplit.dashboard.pages.components import (
     JobRun,
     build_aria_label,
+    build_choice_link,
     build_legend,
     build_link,
     build_menu,
@@ -135,9 +136,11 @@ class RunsPage:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of the table, which is that of all runs, not of the page shown: the next page
-        has the same."""
-        return choose_columns(self.matches, self.chosen.find_text("columns"))
+        """The columns of the table, which are those of all runs: they stay while the list is
+        searched and paged."""
+        has_one_job = self.is_grouped or self.chosen.find_text("job") is not None
+        asked = self.chosen.find_text("columns")
+        return choose_columns(self.runs, asked, with_job=not has_one_job)
 
     def build_url(self, **changes: object) -> str:
         """The address with some choices changed; it shows the first page of the list."""
@@ -156,21 +159,33 @@ def build_runs_page(
     runs: Sequence[RunRow], chosen: AddressQuery, rights: RunRights = _ALL, mark: str = ""
 ) -> html.Div:
     """The list of runs that match the URL, newest first by default; it updates by itself."""
-    if not runs:
-        upload = " Drop a recording above, or create one with stepsplit demo."
-        hint = "No runs yet." + (upload if rights.edit else "")
-        return html.Div([html.H1("Runs"), html.P(hint, className="card empty")])
     page = select_runs_page(runs, chosen, rights)
+    parts: list[Component] = [html.H1("Runs")]
+    if runs:
+        # Above what is drawn again after each choice, so that the field keeps what is typed
+        # meanwhile, and the menu stays open.
+        group = {"": "no groups", "job": "by job"}
+        parts += [
+            build_text_field("q", chosen.find_text("q") or "", "search names, tags, jobs"),
+            build_menu("group", group, chosen.find_text("group") or "", "", "group"),
+            _build_column_choice(page),
+        ]
+    head = html.Div(parts, className="heading")
     live = build_live_frame(build_list(page), mark)
-    return html.Div([*_build_heading(page), live, *_build_selection(rights)])
+    return html.Div([head, live, *_build_selection(rights)])
 
 
 def build_list(page: RunsPage) -> html.Div:
-    """The table of runs, or one for each job."""
-    if page.matches and page.is_grouped:
-        return html.Div(_build_groups(page))
+    """The filters of the address, and the table of runs that match, or one for each job."""
+    if not page.runs:
+        upload = " Drop a recording above, or create one with stepsplit demo."
+        hint = "No runs yet." + (upload if page.rights.edit else "")
+        return html.Div(html.P(hint, className="card empty"))
+    filters = _build_filters(page)
     if not page.matches:
-        return html.Div(html.P("No run matches this search.", className="card empty"))
+        return html.Div([*filters, html.P("No run matches this search.", className="card empty")])
+    if page.is_grouped:
+        return html.Div([*filters, *_build_groups(page)])
     ordered, columns = page.ordered, page.columns
     n_pages = -(-len(ordered) // MAX_LISTED)
     at = min(max(page.chosen.parse_int("page") or 1, 1), n_pages)
@@ -184,76 +199,68 @@ def build_list(page: RunsPage) -> html.Div:
         count = f"{len(ordered):,} of {len(page.runs):,} runs"
     foot: list[Component] = [html.Span(count)]
     if n_pages > 1:
-        kept = {**page.chosen.values, "page": None}
         foot = [html.Span(f"{first + 1:,} to {first + len(shown):,} of {count}")]
         for words, number in (("previous", at - 1), ("next", at + 1)):
-            url = "/" + format_query({**kept, "page": number if number > 1 else None})
+            value = str(number) if number > 1 else ""
             if 1 <= number <= n_pages:
-                foot.append(dcc.Link(f"{words} page", href=url))
+                url = page.build_url(page=value)
+                foot.append(build_choice_link(f"{words} page", url, "page", value=value))
         foot.append(html.Span(f"page {at} of {n_pages}"))
     pager = html.Nav(foot, className="pager run-pager", **build_aria_label("pages of the list"))
-    return html.Div([html.Div(table, className="card scroll"), pager])
+    return html.Div([*filters, html.Div(table, className="card scroll"), pager])
 
 
-def _build_heading(page: RunsPage) -> list[Component]:
-    chosen = page.chosen
-    search = build_text_field("q", chosen.find_text("q") or "", "search names, tags, jobs")
-    group = chosen.find_text("group")
-    menus = [build_menu("group", {"": "no groups", "job": "by job"}, group or "", "", "group")]
-    # A menu whose entries are the tags of the address and one more.
-    now = split_tags(chosen.find_text("tag"))
-    known = Counter(f"{tag.key}={tag.value}" for run in page.matches for tag in run.tags)
-    # By key and value; a tag that all of them have tells them not apart.
-    others = sorted(one for one, n in known.items() if one not in now and n < len(page.matches))
-    if others:
-        names = {",".join(now): "one more" if now else "any"}
-        names |= {",".join([*now, one]): f"{one} ({known[one]:,})" for one in others[:MAX_TAGS]}
-        menus.append(build_menu("tag", names, ",".join(now), "", "tag"))
-    parts: list[Component] = [html.H1("Runs"), search, *menus, _build_column_choice(page)]
-    if page.is_grouped or "split" in page.columns:
-        parts.append(build_legend())
-    lines: list[Component] = [html.Div(parts, className="heading")]
+def _build_filters(page: RunsPage) -> list[Component]:
+    """What the list is filtered by, and the tags by which it can be filtered further."""
+    chosen, lines = page.chosen, list[Component]()
     job = chosen.find_text("job")
     if job is not None:
         label = label_jobs(JobRun(run.job, run.name) for run in page.runs).get(job, f"no job {job}")
         line = [
             "job ", html.B(label), "   ",
             build_link("history", "/history" + format_query({"job": job})), "   ",
-            build_link("all jobs", page.build_url(job=None)),
+            build_choice_link("all jobs", page.build_url(job=None), "job", value=""),
         ]  # fmt: skip
         lines.append(html.P(line, className="subtitle"))
+    now = split_tags(chosen.find_text("tag"))
+    parts: list[Component] = []
     if now:
         chips = []
         for one in now:
-            rest = ",".join(tag for tag in now if tag != one)
+            rest = page.build_url(tag=",".join(tag for tag in now if tag != one))
             does: Component = html.Span(": remove this filter", className="unseen")
-            chips.append(dcc.Link([one, does], href=page.build_url(tag=rest), className="tag on"))
-        lines.append(html.P(["with ", *chips], className="run-tags"))
-    return lines
+            chips.append(build_choice_link([one, does], rest, "tag", css="tag on", drop=one))
+        parts.append(html.P(["with ", *chips], className="run-tags"))
+    known = Counter(f"{tag.key}={tag.value}" for run in page.matches for tag in run.tags)
+    # By key and value; a tag that all of them have tells them not apart.
+    others = sorted(one for one, n in known.items() if one not in now and n < len(page.matches))
+    if others:
+        names = {"": "one more" if now else "any"}
+        names |= {one: f"{one} ({known[one]:,})" for one in others[:MAX_TAGS]}
+        parts.append(build_menu("tag", names, "", "", "tag", is_list=True))
+    if page.matches and (page.is_grouped or "split" in page.columns):
+        parts.append(build_legend())
+    return [*lines, html.Div(parts, className="heading filters")]
 
 
 def _build_column_choice(page: RunsPage) -> html.Details:
-    """A link for each column, which shows or hides it."""
+    """A button for each column, which shows or hides it; assets/choose.js handles clicks."""
     shown = page.columns
-    if page.is_grouped:
-        shown = choose_columns(page.matches, page.chosen.find_text("columns"), with_job=False)
-    tags = [f"{TAG}{key}" for key in list_tag_keys(page.matches)[:MAX_TAGS]]
+    tags = [f"{TAG}{key}" for key in list_tag_keys(page.runs)[:MAX_TAGS]]
     items = []
     for name in dict.fromkeys([*COLUMNS, *shown, *tags]):
         column = find_column(name)
         if column is None or name == NAME:
             continue
-        is_shown = name in shown
-        wanted = [one for one in shown if one != name] if is_shown else [*shown, name]
         head = f"tag {column.head}" if name.startswith(TAG) else column.head
-        does = html.Span(": hide" if is_shown else ": show", className="unseen")
-        mark = html.Span("✓" if is_shown else "", className="tick")
-        link = dcc.Link([mark, head, does], href=page.build_url(columns=",".join(wanted)))
-        items.append(html.Li(link))
-    if page.chosen.find_text("columns"):
-        items.append(html.Li(dcc.Link("usual columns", href=page.build_url(columns=None))))
+        chosen: Any = {"aria-checked": str(name in shown).lower(), "data-choice": "columns",
+                       "data-toggle": name}  # fmt: skip
+        items.append(html.Li(html.Button(head, type="button", role="checkbox", **chosen)))
+    usual: Any = {"data-choice": "columns", "data-value": ""}
+    items.append(html.Li(html.Button("usual columns", type="button", **usual)))
+    usual_list: Any = {"data-usual": ",".join(shown)}
     return html.Details(
-        [html.Summary("columns"), html.Ul(items, className="card")], className="menu"
+        [html.Summary("columns"), html.Ul(items, className="card", **usual_list)], className="menu"
     )
 
 
@@ -307,12 +314,13 @@ def _build_table_head(page: RunsPage, columns: Sequence[str]) -> list[Content | 
         is_first_click = current.removeprefix("-") != name
         is_down = current == name or (is_first_click and not column.is_text)
         where = page.build_url(sort=f"-{name}" if is_down else name)
-        if current == name:
-            heads.append(SortHead(build_link(f"{column.head} ▲", where), "ascending"))
-        elif current == f"-{name}":
-            heads.append(SortHead(build_link(f"{column.head} ▼", where), "descending"))
-        else:
-            heads.append(SortHead(build_link(column.head, where)))
+        orders = f"{name}|-{name}" if column.is_text else f"-{name}|{name}"
+        mark: dict[str, tuple[str, Literal["ascending", "descending", ""]]] = {
+            name: (" ▲", "ascending"), f"-{name}": (" ▼", "descending"),
+        }  # fmt: skip
+        sign, order = mark.get(current, ("", ""))
+        link = build_choice_link(column.head + sign, where, "sort", NEWEST, cycle=orders)
+        heads.append(SortHead(link, order))
     return heads
 
 
@@ -433,10 +441,10 @@ def _build_page(request: PageRequest) -> PageContent:
 def _build_live(request: PageRequest) -> PageContent | None:
     rows = request.store.list_runs()
     mark = compute_fingerprint(rows)
-    if mark == request.mark or not rows:
+    if mark == request.mark:
         return None
     page = select_runs_page(rows, request.address.chosen, request.rights)
-    return PageContent(build_list(page), fingerprint=mark)
+    return PageContent(build_list(page), any(row.pending for row in rows), mark)
 
 
 PAGE = StorePage("Runs", "/", _build_page, build_live=_build_live, takes_uploads=True)

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from dash import Dash, Input, Output, State, callback_context, dcc, html
+from dash import Dash, Input, Output, State, callback_context, dcc, html, no_update, set_props
 from dash.exceptions import DependencyException, PreventUpdate
 from flask import Flask, Response, current_app, make_response, request
 from plotly import graph_objects as go
@@ -145,8 +145,18 @@ def _add_page_callbacks(app: Dash, contents: PageBuilder) -> None:
     )
     def show(
         path: str | None, search: str | None, _: int | None, mark: str | None
-    ) -> tuple[Any, bool, bool, str]:
+    ) -> tuple[Any, Any, bool, str]:
         address = _parse_address(path, search)
+        changed = set(callback_context.triggered_prop_ids)
+        if changed and "url.pathname" not in changed and contents.is_live(address):
+            # Only this part changes: what is typed above it, and an open menu, stay.
+            shown = None if "url.search" in changed else mark
+            live = contents.build_live(address, current_user().role, shown)
+            if live is None:
+                raise PreventUpdate
+            set_props("watch-live", {"children": live.children})
+            set_props("watch-mark", {"data": live.fingerprint})
+            return no_update, no_update, not live.pending, live.fingerprint
         content = contents.build_content(address, current_user().role)
         if callback_context.triggered_id == "tick" and content.fingerprint == mark:
             raise PreventUpdate
@@ -169,7 +179,7 @@ def _add_page_callbacks(app: Dash, contents: PageBuilder) -> None:
         _: int | None, path: str | None, search: str | None, mark: str | None
     ) -> tuple[Any, str]:
         address = _parse_address(path, search)
-        live = None if address is None else contents.build_live(address, current_user().role, mark)
+        live = contents.build_live(address, current_user().role, mark)
         if live is None:
             raise PreventUpdate
         return live.children, live.fingerprint

@@ -48,11 +48,21 @@ class PageBuilder:
             content = find_store_page(address).build(self._make_request(address, role))
         return content or PageContent(build_missing_page())
 
-    def build_live(self, address: Address, role: Role, mark: str | None) -> PageContent | None:
+    def build_live(
+        self, address: Address | None, role: Role, mark: str | None
+    ) -> PageContent | None:
         """What a page that updates by itself shows now; None if it is no such page, or if the mark
         shows that it is still the same."""
-        build = None if address.run_id else find_store_page(address).build_live
-        return None if build is None else build(self._make_request(address, role, mark))
+        if address is None or not self.is_live(address):
+            return None
+        build = find_store_page(address).build_live
+        return build and build(self._make_request(address, role, mark))
+
+    def is_live(self, address: Address | None) -> bool:
+        """Whether build_live draws all of the page that the choices of the address change."""
+        if address is None or address.run_id:
+            return False
+        return find_store_page(address).build_live is not None
 
     def _make_request(self, address: Address, role: Role, mark: str | None = None) -> PageRequest:
         load = self._loaded.load_report_view

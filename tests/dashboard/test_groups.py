@@ -97,7 +97,7 @@ def test_the_list_shows_the_job_of_each_run_unless_all_have_one(
     store: Store, ids: dict[str, list[str]]
 ) -> None:
     flat = show(store, "/")
-    keys = [one for one in find(flat, dcc.Link) if getattr(one, "className", "") == "job-key"]
+    keys = [one for one in find(flat, html.A) if getattr(one, "className", "") == "job-key"]
     assert len(listed(flat)) == len(keys) == 20
     assert {(text(one), one.href, one.title) for one in keys} == {
         (key_of(job), f"/?job={key_of(job)}", label)
@@ -107,8 +107,8 @@ def test_the_list_shows_the_job_of_each_run_unless_all_have_one(
 
     own = show(store, "/", f"?job={key_of('tiny')}&sort=name")
     assert listed(own) == [f"tiny-{day:02}" for day in range(5)]
-    assert not [one for one in find(own, dcc.Link) if getattr(one, "className", "") == "job-key"]
-    links = {text(one): one.href for one in find(own, dcc.Link)}
+    assert not [one for one in find(own, html.A) if getattr(one, "className", "") == "job-key"]
+    links = {text(one): one.href for kind in (dcc.Link, html.A) for one in find(own, kind)}
     assert links["history"] == f"/history?job={key_of('tiny')}"
     assert links["all jobs"] == "/?sort=name"
     assert links["step"] == f"/?job={key_of('tiny')}&sort=-step"
@@ -146,7 +146,7 @@ def test_groups_are_searched_sorted_and_keep_their_address(
 ) -> None:
     page = show(store, "/", "?group=job&q=m2&sort=name")
     assert listed(page) == ["m2-00", "m2-01"]
-    hrefs = [one.href for one in find(page, dcc.Link) if text(one) == "step"]
+    hrefs = [one.href for one in find(page, html.A) if text(one) == "step"]
     assert set(hrefs) == {"/?group=job&q=m2&sort=-step"}
     assert "No run matches" in text(show(store, "/", "?group=job&q=zzz"))
     assert "no job zzz" in text(show(store, "/", "?group=job&job=zzz"))

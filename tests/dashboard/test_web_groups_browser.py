@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from support.browser_builders import running_server
@@ -193,12 +195,60 @@ def test_columns_are_chosen_by_the_keyboard(shared: Shared, browser: Any) -> Non
     page.wait_for_selector("[data-pick]")
     press_until(page, "Tab", ".menu summary")
     page.keyboard.press("Enter")
-    page.get_by_role("link", name="first finding").focus()
+    page.get_by_role("checkbox", name="first finding").focus()
     page.keyboard.press("Enter")
     page.wait_for_url("**/?columns=*finding")
     page.locator("th", has_text="first finding").wait_for()
+    # The menu stays open for the next one, where the keyboard is.
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"{shared.url}/")
     page.keyboard.press("Escape")
     assert page.locator("details.menu[open]").count() == 0
+
+
+def test_a_choice_before_the_server_has_answered_keeps_the_one_before(
+    shared: Shared, browser: Any
+) -> None:
+    page = open_page(browser, f"{shared.url}/?tag=branch%3Dmain")
+    page.locator(".tag.on").wait_for()
+    page.route("**/_dash-update-component", _answer_late)
+
+    # A filter, two columns and the order, and the order again.
+    page.locator(".tag.on").click()
+    page.locator(".menu summary").click()
+    for head in ("first finding", "idle"):
+        page.get_by_role("checkbox", name=head, exact=True).click()
+        assert page.get_by_role("checkbox", name=head, exact=True).get_attribute(
+            "aria-checked"
+        ) == ("true")
+    page.locator("thead a", has_text="step").click()
+    page.locator("thead a", has_text="step").click()
+
+    query = parse_qs(urlsplit(page.url).query)
+    assert query["sort"] == ["step"] and "tag" not in query
+    assert {"finding", "idle", "step"} <= set(query["columns"][0].split(","))
+    page.locator("th[aria-sort=ascending]", has_text="step").wait_for()
+    assert page.locator("th", has_text="first finding").count() == 1
+
+    # What is typed meanwhile stays in the field, and the focus too.
+    field = page.locator("#choose-q")
+    field.press_sequentially("gpt-1", delay=450)
+    page.wait_for_url("**q=gpt-1*")
+    page.get_by_text("2 of 25 runs").wait_for()
+    assert field.input_value() == "gpt-1"
+    assert page.evaluate("document.activeElement.id") == "choose-q"
+    assert "sort=step" in page.url and "idle" in page.url
+
+    # The way back leads through each of them.
+    page.unroute("**/_dash-update-component")
+    page.locator("h1").click()
+    page.go_back()
+    page.wait_for_function("() => document.getElementById('choose-q').value === 'gpt-'")
+
+
+def _answer_late(route: Any) -> None:
+    time.sleep(1)
+    route.continue_()
 
 
 def test_the_history_of_a_job_is_chosen(shared: Shared, browser: Any) -> None:

@@ -1,5 +1,5 @@
-/* Selections on a page are URL parameters: menus and fields with data-choice. The selected runs are
-   those of this tab. */
+/* Selections on a page are URL parameters: menus, fields and links with data-choice. The selected
+   runs are those of this tab. */
 (function () {
   "use strict";
 
@@ -12,31 +12,88 @@
   };
   const go = (search) => window.stepsplitOpen(location.pathname + search);
 
-  function choose(field, value) {
-    const query = new URLSearchParams(location.search);
+  /* The list in a parameter. A part without "=" belongs to the tag before, whose value has commas. */
+  function parseList(name, text) {
+    return text.split(name === "tag" ? /,(?=[^,]*=)/ : ",").filter(Boolean);
+  }
+
+  const usualOf = (part) => {
+    const holder = part.closest("[data-usual]");
+    return holder ? holder.dataset.usual : "";
+  };
+  const read = (part) => new URLSearchParams(location.search).get(part.dataset.choice) ?? usualOf(part);
+
+  /* The choice is made on the address as it is now, as the page may be that of the address before. */
+  function choose(part, value) {
+    const name = part.dataset.choice, query = new URLSearchParams(location.search);
     /* Another list begins with its first page. */
     if (location.pathname === "/") query.delete("page");
-    if (value === "" || value === field.dataset.usual) query.delete(field.dataset.choice);
-    else query.set(field.dataset.choice, value);
-    go(query.size ? "?" + query : "");
+    if (value === "" || value === usualOf(part)) query.delete(name);
+    else query.set(name, value);
+    const search = query.size ? "?" + String(query).replaceAll("%2C", ",") : "";
+    if (search !== location.search) go(search);
+  }
+
+  function chooseItem(part, item, on) {
+    const name = part.dataset.choice, others = parseList(name, read(part)).filter((one) => one !== item);
+    choose(part, (on ? [...others, item] : others).join(","));
   }
 
   const chosen = (event) => event.target.closest && event.target.closest("[data-choice]");
 
   document.addEventListener("change", (event) => {
-    const field = chosen(event);
-    if (field) choose(field, event.target.value.trim());
+    const field = chosen(event), value = event.target.value;
+    if (!field || typeof value !== "string") return;
+    if (!field.dataset.list) choose(field, value.trim());
+    else if (value) {
+      chooseItem(field, value, true);
+      event.target.value = "";
+    }
   });
 
   /* Search while typing. */
   const SEARCHES = ["q", "find"];
   let later;
   document.addEventListener("input", (event) => {
-    const field = chosen(event);
+    const field = chosen(event), path = location.pathname;
     if (!field || !SEARCHES.includes(field.dataset.choice)) return;
     clearTimeout(later);
-    later = setTimeout(() => choose(field, event.target.value.trim()), 350);
+    /* The page may have been left meanwhile. */
+    later = setTimeout(() => location.pathname === path && choose(field, event.target.value.trim()), 350);
   });
+
+  /* Before the link itself is followed. */
+  document.addEventListener("click", (event) => {
+    const part = chosen(event);
+    if (!part || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+    const { value, cycle, add, drop, toggle } = part.dataset, isLink = part.tagName === "A";
+    /* A tag on the page of a run leads to the list. */
+    if (isLink && part.pathname !== location.pathname) window.stepsplitOpen(part.href);
+    else if (value !== undefined) choose(part, value);
+    else if (add !== undefined || drop !== undefined) chooseItem(part, add ?? drop, add !== undefined);
+    else if (toggle !== undefined) chooseItem(part, toggle, !parseList(part.dataset.choice, read(part)).includes(toggle));
+    else if (cycle !== undefined) {
+      const values = cycle.split("|");
+      choose(part, values[(values.indexOf(read(part)) + 1) % values.length]);
+    } else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }, true);
+
+  /* What is chosen, on parts of the page that stay. */
+  function showChosen() {
+    for (const part of document.querySelectorAll("[data-choice]")) {
+      const { choice, toggle, list } = part.dataset, input = part.querySelector("input");
+      if (toggle !== undefined) setChecked(part, parseList(choice, read(part)).includes(toggle));
+      else if (part.tagName === "SELECT" && !list) {
+        if ([...part.options].some((one) => one.value === read(part))) part.value = read(part);
+      }
+      else if (input && input !== document.activeElement && input.value !== read(part)) {
+        window.dash_clientside.set_props(input.id, { value: read(part) });
+      }
+    }
+  }
+  window.addEventListener("popstate", showChosen);
 
   /* The selected runs by id: when each was added, and whether it can be compared. They stay selected
      while the list is searched, sorted and paged, which gives other runs the same boxes, and while

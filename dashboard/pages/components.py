@@ -204,7 +204,14 @@ def _build_data_attributes(name: str, default: str) -> Any:
 
 
 def build_choice_link(
-    content: Any, url: str, name: str, default: str = "", *, css: str = "", **change: str
+    content: Any,
+    url: str,
+    name: str,
+    default: str = "",
+    *,
+    css: str = "",
+    title: str = "",
+    **change: str,
 ) -> html.A:
     """A link that changes the URL parameter `name` and keeps all other choices.
 
@@ -216,7 +223,7 @@ def build_choice_link(
     """
     ((how, what),) = change.items()
     attributes: Any = {**_build_data_attributes(name, default), f"data-{how}": what}
-    return html.A(content, href=url, className=css, **attributes)
+    return html.A(content, href=url, className=css, title=title or None, **attributes)
 
 
 def build_aria_label(label: str) -> Any:

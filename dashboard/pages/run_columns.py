@@ -171,9 +171,8 @@ def _build_job(run: RunRow) -> Cell:
     if run.job is None:
         return Cell()
     url = "/" + format_query({"job": run.job.key})
-    link = build_choice_link(run.job.key, url, "job", css="job-key", value=run.job.key)
-    link.title = run.job.label
-    return Cell(link)
+    key, label = run.job.key, run.job.label
+    return Cell(build_choice_link(key, url, "job", css="job-key", title=label, value=key))
 
 
 def _build_finding(numbers: Headline) -> Cell:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gc
 import io
+import os
 import signal
 import sys
 import tempfile
@@ -31,6 +32,9 @@ class _LazyGroup(click.Group):
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Runs a command; what it prints is safe for a terminal and a CI log."""
+        if "_STEPSPLIT_COMPLETE" in os.environ:
+            # click writes its completions as bytes: names of commands and options, all of our own.
+            return super().main(*arguments, **options)
         with guard_output():
             return super().main(*arguments, **options)
 

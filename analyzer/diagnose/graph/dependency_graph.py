@@ -15,7 +15,6 @@ from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, NO_LEVELS
 from stepsplit.analyzer.ops import SYMMETRIC_OPS
 from stepsplit.analyzer.split.event_waits import find_first_waiting
 from stepsplit.analyzer.split.host_threads import SYNCHRONIZES
-from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import is_on_main_stream
 from stepsplit.analyzer.split.transfers import Arrivals
@@ -181,8 +180,7 @@ def _compute_offsets(counts: Sequence[int]) -> tuple[int, ...]:
 
 def build_dependency_graph(split: RunSplit) -> DependencyGraph:
     """Build the graph of a recording."""
-    # The graph without levels, with the times of its nodes as measured; the parts by rank, which
-    # need as much memory, end here.
+    # First the graph without levels, with the times of its nodes as measured.
     parts = _GraphParts.build(split)
     kernels = _build_kernels(parts, split)
     edges = _build_edges(parts, kernels, split)
@@ -197,21 +195,36 @@ def build_dependency_graph(split: RunSplit) -> DependencyGraph:
     before = np.full(count, -1, dtype=np.int32)
     before[1 : parts.main_nodes] = np.arange(parts.main_nodes - 1)
     before[[first for first in parts.node[:-1] if first < parts.main_nodes]] = -1
+    # A synchronization has no recorded time of its own: it takes place when its last member
+    # arrives.
+    at = np.concatenate((measured, np.full(count - len(measured), NEVER)))
+    into = edges[1] >= len(measured)
+    np.maximum.at(at, edges[1][into], at[edges[0][into]])
+    first = np.cumsum(np.append(0, np.bincount(edges[1], minlength=count)), dtype=np.int32)
     graph = DependencyGraph(
         before=before,
         work_ns=work,
         step=step,
-        needs=_build_needs(edges, count),
+        needs=Needs(first, edges[0][np.argsort(edges[1], kind="stable")].astype(np.int32)),
         rest_ns=np.zeros(count, dtype=np.int64),
         levels=NO_LEVELS,
         timelines=TimelineNodes(np.array(parts.node), measured[: parts.main_nodes].copy()),
         kernels=kernels,
         steps=_build_steps(parts, split),
-        at_ns=_estimate_node_ns(measured, edges, count),
+        at_ns=at,
         binding=np.full(count, -1, dtype=np.int32),
     )
     levels = Levels.build(graph.before, graph.needs, graph.at_ns)
-    return _bind(replace(graph, levels=levels))
+    # Arrivals and ends keep the delay that they have after their last dependency (a launch, a
+    # transfer), so that a replay of the unchanged graph gives the measured times.
+    total_ns, known_ns = graph.work_ns.sum(axis=1), np.full(len(graph), NEVER)
+    events = np.concatenate((kernels.start, kernels.end))
+    for known in (events, np.flatnonzero(~levels.has_sources)):
+        known_ns[known] = graph.at_ns[known]
+    times = levels.compute_times(total_ns, graph.rest_ns, known_ns)
+    latest_ns, binding = levels.find_latest(times, total_ns)
+    rest_ns = np.where(known_ns > NEVER, known_ns - latest_ns, 0)
+    return replace(graph, levels=levels, rest_ns=rest_ns, at_ns=times, binding=binding)
 
 
 def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
@@ -290,19 +303,6 @@ def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> E
     )
 
 
-def _estimate_node_ns(measured: Int64, edges: Edges, count: int) -> Int64:
-    """The time of each node; a synchronization takes place when its last member arrives."""
-    at = np.concatenate((measured, np.full(count - len(measured), NEVER)))
-    into = edges[1] >= len(measured)
-    np.maximum.at(at, edges[1][into], at[edges[0][into]])
-    return at
-
-
-def _build_needs(edges: Edges, count: int) -> Needs:
-    first = np.cumsum(np.append(0, np.bincount(edges[1], minlength=count)), dtype=np.int32)
-    return Needs(first, edges[0][np.argsort(edges[1], kind="stable")].astype(np.int32))
-
-
 def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
     windows = [rank.windows.windows for rank in split.ranks]
     first = parts.node[:-1]
@@ -313,48 +313,6 @@ def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
         begin=np.concatenate([m.begin + f for m, f in zip(parts.mains, first, strict=True)]),
         end=np.concatenate([m.end + f for m, f in zip(parts.mains, first, strict=True)]),
     )
-
-
-def _bind(graph: DependencyGraph) -> DependencyGraph:
-    """Complete the graph by the measured delay of each arrival and each end after its last
-    dependency, by its times and by the dependency that determined each of them."""
-    levels, work_ns = graph.levels, graph.work_ns.sum(axis=1)
-    known_ns = np.full(len(graph), NEVER)
-    events = np.concatenate((graph.kernels.start, graph.kernels.end))
-    for known in (events, np.flatnonzero(~levels.has_sources)):
-        known_ns[known] = graph.at_ns[known]
-    times = levels.compute_times(work_ns, graph.rest_ns, known_ns)
-    latest_ns, binding = levels.find_latest(times, work_ns)
-    rest_ns = np.where(known_ns > NEVER, known_ns - latest_ns, 0)
-    return replace(graph, rest_ns=rest_ns, at_ns=times, binding=binding)
-
-
-# Cumulative time of a rank in each bucket.
-
-
-class Activity(Struct, frozen=True):
-    """Bucket intervals of a rank, sorted and disjoint; sums_ns[i] is the time per bucket before the
-    i-th."""
-
-    start_ns: Int64
-    end_ns: Int64
-    bucket: UInt8
-    sums_ns: Int64
-
-    @classmethod
-    def build(cls, start_ns: Int64, end_ns: Int64, bucket: UInt8) -> Activity:
-        """The activity of these intervals, at least one."""
-        spent = np.zeros((len(start_ns) + 1, len(BUCKETS)), dtype=np.int64)
-        spent[np.arange(1, len(start_ns) + 1), bucket] = end_ns - start_ns
-        return cls(start_ns, end_ns, bucket, np.cumsum(spent, axis=0))
-
-    def sum_spent_ns(self, at_ns: Int64) -> Int64:
-        """The time in each bucket before each instant, shape (instants, buckets)."""
-        part = np.clip(np.searchsorted(self.start_ns, at_ns, side="right") - 1, 0, None)
-        spent = self.sums_ns[part].copy()
-        within = np.clip(at_ns, self.start_ns[part], self.end_ns[part]) - self.start_ns[part]
-        spent[np.arange(len(at_ns)), self.bucket[part]] += within
-        return spent
 
 
 # The ranks' timelines, cut at each dependency.
@@ -405,11 +363,15 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
     edges = clock.map_to_common_ns(
         np.array([(w.start_ns, w.end_ns) for w in windows], dtype=np.int64).reshape(-1, 2)
     )
+    # A cut wherever the rank may depend on another one, so that a path can leave it there, and at
+    # each forward and backward of a pipeline, because a change may be of one phase only.
+    exposed = rank.attribution.exposed
+    boxes = [box for grid in rank.grids for box in grid.slots]
     wanted = np.concatenate(
         (
             edges.ravel(),
-            _list_box_edges(rank),
-            _list_wait_starts(rank),
+            np.array([ns for box in boxes for ns in (box.start_ns, box.end_ns)], dtype=np.int64),
+            clock.map_to_common_ns(exposed.start_ns[np.isin(exposed.bucket, WAITS)]),
             calls.end_ns[calls.blocking],
             calls.awaited_ns[calls.hidden],
             calls.start_dep_ns,
@@ -417,10 +379,15 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
     )
     at = np.unique(wanted[(wanted >= edges[0, 0]) & (wanted <= edges[-1, 1])])
     bucket = _mark_hidden_idle(rank, calls)
-    activity = Activity.build(
-        clock.map_to_common_ns(band.start_ns), clock.map_to_common_ns(band.end_ns), bucket
-    )
-    spent = activity.sum_spent_ns(at)[:, _WORK_BUCKETS]
+    start, end = clock.map_to_common_ns(band.start_ns), clock.map_to_common_ns(band.end_ns)
+    # The time in each bucket before each cut: that of all earlier parts of the band, and of the
+    # part that contains the cut what lies before it.
+    before = np.zeros((len(start) + 1, len(BUCKETS)), dtype=np.int64)
+    before[np.arange(1, len(start) + 1), bucket] = end - start
+    part = np.clip(np.searchsorted(start, at, side="right") - 1, 0, None)
+    spent = np.cumsum(before, axis=0)[part]
+    spent[np.arange(len(at)), bucket[part]] += np.clip(at, start[part], end[part]) - start[part]
+    spent = spent[:, _WORK_BUCKETS]
     window = np.searchsorted(edges[:, 0], at, side="left") - 1
     return RankTimeline(
         at_ns=at,
@@ -429,19 +396,6 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
         begin=np.searchsorted(at, edges[:, 0]),
         end=np.searchsorted(at, edges[:, 1]),
     )
-
-
-def _list_wait_starts(rank: RankSplit) -> Int64:
-    """The start times of the exposed waits."""
-    exposed = rank.attribution.exposed
-    waits = np.isin(exposed.bucket, WAITS)
-    return rank.clock.map_to_common_ns(exposed.start_ns[waits])
-
-
-def _list_box_edges(rank: RankSplit) -> Int64:
-    """The begin and end times of the forwards and backwards of a pipeline."""
-    boxes = [box for grid in rank.grids for box in grid.slots]
-    return np.array([at for box in boxes for at in (box.start_ns, box.end_ns)], dtype=np.int64)
 
 
 def _mark_hidden_idle(rank: RankSplit, calls: CommCalls) -> UInt8:
@@ -474,25 +428,8 @@ def build_sync_edges(split: RunSplit, kernels: CommKernels, first: int) -> Edges
     the sender finished before the receiver arrived.
     """
     matched, kernel = split.matched, kernels.of_row
-    alone = (kernels.start, kernels.end)
-    rooted = _build_rooted_edges(split, kernels)
-    meet = np.flatnonzero((matched.shared >= 0) & _find_synchronizing(matched, split))
-    node = first + group_ids(matched.shared[meet])
-    who, arrives, waits = kernel[meet], matched.arrives[meet], matched.waits[meet]
-    return (
-        np.concatenate((alone[0], rooted[0], kernels.start[who[arrives]], node[waits])),
-        np.concatenate((alone[1], rooted[1], node[arrives], kernels.end[who[waits]])),
-    )
-
-
-def _find_synchronizing(matched: MatchedCalls, split: RunSplit) -> Bool:
-    """Which rows are of calls that synchronize all members."""
-    early = split.arrivals.end_ns < split.arrivals.moves_ns
-    return np.asarray(np.isin(matched.op, _NEED_ALL) | (matched.is_message & ~early))
-
-
-def _build_rooted_edges(split: RunSplit, kernels: CommKernels) -> Edges:
-    matched, last, kernel = split.matched, split.arrivals.last, kernels.of_row
+    # The pairs of a rooted collective (broadcast, reduce): the call of the rank that arrived last,
+    # and the call of each member.
     place = {rank.trace.rank: i for i, rank in enumerate(split.ranks)}
     rows = np.flatnonzero(
         (matched.shared >= 0) & ~matched.is_message & ~np.isin(matched.op, _NEED_ALL)
@@ -507,12 +444,26 @@ def _build_rooted_edges(split: RunSplit, kernels: CommKernels) -> Edges:
     pairs = [
         (lead[key], row)
         for row, call, rank in zip(
-            rows.tolist(), matched.shared[rows].tolist(), last[rows].tolist(), strict=True
+            rows.tolist(),
+            matched.shared[rows].tolist(),
+            split.arrivals.last[rows].tolist(),
+            strict=True,
         )
         if (key := (call, place.get(rank, -1))) in lead
     ]
     both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return kernels.start[kernel[both[:, 0]]], kernels.end[kernel[both[:, 1]]]
+    rooted = kernels.start[kernel[both[:, 0]]], kernels.end[kernel[both[:, 1]]]
+    # All others share a node.
+    # A message needs both of its ranks, unless the sender finished before the receiver arrived.
+    early = split.arrivals.end_ns < split.arrivals.moves_ns
+    synchronizes = np.isin(matched.op, _NEED_ALL) | (matched.is_message & ~early)
+    meet = np.flatnonzero((matched.shared >= 0) & synchronizes)
+    node = first + group_ids(matched.shared[meet])
+    who, arrives, waits = kernel[meet], matched.arrives[meet], matched.waits[meet]
+    return (
+        np.concatenate((kernels.start, rooted[0], kernels.start[who[arrives]], node[waits])),
+        np.concatenate((kernels.end, rooted[1], node[arrives], kernels.end[who[waits]])),
+    )
 
 
 # The collectives and messages of one rank as device events (gloo: as calls).
@@ -565,7 +516,9 @@ class CommCalls(Struct, frozen=True):
 
 def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
     """The events of a rank; rows is the slice of its calls among all calls."""
-    label = _number_events(rank.trace)
+    trace = rank.trace
+    # Calls of one kernel are one event. gloo has no kernels: each call is its own event.
+    label = group_ids(trace.calls.event) if trace.on_device else np.arange(len(trace.calls))
     count = int(label.max(initial=-1)) + 1
     start = -group_max(label, -arrivals.start_ns[rows], count)
     life = rank.clock.map_to_common_ns(rank.pieces.life_end_ns[: len(label)])
@@ -576,11 +529,27 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
     of_call = place[label]
     call = np.zeros(count, dtype=np.int64)
     call[of_call[::-1]] = np.arange(len(label))[::-1]
-    lane = _list_streams(rank.trace, call)
-    start = start[order]
-    end = _end_before_next(lane, start, end[order])
+    # Nor has gloo streams: each event gets its own.
+    lane = trace.events.lane[trace.calls.event[call]] if trace.on_device else np.arange(len(call))
+    lane = lane.astype(np.int64)
+    start, end = start[order], end[order]
+    # An event of another stream that begins just before this one ends may have waited for it, so
+    # it is taken to end when that one begins.
+    after = np.searchsorted(start, np.maximum(end - _CLOSE_NS, start + 1), side="left")
+    begun = np.append(start, _NEVER)[after]
+    elsewhere = np.append(lane, -1)[after] != lane
+    end = np.where(elsewhere, np.minimum(end, begun), end)
     behind = _find_previous(lane, start, end)
-    awaited = _find_awaited_ns(rank, call, of_call)
+    # A message may be received long before its data is used: what blocks the rank is the kernel
+    # that waits for it, and until that starts the transfer is hidden.
+    awaited = np.full(len(call), _NEVER)
+    received = np.unique(of_call[trace.calls.op == OP_CODE["recv"]])
+    if trace.on_device and len(received):
+        kernels = np.flatnonzero(trace.kinds.computes)
+        kernels = kernels[is_on_main_stream(trace, kernels)]
+        first = find_first_waiting(trace, kernels, trace.calls.event[call[received]])
+        known = first >= 0
+        awaited[received[known]] = rank.clock.map_to_common_ns(trace.events.start_ns[first[known]])
     blocking = _find_blocking(rank, of_call, lane, start, end, awaited)
     hidden = ~blocking & (end <= awaited)
     return CommCalls(
@@ -592,49 +561,10 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
             rank, call, start, np.where(behind >= 0, end[behind], _ALWAYS)
         ),
         previous=behind,
-        follows=_find_followed(rank.trace, lane, start, end, behind),
+        follows=_find_followed(trace, lane, start, end, behind),
         blocking=blocking,
         awaited_ns=np.where(hidden, awaited, _NEVER),
     )
-
-
-def _find_awaited_ns(rank: RankSplit, call: Int64, of_call: Int64) -> Int64:
-    """For each event with a message to this rank, when the first kernel started that waited for it;
-    else _NEVER."""
-    trace = rank.trace
-    awaited = np.full(len(call), _NEVER)
-    received = np.unique(of_call[trace.calls.op == OP_CODE["recv"]])
-    if not trace.on_device or not len(received):
-        return awaited
-    kernels = np.flatnonzero(trace.kinds.computes)
-    kernels = kernels[is_on_main_stream(trace, kernels)]
-    first = find_first_waiting(trace, kernels, trace.calls.event[call[received]])
-    known = first >= 0
-    awaited[received[known]] = rank.clock.map_to_common_ns(trace.events.start_ns[first[known]])
-    return awaited
-
-
-def _end_before_next(lane: Int64, start: Int64, end: Int64) -> Int64:
-    """The end of each event, not later than the start of an event on another stream that begins
-    just before: that one may have waited for it."""
-    after = np.searchsorted(start, np.maximum(end - _CLOSE_NS, start + 1), side="left")
-    begun = np.append(start, _NEVER)[after]
-    elsewhere = np.append(lane, -1)[after] != lane
-    return np.where(elsewhere, np.minimum(end, begun), end)
-
-
-def _list_streams(trace: RankTrace, call: Int64) -> Int64:
-    """The stream of each event; gloo has no streams, so each call gets its own."""
-    if not trace.on_device:
-        return np.arange(len(call), dtype=np.int64)
-    return trace.events.lane[trace.calls.event[call]].astype(np.int64)
-
-
-def _number_events(trace: RankTrace) -> Int64:
-    """The event number of each call; on gloo each call is its own event."""
-    if not trace.on_device:
-        return np.arange(len(trace.calls), dtype=np.int64)
-    return group_ids(trace.calls.event)
 
 
 def _find_blocking(
@@ -663,26 +593,22 @@ def _find_blocking(
     elsewhere = np.append(lane, -1)[after] != lane[rows]
     begins = (begun - end[rows] <= soon) & elsewhere
     last = np.append(gap[rows][1:] != gap[rows][:-1], True)[: len(rows)]
+    if rank.trace.on_device:
+        # The event that ended last is why the rank resumed if compute started soon after, relative
+        # to the wait, or if the host was synchronizing with the device.
+        own, compute = rank.clock.map_to_own_ns(end[rows]), rank.work.compute
+        begin = np.append(_ALWAYS // 2, compute.end_ns)[gap[rows]]
+        resume = np.append(compute.start_ns, _NEVER)[gap[rows]]
+        waited, late = own - begin, resume - own
+        events = rank.trace.events
+        waits = events.is_category(Category.RUNTIME) & events.match_names(SYNCHRONIZES)
+        synchronizing = union(events.start_ns[waits], events.ends_of(waits))
+        soon_after = np.maximum(LAUNCH_LATENCY_NS, waited // _WAIT_DIVISOR)
+        unusual = resume - begin > _USUAL_GAP_NS
+        last &= unusual & ((late <= soon_after) | is_inside(synchronizing, own))
     blocking = np.zeros(len(start), dtype=np.bool_)
-    blocking[rows[begins | (last & _check_resumed(rank, gap[rows], end[rows]))]] = True
+    blocking[rows[begins | last]] = True
     return blocking
-
-
-def _check_resumed(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
-    """Whether the rank resumed because these events ended: compute started soon after, relative to
-    the wait, or the host was synchronizing with the device."""
-    if not rank.trace.on_device:
-        return np.ones(len(end), dtype=np.bool_)
-    own, compute = rank.clock.map_to_own_ns(end), rank.work.compute
-    begin = np.append(_ALWAYS // 2, compute.end_ns)[gap]
-    resume = np.append(compute.start_ns, _NEVER)[gap]
-    waited, late = own - begin, resume - own
-    events = rank.trace.events
-    waits = events.is_category(Category.RUNTIME) & events.match_names(SYNCHRONIZES)
-    synchronizing = union(events.start_ns[waits], events.ends_of(waits))
-    soon = np.maximum(LAUNCH_LATENCY_NS, waited // _WAIT_DIVISOR)
-    unusual = resume - begin > _USUAL_GAP_NS
-    return np.asarray(unusual & ((late <= soon) | is_inside(synchronizing, own)))
 
 
 def _find_previous(lane: Int64, start: Int64, end: Int64) -> Int64:

@@ -41,9 +41,29 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
         for rank in one.ranks
         for step in one.steps
     ]
-    found = _leave_out_torn(split, blame(split, graph, slow_ranks, known))
-    blamed = _build_blame(found, numbers)
+    # No rank is blamed in a step of which it lacks events: what the others wait for is unknown.
+    torn = {note.rank for note in split.notes if note.lack in (Lack.FILE, Lack.DEVICE_END)}
+    whole = {(s.rank, s.step) for rank in split.ranks for s in rank.steps if s.kind != "partial"}
+    blamed = _build_blame(
+        [
+            structs.replace(one, rank=None, cause="unknown")
+            if one.rank in torn and one.cause != "missing" and (one.rank, one.step) not in whole
+            else one
+            for one in blame(split, graph, slow_ranks, known)
+        ],
+        numbers,
+    )
     unexplained = _compute_share(blamed, ("unexplained", "unknown"))
+    notes = list(bottlenecks.notes)
+    # Only what no dependency explains makes savings doubtful: a replay keeps it as it is.
+    doubtful = _compute_share(blamed, ("unexplained",)) or 0.0
+    if doubtful > _MAX_UNEXPLAINED_SHARE:
+        text = (
+            f"{units.format_percent(doubtful)} of the waiting is not explained by launches, "
+            "streams and the other ranks: collectives start later than everything that they were "
+            "seen to depend on; estimated savings may be off by as much"
+        )
+        notes.append(Note("unexplained_waits", text))
     paths = find_critical_paths(split, graph, numbers)
     return Diagnosis(
         findings=tuple(
@@ -61,7 +81,7 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
         path_kernels=tuple(replace(one, start_ns=one.start_ns - origin) for one in paths.kernels),
         lateness=lateness,
         slow_kernels=slow_kernels,
-        notes=(*bottlenecks.notes, *_note_unexplained(blamed)),
+        notes=tuple(notes),
     )
 
 
@@ -70,18 +90,6 @@ def _return_freed_memory() -> None:
     quarter of the memory at 1,024 ranks."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _leave_out_torn(split: RunSplit, blamed: Sequence[Blame]) -> list[Blame]:
-    """No rank is blamed in a step of which it lacks events: what the others wait for is unknown."""
-    torn = {note.rank for note in split.notes if note.lack in (Lack.FILE, Lack.DEVICE_END)}
-    whole = {(s.rank, s.step) for rank in split.ranks for s in rank.steps if s.kind != "partial"}
-    return [
-        structs.replace(one, rank=None, cause="unknown")
-        if one.rank in torn and one.cause != "missing" and (one.rank, one.step) not in whole
-        else one
-        for one in blamed
-    ]
 
 
 def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameRow, ...]:
@@ -109,17 +117,3 @@ def _compute_share(blamed: Sequence[BlameRow], causes: Collection[str]) -> float
 
 _MAX_UNEXPLAINED_SHARE = 0.05
 """More unexplained waiting than this fraction is a warning."""
-
-
-def _note_unexplained(blamed: Sequence[BlameRow]) -> list[Note]:
-    """A note if much of the waiting has no recorded cause."""
-    unexplained = _compute_share(blamed, ("unexplained",)) or 0.0
-    if unexplained <= _MAX_UNEXPLAINED_SHARE:
-        return []
-    share = units.format_percent(unexplained)
-    text = (
-        f"{share} of the waiting is not explained by launches, streams and the other ranks: "
-        "collectives start later than everything that they were seen to depend on; estimated "
-        "savings may be off by as much"
-    )
-    return [Note("unexplained_waits", text)]

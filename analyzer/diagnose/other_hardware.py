@@ -180,7 +180,15 @@ def choose_hardware(
         if gpus_per_node < 1:
             raise UsageError(f"--gpus-per-node ({gpus_per_node}) must be at least 1")
         target = replace(target, gpus_per_node=gpus_per_node)
-    return HardwareChange(source, target, dict(map(_parse_link, links)))
+    by_axis = {}
+    for text in links:
+        axis, equals, name = text.partition("=")
+        if not axis or not equals or not name:
+            raise UsageError(f"--link {text!r} is not AXIS=PRESET, such as tp=nvlink-5")
+        # "nvlink5" is understood as well.
+        plain = {known.replace("-", ""): known for known in list_link_names()}
+        by_axis[axis] = load_link(plain.get(name.replace("-", ""), name))
+    return HardwareChange(source, target, by_axis)
 
 
 def read_hardware(name: str) -> HardwareConfig:
@@ -194,14 +202,6 @@ def read_hardware(name: str) -> HardwareConfig:
     hardware = decode_hardware(read_table(name), None, mistakes, {})
     mistakes.raise_all()
     return hardware
-
-
-def _parse_link(text: str) -> tuple[str, Link]:
-    axis, equals, name = text.partition("=")
-    if not axis or not equals or not name:
-        raise UsageError(f"--link {text!r} is not AXIS=PRESET, such as tp=nvlink-5")
-    plain = {known.replace("-", ""): known for known in list_link_names()}
-    return axis, load_link(plain.get(name.replace("-", ""), name))
 
 
 # The recording on the other hardware.
@@ -229,7 +229,16 @@ def carry_run(context: ReplayContext, change: HardwareChange) -> CarriedRun:
         scale_kernels(rank.trace, change.source, change.target) for rank in context.split.ranks
     ]
     transfers = _compare_transfers(context, change)
-    every = context.replay_with(_add_step_ends(context.graph))
+    # Let each step end after the communication that ended in it, also where no kernel waited for
+    # it as recorded: it may be what the optimizer waits for once the compute is faster.
+    graph = context.graph
+    by_node, step_ends = graph.needs.list_by_node(), graph.steps.end
+    for node, step in zip(graph.kernels.end.tolist(), graph.kernels.step.tolist(), strict=True):
+        if step >= 0 and graph.at_ns[node] <= graph.at_ns[step_ends[step]]:
+            by_node[int(step_ends[step])].append(node)
+    needs = Needs.build(by_node)
+    levels = Levels.build(graph.before, needs, graph.at_ns)
+    every = context.replay_with(replace(graph, needs=needs, levels=levels))
     middle, low, high, nothing = (
         _change_graph(every, scalings, transfers, edge, change)
         for edge in ("ns", "low_ns", "high_ns", "")
@@ -259,17 +268,6 @@ def carry_run(context: ReplayContext, change: HardwareChange) -> CarriedRun:
     return replace(carried, limits=tuple(_list_limits(context, carried)))
 
 
-def _add_step_ends(graph: DependencyGraph) -> DependencyGraph:
-    """Let each step end after the communication that ended in it, also where no kernel waited for
-    it as recorded: it may be what the optimizer waits for once the compute is faster."""
-    needs, steps, kernels = graph.needs.list_by_node(), graph.steps, graph.kernels
-    for node, step in zip(kernels.end.tolist(), kernels.step.tolist(), strict=True):
-        if step >= 0 and graph.at_ns[node] <= graph.at_ns[steps.end[step]]:
-            needs[int(steps.end[step])].append(node)
-    every = Needs.build(needs)
-    return replace(graph, needs=every, levels=Levels.build(graph.before, every, graph.at_ns))
-
-
 def _change_graph(
     context: ReplayContext,
     scalings: Sequence[KernelScaling],
@@ -279,7 +277,10 @@ def _change_graph(
 ) -> DependencyGraph:
     """The graph with the durations of the other hardware, at this edge of their band; without an
     edge device and network take no time."""
-    ratio = transfers.find_ratio(edge)
+    ratio = _select_edge(edge, transfers.middle, transfers.low, transfers.high)
+    recorded, other = (
+        one.host.bytes_per_s * one.host.ring for one in (change.source, change.target)
+    )
     graph = scale_transfers(context.graph, np.arange(len(ratio)), ratio)
     work, spent_ns = graph.work_ns.copy(order="K"), transfers.spent_ns
     for index, rank in enumerate(context.split.ranks):
@@ -290,8 +291,8 @@ def _change_graph(
         scaling = scalings[index]
         factors = DurationFactors(
             row=scaling.row,
-            compute=_select_factor(scaling, edge),
-            copy=_compare_copies(change) if edge else _NO_TIME,
+            compute=_select_edge(edge, scaling.factor, scaling.low, scaling.high),
+            copy=recorded / other if edge else _NO_TIME,
             transfer=float((ratio[own] @ spent_ns[own]) / max(spent_ns[own].sum(), 1)),
         )
         cuts_ns = rank.clock.map_to_own_ns(graph.timelines.cut_ns[nodes])
@@ -299,20 +300,10 @@ def _change_graph(
     return replace(graph, work_ns=work)
 
 
-def _select_factor(scaling: KernelScaling, edge: str) -> Float:
-    match edge:
-        case "ns":
-            return scaling.factor
-        case "low_ns":
-            return scaling.low
-        case "high_ns":
-            return scaling.high
-    return np.full(len(scaling.factor), _NO_TIME)
-
-
-def _compare_copies(change: HardwareChange) -> float:
-    before, after = (one.host.bytes_per_s * one.host.ring for one in (change.source, change.target))
-    return before / after
+def _select_edge(edge: str, middle: Float, low: Float, high: Float) -> Float:
+    """The ratios at this edge of their band; without an edge they are of a device of no time."""
+    bands = {"ns": middle, "low_ns": low, "high_ns": high}
+    return bands[edge] if edge else np.full(len(middle), _NO_TIME)
 
 
 def _average_work(context: ReplayContext, graph: DependencyGraph) -> dict[str, int]:
@@ -333,21 +324,16 @@ class _Transfers(Struct, frozen=True):
     high: Float
     axis: tuple[str, ...]
 
-    def find_ratio(self, edge: str) -> Float:
-        match edge:
-            case "ns":
-                return self.middle
-            case "low_ns":
-                return self.low
-            case "high_ns":
-                return self.high
-        return np.full(len(self.middle), _NO_TIME)
-
 
 def _compare_transfers(context: ReplayContext, change: HardwareChange) -> _Transfers:
     graph, matched = context.graph, context.split.matched
     kernels = graph.kernels
-    axes = [_name_axes(context, group) for group in range(len(matched.groups))]
+    layout = context.split.layout
+    order, axes = layout.mesh.axes if layout.mesh else (), []
+    for members in matched.groups:
+        # A group of several axes is on the links of the outermost one.
+        own = layout.find_axes(members)
+        axes.append(next((axis for axis in order if axis in own), next(iter(sorted(own)), "")))
     for axis in change.links:
         if axis != "all" and axis not in axes:
             known = ", ".join(sorted(filter(None, set(axes)))) or "no axis"
@@ -370,13 +356,6 @@ def _compare_transfers(context: ReplayContext, change: HardwareChange) -> _Trans
     )
 
 
-def _name_axes(context: ReplayContext, group: int) -> str:
-    layout = context.split.layout
-    axes = layout.find_axes(context.split.matched.groups[group])
-    order = layout.mesh.axes if layout.mesh else ()
-    return next((axis for axis in order if axis in axes), next(iter(sorted(axes)), ""))
-
-
 def _compare_call(
     context: ReplayContext,
     change: HardwareChange,
@@ -397,7 +376,11 @@ def _compare_call(
     target = change.target
     if link is not None:
         target = replace(target, intra=link, inter=link)
-    here = _place_recorded(ranks, hosts, change.source)
+    # By the recorded hosts; if some are unknown, by how many GPUs a node of this hardware has.
+    named = [hosts.get(rank, "") for rank in ranks]
+    here = _place_group(ranks, change.source.gpus_per_node)
+    if all(named):
+        here = _even_placement(len(ranks), len(set(named)))
     there = _place_group(ranks, target.gpus_per_node)
     if (here, _list_links(change.source)) == (there, _list_links(target)):
         return Band(1.0, 1.0, 1.0)
@@ -413,16 +396,6 @@ def _list_links(hardware: HardwareConfig) -> tuple[Link, Link, float, int]:
 
 _USUAL_BYTES = 1 << 24
 """Message size assumed for a call without a recorded one."""
-
-
-def _place_recorded(
-    ranks: tuple[int, ...], hosts: Mapping[int, str], source: HardwareConfig
-) -> GroupPlacement:
-    """The placement by the recorded hosts; by the GPUs of a node if these are unknown."""
-    named = [hosts.get(rank, "") for rank in ranks]
-    if not all(named):
-        return _place_group(ranks, source.gpus_per_node)
-    return _even_placement(len(ranks), len(set(named)))
 
 
 def _place_group(ranks: tuple[int, ...], gpus_per_node: int) -> GroupPlacement:
@@ -504,6 +477,12 @@ def _list_limits(context: ReplayContext, run: CarriedRun) -> Iterable[str]:
 KINDS = ("gemm", "attention", "memory", "unknown")
 """Kinds of kernels by what limits them."""
 
+_KIND_OF_FAMILY = {
+    **dict.fromkeys(MEMORY_FAMILIES, "memory"),
+    ATTENTION_FAMILY: "attention",
+    **dict.fromkeys(GEMM_FAMILIES, "gemm"),
+}
+
 ERRORS = {"gemm": 0.45, "attention": 0.5, "memory": 0.35, "unknown": 0.6}
 """Error (a ratio) of the duration of all kernels of a kind on another device. On the public pair of
 recordings with long kernels (docs/causes.md) the largest are 0.42 for GEMMs, 0.29 for attention and
@@ -550,7 +529,8 @@ def scale_kernels(
     }
     rates = _Rates(source, target)
     kinds = np.array(
-        [KINDS.index(classify_family(family_of[one.name])) for one in work], dtype=np.int64
+        [KINDS.index(_KIND_OF_FAMILY.get(family_of[one.name], "unknown")) for one in work],
+        dtype=np.int64,
     )
     ratios = [
         rates.find_ratio(KINDS[kind], one) for kind, one in zip(kinds.tolist(), work, strict=True)
@@ -567,15 +547,6 @@ def scale_kernels(
     return KernelScaling(rows, kind, took, factor, factor / error, factor * error, by_shape)
 
 
-def classify_family(family: str) -> str:
-    """The kind (of KINDS) of a kernel family."""
-    if family in GEMM_FAMILIES:
-        return "gemm"
-    if family == ATTENTION_FAMILY:
-        return "attention"
-    return "memory" if family in MEMORY_FAMILIES else "unknown"
-
-
 class _Ratio(Struct, frozen=True):
     value: float
     by_shape: bool
@@ -589,40 +560,41 @@ class _Rates(Struct, frozen=True):
 
     def find_ratio(self, kind: str, work: KernelWork) -> _Ratio:
         """The time on target over that on source, for work of this kind."""
+        devices = (self.source, self.target)
         match kind:
             case "gemm":
-                shape, dtype = parse_gemm(work.shapes), find_dtype(work)
-                size = (
-                    (LARGE_GEMM,) * 3 if shape is None else (shape.rows, shape.columns, shape.inner)
-                )
+                gemm, dtype = parse_gemm(work.shapes), find_dtype(work)
+                size = (LARGE_GEMM,) * 3
+                if gemm is not None:
+                    size = (gemm.rows, gemm.columns, gemm.inner)
                 before, after = (
-                    _time_gemm(build_device_speed(one, dtype), *size)
-                    for one in (self.source, self.target)
+                    _time_gemm(build_device_speed(one, dtype), *size) for one in devices
                 )
-                return _Ratio(after / before, shape is not None)
+                return _Ratio(after / before, gemm is not None)
             case "attention":
-                return self._compare_attention(work)
-        return _Ratio(self._compare_memory(), kind == "memory")
-
-    def _compare_attention(self, work: KernelWork) -> _Ratio:
-        shape, dtype = parse_attention(work.shapes), find_dtype(work)
-        # Fused attention has no fp32 on GPUs: a name without a dtype is of 16 bits.
-        dtype = "bf16" if shape is None and dtype == "fp32" else dtype
-        tokens = LONG_SEQUENCE if shape is None else shape.tokens
-        kernel = find_attention_kernel(work.name)
-        devices = (self.source, self.target)
-        if not all(load_attention_rate(cast(AttentionKernel, kernel), d.family) for d in devices):
-            kernel = ""
-        before, after = (build_device_speed(one, dtype, tokens, kernel) for one in devices)
-        if is_backward(work.name):
-            ratio = before.attention_backward_flops_per_ns / after.attention_backward_flops_per_ns
-        else:
-            ratio = before.attention_flops_per_ns / after.attention_flops_per_ns
-        return _Ratio(ratio, shape is not None)
-
-    def _compare_memory(self) -> float:
-        before, after = (build_device_speed(one, "fp32") for one in (self.source, self.target))
-        return before.bytes_per_ns / after.bytes_per_ns
+                shape, dtype = parse_attention(work.shapes), find_dtype(work)
+                # Fused attention has no fp32 on GPUs: a name without a dtype is of 16 bits.
+                dtype = "bf16" if shape is None and dtype == "fp32" else dtype
+                tokens = LONG_SEQUENCE if shape is None else shape.tokens
+                # An implementation that has a measured rate on one device only says nothing about
+                # the ratio: both at the rate of torch's SDPA.
+                kernel = find_attention_kernel(work.name)
+                known = (
+                    load_attention_rate(cast(AttentionKernel, kernel), one.family)
+                    for one in devices
+                )
+                kernel = kernel if all(known) else ""
+                rates = []
+                for one in devices:
+                    speed = build_device_speed(one, dtype, tokens, kernel)
+                    forward, backward = (
+                        speed.attention_flops_per_ns,
+                        speed.attention_backward_flops_per_ns,
+                    )
+                    rates.append(backward if is_backward(work.name) else forward)
+                return _Ratio(rates[0] / rates[1], shape is not None)
+        speeds = [build_device_speed(one, "fp32") for one in devices]
+        return _Ratio(speeds[0].bytes_per_ns / speeds[1].bytes_per_ns, kind == "memory")
 
 
 def _time_gemm(speed: DeviceSpeed, rows: int, columns: int, inner: int) -> float:

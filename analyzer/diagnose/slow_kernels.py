@@ -99,7 +99,17 @@ def compare_kernel_times(
     the noise between runs, between steps and between ranks (each from the MAD) by more than is
     expected once in 1 / FALSE_ALARMS recordings.
     """
-    full = [_collect_runs(trace, found) for trace, found in zip(traces, steps, strict=True)]
+    full = []
+    for trace, found in zip(traces, steps, strict=True):
+        compute = collect_compute(trace, found)
+        work, work_id = find_kernel_work(trace, compute.row)
+        name_id = compute.name_id[first_rows(work_id)].tolist()
+        families = tuple(compute.kinds.find_family(name) for name in name_id)
+        full.append(
+            _RankRuns(
+                trace.rank, compute.steps, work, families, compute.step, work_id, compute.took_ns
+            )
+        )
     common = set.intersection(*(set(one.steps) for one in full)) if full else set()
     comparable = [
         one for one in _group_comparable(full, stages, sorted(common)) if (one.took_ns > 0).any()
@@ -117,18 +127,20 @@ def sum_slow_ranks(kernels: Sequence[SlowKernel]) -> tuple[SlowRank, ...]:
     by_family = defaultdict[tuple[int, str], list[SlowKernel]](list)
     for one in kernels:
         by_family[one.rank, one.family].append(one)
-    rows = [_sum_rank(rank, family, found) for (rank, family), found in by_family.items()]
+    rows = []
+    for (rank, family), found in by_family.items():
+        lost = sum(one.lost_ns for one in found)
+        usual = sum(one.lost_ns / (one.ratio - 1) for one in found)
+        worst = max(found, key=lambda one: one.lost_ns)
+        # Equal shapes are only claimed if most of the cost is of kernels that have any.
+        known = sum(one.lost_ns for one in found if one.shapes is not None)
+        of_grids = sum(one.lost_ns for one in found if (one.shapes or "").startswith(GRID))
+        equal: KnownWork = (
+            "" if 2 * known <= lost else "grids" if 2 * of_grids > known else "shapes"
+        )
+        ratio = 1 + lost / usual
+        rows.append(SlowRank(rank, family, ratio, lost, len(found), worst.kernel, equal))
     return tuple(sorted(rows, key=lambda row: (-row.lost_ns, row.rank, row.family)))
-
-
-def _sum_rank(rank: int, family: str, kernels: Sequence[SlowKernel]) -> SlowRank:
-    lost = sum(one.lost_ns for one in kernels)
-    usual = sum(one.lost_ns / (one.ratio - 1) for one in kernels)
-    worst = max(kernels, key=lambda one: one.lost_ns)
-    known = sum(one.lost_ns for one in kernels if one.shapes is not None)
-    of_grids = sum(one.lost_ns for one in kernels if (one.shapes or "").startswith(GRID))
-    equal: KnownWork = "" if 2 * known <= lost else "grids" if 2 * of_grids > known else "shapes"
-    return SlowRank(rank, family, 1 + lost / usual, lost, len(kernels), worst.kernel, equal)
 
 
 _MIN_PEERS = 3
@@ -147,16 +159,6 @@ class _RankRuns(Struct, frozen=True):
     took_ns: Int64
 
 
-def _collect_runs(trace: RankTrace, steps: Steps) -> _RankRuns:
-    compute = collect_compute(trace, steps)
-    work, work_id = find_kernel_work(trace, compute.row)
-    name_id = compute.name_id[first_rows(work_id)].tolist()
-    families = tuple(compute.kinds.find_family(name) for name in name_id)
-    return _RankRuns(
-        trace.rank, compute.steps, work, families, compute.step, work_id, compute.took_ns
-    )
-
-
 def _group_comparable(
     all_runs: Sequence[_RankRuns], stages: Sequence[int], common: Sequence[int]
 ) -> Iterator[_ComparableRuns]:
@@ -165,16 +167,26 @@ def _group_comparable(
     runs = defaultdict[KernelWork, list[_KernelRuns]](list)
     families = dict[KernelWork, str]()
     for one in all_runs:
-        for work_id, own in _split_by_kernel(one, np.array(common, dtype=np.int64)):
-            work = one.work[work_id]
-            families[work] = one.families[work_id]
-            runs[work].append(own)
+        rows = np.flatnonzero(np.isin(one.step, common))
+        rows = rows[np.argsort(one.work_id[rows], kind="stable")]
+        first = np.flatnonzero(np.diff(one.work_id[rows], prepend=-1))
+        for same in np.split(rows, first[1:]) if len(rows) else ():
+            if len(same) >= MIN_COUNT:
+                counts = np.bincount(np.searchsorted(common, one.step[same]), minlength=len(common))
+                work = one.work[one.work_id[same[0]]]
+                families[work] = one.families[one.work_id[same[0]]]
+                runs[work].append(_KernelRuns(one.rank, counts.astype(np.int64), one.took_ns[same]))
     for work, everywhere in runs.items():
-        for same in _split_by_stage(everywhere, stage_of, is_known=work.shapes is not None):
-            for equal in _split_by_counts(same):
+        for peers in _split_by_stage(everywhere, stage_of, is_known=work.shapes is not None):
+            for equal in _split_by_counts(peers):
                 usual = equal[0].counts
-                ranks = np.array([one.rank for one in equal], dtype=np.int64)
-                took = np.stack([_place_runs(one, usual) for one in equal])
+                ranks = np.array([own.rank for own in equal], dtype=np.int64)
+                took = np.full((len(equal), int(usual.sum())), np.nan)
+                step = np.repeat(np.arange(len(usual)), usual)
+                for placed, own in zip(took, equal, strict=True):
+                    # A step with another number of runs is left out: which of them is the n-th?
+                    is_usual = own.counts == usual
+                    placed[is_usual[step]] = own.took_ns[np.repeat(is_usual, own.counts)]
                 yield _ComparableRuns(work, families[work], ranks, usual, took)
 
 
@@ -198,15 +210,6 @@ def _is_alike(runs: _KernelRuns, usual: Int64) -> bool:
     return 2 * int(equal.sum()) > int(ran.sum()) and int(usual[equal].sum()) >= MIN_COUNT
 
 
-def _place_runs(runs: _KernelRuns, usual: Int64) -> Float:
-    """The durations, those of a step with another number of runs as so many nan as is usual."""
-    step = np.repeat(np.arange(len(usual)), usual)
-    is_usual = runs.counts == usual
-    placed = np.full(len(step), np.nan)
-    placed[is_usual[step]] = runs.took_ns[np.repeat(is_usual, runs.counts)]
-    return placed
-
-
 def _split_by_stage(
     runs: Sequence[_KernelRuns], stage_of: Mapping[int, int], *, is_known: bool
 ) -> Iterator[list[_KernelRuns]]:
@@ -228,18 +231,6 @@ def _split_by_stage(
     yield from (same for same in by_stage.values() if len(same) >= _MIN_PEERS)
     if len(others) > 1:
         yield others
-
-
-def _split_by_kernel(runs: _RankRuns, common: Int64) -> Iterator[tuple[int, _KernelRuns]]:
-    """Per kernel with enough runs: its work_id and its runs."""
-    rows = np.flatnonzero(np.isin(runs.step, common))
-    rows = rows[np.argsort(runs.work_id[rows], kind="stable")]
-    first = np.flatnonzero(np.diff(runs.work_id[rows], prepend=-1))
-    for same in np.split(rows, first[1:]) if len(rows) else ():
-        if len(same) >= MIN_COUNT:
-            counts = np.bincount(np.searchsorted(common, runs.step[same]), minlength=len(common))
-            own = _KernelRuns(runs.rank, counts.astype(np.int64), runs.took_ns[same])
-            yield int(runs.work_id[same[0]]), own
 
 
 def _compare_ranks(runs: _ComparableRuns, sigmas: float, steps: int) -> Iterator[SlowKernel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,15 +31,10 @@ from stepsplit.analyzer.diagnose.graph.replay import (
     scale_transfers,
     scale_work,
 )
-from stepsplit.analyzer.diagnose.other_hardware import (
-    CarriedRun,
-    HardwareChange,
-    carry_run,
-    choose_hardware,
-)
+from stepsplit.analyzer.diagnose.other_hardware import CarriedRun, carry_run, choose_hardware
 from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import SCHEDULES, Schedule
+from stepsplit.analyzer.model.config import SCHEDULES
 from stepsplit.analyzer.model.schedule import (
     ChunkPositions,
     Order,
@@ -53,11 +48,7 @@ from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
-from stepsplit.analyzer.split.run import (
-    RunSplit,
-    Schedule as MeasuredSchedule,
-    find_recorded_device,
-)
+from stepsplit.analyzer.split.run import find_recorded_device
 from stepsplit.analyzer.split_recording import split_recording
 from stepsplit.analyzer.trace import OP_CODE, Float, Int64
 
@@ -120,30 +111,6 @@ class WhatIfs:
     carried: CarriedRun | None = None
 
 
-def compute_what_ifs(
-    split: RunSplit, words: Sequence[str] = (), hardware: HardwareChange | None = None
-) -> WhatIfs:
-    """Estimate each change given as text; without any, all default changes that apply, or only the
-    step on other hardware.
-
-    Raises UsageError for an invalid change, one that does not apply to the recording, or a
-    recording without steps.
-    """
-    if not any(rank.steps for rank in split.ranks):
-        raise UsageError("the recording has no step to replay; record at least one full step")
-    context = ReplayContext.build(split, build_dependency_graph(split), find_slow_kernels(split))
-    if words:
-        rows = [_replay_change(context, parse_change(each)) for each in words]
-    else:
-        rows = [
-            row
-            for each in (DEFAULT_CHANGES if hardware is None else ())
-            if (row := _try_change(context, parse_change(each))) is not None
-        ]
-    carried = None if hardware is None else carry_run(context, hardware)
-    return WhatIfs(round(context.mean_ns), tuple(rows), compute_slowdown(context), carried)
-
-
 def compute_slowdown(context: ReplayContext) -> float:
     """The slowdown by stragglers, as defined in WhatIfs."""
     idle = WhatIfChange("no-idle")
@@ -160,13 +127,6 @@ def _replay_change(context: ReplayContext, change: WhatIfChange) -> WhatIf:
     else:
         gain = context.compute_gain_ns(apply_change(context, change))
     return WhatIf(change, round(context.mean_ns) - gain, gain)
-
-
-def _try_change(context: ReplayContext, change: WhatIfChange) -> WhatIf | None:
-    try:
-        return _replay_change(context, change)
-    except UsageError:
-        return None
 
 
 def what_if(
@@ -213,13 +173,22 @@ def what_if(
     """
     recording = read_recording(places, rules=rules)
     split = split_recording(recording)
-    change = None
+    hardware_change = None
     if hardware is not None or links or gpus_per_node is not None:
         device = find_recorded_device(recording.spec, split)
-        change = choose_hardware(device, hardware, recorded_on, links, gpus_per_node)
+        hardware_change = choose_hardware(device, hardware, recorded_on, links, gpus_per_node)
     elif recorded_on is not None:
         raise UsageError("recorded_on needs hardware, links or gpus_per_node to carry the run to")
-    return compute_what_ifs(split, changes, change)
+    if not any(rank.steps for rank in split.ranks):
+        raise UsageError("the recording has no step to replay; record at least one full step")
+    context = ReplayContext.build(split, build_dependency_graph(split), find_slow_kernels(split))
+    rows = [_replay_change(context, parse_change(each)) for each in changes]
+    if not changes and hardware_change is None:
+        for each in DEFAULT_CHANGES:
+            with suppress(UsageError):  # it does not apply to this recording
+                rows.append(_replay_change(context, parse_change(each)))
+    carried = None if hardware_change is None else carry_run(context, hardware_change)
+    return WhatIfs(round(context.mean_ns), tuple(rows), compute_slowdown(context), carried)
 
 
 # The pipeline under another schedule, or with more microbatches.
@@ -242,17 +211,19 @@ def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> floa
     if schedule is None or not known:
         raise UsageError("cannot change the schedule: no pipeline detected in the recording")
     stages, costs = len(context.split.layout.pipelines[0]), _compute_median_costs(context)
-    before = _simulate_makespan_ns(
-        _find_schedule(schedule.name), stages, schedule, schedule.microbatches, costs
-    )
+
+    def simulate_ns(name: str, microbatches: int) -> float:
+        if (found := next((one for one in SCHEDULES if one == name), None)) is None:
+            raise UsageError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
+        time = compute_pipeline_time(found, stages, microbatches, schedule.chunks, costs)
+        return time.makespan_ns
+
+    before = simulate_ns(schedule.name, schedule.microbatches)
     if change.kind == "microbatches":
-        after = _simulate_makespan_ns(
-            _find_schedule(schedule.name), stages, schedule, change.count, costs
-        )
+        # More microbatches are more work in the simulation: for equal work, a step is shorter.
+        after = simulate_ns(schedule.name, change.count)
         return before - after * schedule.microbatches / change.count
-    return before - _simulate_makespan_ns(
-        _find_schedule(change.name), stages, schedule, schedule.microbatches, costs
-    )
+    return before - simulate_ns(change.name, schedule.microbatches)
 
 
 def _estimate_by_pace(context: ReplayContext, count: int) -> float:
@@ -302,19 +273,6 @@ def _list_message_ends(context: ReplayContext, sender: int, receiver: int) -> li
     return [np.sort(ends[step == number]) for number in np.unique(step).tolist()]
 
 
-def _find_schedule(name: str) -> Schedule:
-    for schedule in SCHEDULES:
-        if schedule == name:
-            return schedule
-    raise UsageError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
-
-
-def _simulate_makespan_ns(
-    schedule: Schedule, stages: int, measured: MeasuredSchedule, microbatches: int, costs: Costs
-) -> float:
-    return compute_pipeline_time(schedule, stages, microbatches, measured.chunks, costs).makespan_ns
-
-
 def _compute_median_costs(context: ReplayContext) -> Costs:
     """The median forward and backward of each model stage; a backward that is not split counts half
     as input gradient and half as weight gradient."""
@@ -324,14 +282,14 @@ def _compute_median_costs(context: ReplayContext) -> Costs:
             for box in grid.slots:
                 here = Intervals(np.array([box.start_ns]), np.array([box.end_ns]))
                 took[box.stage][box.phase].append(overlap_ns(here, grid.busy))
-    return tuple(_compute_median_cost(took[stage]) for stage in sorted(took))
-
-
-def _compute_median_cost(took: Mapping[str, Sequence[int]]) -> tuple[float, float, float]:
-    forward, backward = (float(median(took.get(p) or [0])) for p in ("forward", "backward"))
-    if "weight" in took:
-        return (forward, backward, float(median(took["weight"])))
-    return (forward, backward / 2, backward / 2)
+    costs = []
+    for _, own in sorted(took.items()):
+        forward, backward = (float(median(own.get(p) or [0])) for p in ("forward", "backward"))
+        if "weight" in own:
+            costs.append((forward, backward, float(median(own["weight"]))))
+        else:
+            costs.append((forward, backward / 2, backward / 2))
+    return tuple(costs)
 
 
 # WhatIfChange -> DependencyGraph.
@@ -586,9 +544,11 @@ def build_ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -
     chunks = 1 if schedule in ("zb-v", "dualpipe", "dualpipe-v") else shape[3]
     try:
         ordered, at = build_orders(*shape[:3], chunks), list_chunk_positions(*shape[:2], chunks)
-        timeline = simulate(
-            build_graph(*shape[:3], chunks), (_compute_mean_costs(measured),) * positions
-        )
+        # Each stage takes the mean forward, backward and weight gradient of all stages.
+        took = [measured.dur_ns[measured.phase == phase] for phase in range(len(PHASES))]
+        forward, backward, weight = (float(one.mean()) if len(one) else 0.0 for one in took)
+        costs = ((forward, backward, weight),) * positions
+        timeline = simulate(build_graph(*shape[:3], chunks), costs)
     except UsageError:
         return None
     if max(place for one in at for place in one) != positions - 1:
@@ -600,12 +560,6 @@ def build_ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -
         at,
         timeline,
     )
-
-
-def _compute_mean_costs(measured: Boxes) -> tuple[float, float, float]:
-    """The mean forward, backward and weight gradient of a microbatch on a stage, in ns."""
-    forward, backward, weight = (measured.dur_ns[measured.phase == i] for i in range(len(PHASES)))
-    return tuple(float(one.mean()) if len(one) else 0.0 for one in (forward, backward, weight))  # type: ignore[return-value]
 
 
 def _build_boxes(

@@ -12,7 +12,7 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import (
 )
 from stepsplit.analyzer.diagnose.graph.workload import compute_workloads
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Float, Int32, Int64
+from stepsplit.analyzer.trace import Float, Int32
 
 BLAME_CAUSES = ("compute", "slower", "imbalance", "copy", "host", "transfer", "unexplained")
 """Kinds of time on a path. Compute is that of a usual rank; beside it stands what the rank computes
@@ -54,7 +54,17 @@ class BindingPaths(Struct, frozen=True):
         spent[along, BLAME_CAUSES.index("host")] = work["idle"]
         bound = graph.binding >= 0
         late, moved = (nodes[bound[nodes]] for nodes in (kernels.start, kernels.end))
-        launched = _find_launches_ns(split, graph)[bound[kernels.start]]
+        # When each collective and message was launched, on the common clock; long ago if unknown,
+        # so that none of its delay is the host's.
+        launch_ns = np.full(len(kernels), np.iinfo(np.int64).min // 2)
+        for i, one in enumerate(split.ranks):
+            mine = kernels.list_rows(i)
+            own_ns = one.trace.events.find_launch_ns(one.trace.calls.event[kernels.call[mine]])
+            known = own_ns >= 0
+            launch_ns[mine[known]] = one.clock.map_to_common_ns(own_ns[known])
+        launched = launch_ns[bound[kernels.start]]
+        # A call that starts late is the host's fault as far as it was launched late, or within
+        # the usual latency of a launch; the rest has no recorded cause.
         host = np.clip(launched + LAUNCH_LATENCY_NS - graph.at_ns[graph.binding[late]], 0, None)
         delay = np.maximum(graph.rest_ns[late], 0)
         host = np.where(delay <= LAUNCH_LATENCY_NS, delay, np.minimum(host, delay))
@@ -67,18 +77,6 @@ class BindingPaths(Struct, frozen=True):
         row = np.append(graph.step, -1)
         row[kernels.start] = np.where(row[kernels.start] < 0, kernels.step, row[kernels.start])
         return cls(previous, rank, steps[row].astype(np.int32), spent)
-
-
-def _find_launches_ns(split: RunSplit, graph: DependencyGraph) -> Int64:
-    """When each collective and message was launched, on the common clock; the smallest int64 / 2 if
-    unknown."""
-    kernels = graph.kernels
-    launched = np.full(len(kernels), np.iinfo(np.int64).min // 2)
-    for i, rank in enumerate(split.ranks):
-        mine = kernels.list_rows(i)
-        own = rank.trace.events.find_launch_ns(rank.trace.calls.event[kernels.call[mine]])
-        launched[mine] = np.where(own >= 0, rank.clock.map_to_common_ns(own), launched[mine])
-    return launched
 
 
 def _list_workloads(split: RunSplit) -> Float:

@@ -9,7 +9,7 @@ are. A rank that waited itself is thus not blamed for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from msgspec import Struct
@@ -22,7 +22,7 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.exposed_waits import ExposedWaits
 from stepsplit.analyzer.diagnose.graph.path_pairs import compare_paths
 from stepsplit.analyzer.diagnose.graph.path_tree import PathTree
-from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Bool, Float, Int64
 
 
@@ -56,7 +56,12 @@ def blame(
     waits = ExposedWaits.collect(split, graph)
     paths = BindingPaths.build(split, graph)
     tree = PathTree.build(graph.levels, paths) if graph.levels.is_wide else None
-    ideal_ns = _compute_ideal_ns(split)
+    # The bubble that the schedule makes inevitable, by rank and step.
+    fraction = (split.schedule.ideal_bubble_fraction if split.schedule else None) or 0.0
+    ideal_ns = {
+        (bubble.rank, bubble.step): int(bubble.window_ns * fraction)
+        for bubble in split.stage_bubbles
+    }
     charges = Charges.build(split, graph, waits)
     unrecorded, schedule = np.zeros(len(waits)), np.zeros(len(waits))
     for rows in waits.list_parts():
@@ -73,47 +78,31 @@ def blame(
         waits, charges, significant, unrecorded, schedule, any(ideal_ns.values())
     )
     blamed = _build_rows(waits, shares)
-    _check_blame(split.ranks, blamed)
-    return blamed
-
-
-def _compute_ideal_ns(split: RunSplit) -> Mapping[tuple[int, int], int]:
-    """The ideal bubble of the schedule for each (rank, step), in ns."""
-    ideal = (split.schedule.ideal_bubble_fraction if split.schedule else None) or 0.0
-    return {
-        (bubble.rank, bubble.step): int(bubble.window_ns * ideal) for bubble in split.stage_bubbles
-    }
-
-
-def _check_blame(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
-    """Asserts that every instant of skew and bubble is blamed exactly once."""
-    splits = [step.split for rank in ranks for step in rank.steps]
+    # Every instant of skew and bubble is blamed exactly once.
     for bucket, caused in (
         (Bucket.SKEW, [b.skew_ns for b in blamed]),
         (Bucket.BUBBLE, [b.bubble_ns for b in blamed]),
     ):
-        total_ns = sum(split.buckets_ns[bucket] for split in splits)
+        total_ns = sum(one.buckets_ns[bucket] for one in splits)
         assert sum(caused) == total_ns, f"{bucket.label}: blamed {sum(caused)} of {total_ns} ns"
+    return blamed
 
 
 def _divide_by_cause(waits: ExposedWaits, added: Float) -> Float:
     """The length of each wait by cause, shape (waits, BLAME_CAUSES + 1); the last column is a wait
     for a rank that is not recorded."""
     share: Float = np.append(np.maximum(added, 0.0), np.zeros((len(added), 1)), axis=1)
-    share[:, :COMPUTES] = _divide_compute(added[:, :COMPUTES])
+    # What the path computes in addition is first due to a slower rank or to more work; only the
+    # rest is usual compute.
+    compute = added[:, :COMPUTES]
+    total = np.maximum(compute.sum(axis=1, keepdims=True), 0.0)
+    excess = np.maximum(compute[:, 1:], 0.0)
+    excess *= np.minimum(1.0, total / np.maximum(excess.sum(axis=1, keepdims=True), 1e-9))
+    share[:, :COMPUTES] = np.append(total - excess.sum(axis=1, keepdims=True), excess, axis=1)
     share[~waits.traced] = np.arange(len(BLAME_CAUSES) + 1) == len(BLAME_CAUSES)
     share[share.sum(axis=1) <= 0, BLAME_CAUSES.index("transfer")] = 1.0
     share *= (waits.length_ns / share.sum(axis=1))[:, np.newaxis]
     return share
-
-
-def _divide_compute(added: Float) -> Float:
-    """Additional compute: what is due to a slower rank or more work first, the rest usual."""
-    total = np.maximum(added.sum(axis=1, keepdims=True), 0.0)
-    excess = np.maximum(added[:, 1:], 0.0)
-    excess *= np.minimum(1.0, total / np.maximum(excess.sum(axis=1, keepdims=True), 1e-9))
-    divided: Float = np.append(total - excess.sum(axis=1, keepdims=True), excess, axis=1)
-    return divided
 
 
 def _take_schedule_part(
@@ -149,9 +138,14 @@ def _collect_shares(
     amount per wait. Without an ideal bubble, how much of a bubble is the schedule's is unknown."""
     shares: dict[_Key, Float] = {}
     for who, at, kind in zip(*np.nonzero(charges.table.any(axis=2)), strict=True):
-        key = _name_cause(charges.ranks[who], BLAME_CAUSES[kind], bool(significant[who, at, kind]))
-        amount, step = charges.table[who, at, :, kind], charges.steps[at]
-        if key == (None, "variation") and BLAME_CAUSES[kind] == "compute" and not has_ideal:
+        cause, amount, step = BLAME_CAUSES[kind], charges.table[who, at, :, kind], charges.steps[at]
+        # Of no rank: what nothing explains, and what is no more than variation between steps.
+        key: tuple[int | None, str] = (None, cause)
+        if cause != "unexplained" and not significant[who, at, kind]:
+            key = (None, "variation")
+        elif cause != "unexplained":
+            key = (charges.ranks[who], "compute" if cause == "slower" else cause)
+        if key == (None, "variation") and cause == "compute" and not has_ideal:
             bubble = np.arange(waits.origins) % 2 == 1
             _add_share(shares, (None, "unknown", step), np.where(bubble, amount, 0.0))
             amount = np.where(bubble, 0.0, amount)
@@ -162,15 +156,6 @@ def _collect_shares(
     _add_waits(shares, waits, no_rank, "unknown", unrecorded - missing)
     _add_waits(shares, waits, no_rank, "schedule", schedule)
     return shares
-
-
-def _name_cause(rank: int, kind: str, significant: bool) -> tuple[int | None, str]:
-    """(rank, cause) as reported; rank None for what is not the fault of one rank."""
-    if kind == "unexplained":
-        return None, kind
-    if not significant:
-        return None, "variation"
-    return rank, "compute" if kind == "slower" else kind
 
 
 def _add_waits(

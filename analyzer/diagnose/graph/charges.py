@@ -126,7 +126,17 @@ def find_significant(
     lasting = _find_lasting_causes(per_step, recorded[:, charged])
     lasting |= _find_lasting_work(work, recorded)
     lasting[np.isin(charges.ranks, sorted(slow_ranks)), :COMPUTES] = True
-    significant = np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded)[:, charged])
+    # Outliers: steps in which a rank has far more work than in its median step. The deviation is
+    # that of all ranks together, as one rank may have few steps.
+    beyond, has_steps = np.full(work.shape, np.nan), recorded.any(axis=1)
+    if has_steps.any():
+        usual = np.nanmedian(work[has_steps], axis=1, keepdims=True)
+        beyond[has_steps] = work[has_steps] - usual
+        deviation = SIGMA_OF_MAD * np.nanmedian(np.abs(beyond), axis=(0, 1))
+        outlier = beyond > _OUTLIER * deviation
+    else:
+        outlier = np.zeros(work.shape, dtype=np.bool_)
+    significant = np.asarray(lasting[:, np.newaxis] | outlier[:, charged])
     for one in known:
         if one.rank in charges.ranks and one.step in charges.steps:
             at = charges.ranks.index(one.rank), charges.steps.index(one.step)
@@ -159,7 +169,15 @@ def _find_lasting_work(work: Float, recorded: Bool) -> Bool:
     if len(ranks) < 2 or len(common) < 2:
         return lasting
     known = work[np.ix_(ranks, common)]
-    peers = _take_median_of_others(known)
+    # Each rank against the median of the others, not of all: of two ranks that would be the mean.
+    others = len(known) - 1
+    place = known.argsort(axis=0, kind="stable").argsort(axis=0, kind="stable")
+    ordered = np.sort(known, axis=0)
+    low, high = (
+        np.take_along_axis(ordered, middle + (middle >= place), axis=0)
+        for middle in ((others - 1) // 2, others // 2)
+    )
+    peers = (low + high) / 2
     excess = known - peers
     error = excess.std(axis=1, ddof=1) / math.sqrt(len(common))
     is_large = (excess > peers / (len(common) - 1)).mean(axis=1) >= _NEARLY_ALL
@@ -168,32 +186,9 @@ def _find_lasting_work(work: Float, recorded: Bool) -> Bool:
     return lasting
 
 
-def _take_median_of_others(values: Float) -> Float:
-    """For each of two or more rows the median of the other rows, by column."""
-    others = len(values) - 1
-    place = values.argsort(axis=0, kind="stable").argsort(axis=0, kind="stable")
-    ordered = np.sort(values, axis=0)
-    low, high = (
-        np.take_along_axis(ordered, middle + (middle >= place), axis=0)
-        for middle in ((others - 1) // 2, others // 2)
-    )
-    return np.asarray((low + high) / 2)
-
-
 def _divide(amount: Float, count: Int64) -> Float:
     """The amount over the count, 0 where that is not positive."""
     return np.divide(amount, count, out=np.zeros_like(amount), where=count > 0)
-
-
-def _find_outliers(work: Float, recorded: Bool) -> Bool:
-    """Which (rank, step, cause) have far more work than the rank's median step."""
-    known = recorded.any(axis=1)
-    if not known.any():
-        return np.zeros(work.shape, dtype=np.bool_)
-    beyond = np.full(work.shape, np.nan)
-    beyond[known] = work[known] - np.nanmedian(work[known], axis=1, keepdims=True)
-    deviation = SIGMA_OF_MAD * np.nanmedian(np.abs(beyond), axis=(0, 1))
-    return np.asarray(beyond > _OUTLIER * deviation)
 
 
 def _sum_work(graph: DependencyGraph, ranks: int, steps: Int64) -> Float:

@@ -45,36 +45,41 @@ def find_critical_paths(
     parts: list[PathPart] = []
     on_path: dict[int, list[_PathSegment]] = defaultdict(list)
     for number in sorted(numbers):
-        begin, end, last = _find_span(graph, number)
+        # A step begins when its first rank does, but not before the steps before it have ended on
+        # all ranks: else an instant would be on two paths.
+        rows = graph.steps.step == number
+        ends = graph.steps.end[rows]
+        last = int(ends[graph.at_ns[ends].argmax()])
+        end = int(graph.at_ns[last])
+        first_begin = int(graph.at_ns[graph.steps.begin[rows]].min())
+        before = graph.at_ns[graph.steps.end[graph.steps.step < number]]
+        begin = min(end, int(before.max(initial=first_begin)))
         segments = _walk_back(graph, last, begin)
-        step_parts = tuple(_sum_parts(activity, segments, number))
+        step_parts = []
+        by_rank: dict[int, list[_PathSegment]] = defaultdict(list)
+        for segment in reversed(segments):  # which are from the end back to the begin
+            by_rank[segment.rank].append(segment)
+            on_path[segment.rank].append(segment)
+        for place, own in sorted(by_rank.items()):
+            of_rank = activity[place]
+            sums = of_rank.sum_ns(_list_intervals(own))
+            for bucket, axis in np.argwhere(sums).tolist():
+                ns = int(sums[bucket, axis])
+                part = PathPart(number, of_rank.rank, BUCKETS[bucket], of_rank.axes[axis], ns)
+                step_parts.append(part)
         assert sum(part.ns for part in step_parts) == end - begin, (
             f"path of step {number} is incomplete"
         )
         parts += step_parts
         last_rank = activity[segments[0].rank].rank
         steps.append(PathStep(number, begin, end, last_rank, jumps=len(segments) - 1))
-        for segment in segments:
-            on_path[segment.rank].append(segment)
-    kernels = [
-        kernel
-        for rank, own in on_path.items()
-        for kernel in _list_path_kernels(split.ranks[rank], _merge_segments(own))
-    ]
+    kernels: list[PathKernel] = []
+    for rank, own in on_path.items():
+        spans = _list_intervals(own)
+        # Those of consecutive steps may overlap.
+        kernels += _list_path_kernels(split.ranks[rank], union(spans.start_ns, spans.end_ns))
     kernels.sort(key=lambda one: (-one.ns, one.rank, one.kernel, one.stream or 0))
     return CriticalPaths(tuple(steps), tuple(parts), tuple(kernels[:MOST_KERNELS]))
-
-
-def _find_span(graph: DependencyGraph, step: int) -> tuple[int, int, int]:
-    """(begin, last end, node of the last end) of a step over all ranks: the first start, or the
-    last end of the steps before if that is later."""
-    rows = graph.steps.step == step
-    ends = graph.steps.end[rows]
-    last = int(ends[graph.at_ns[ends].argmax()])
-    end_ns = int(graph.at_ns[last])
-    begin_ns = int(graph.at_ns[graph.steps.begin[rows]].min())
-    before = graph.at_ns[graph.steps.end[graph.steps.step < step]]
-    return min(end_ns, max(begin_ns, int(before.max(initial=begin_ns)))), end_ns, last
 
 
 # The way back.
@@ -86,6 +91,11 @@ class _PathSegment(Struct, frozen=True):
     rank: int
     start_ns: int
     end_ns: int
+
+
+def _list_intervals(segments: Sequence[_PathSegment]) -> Intervals:
+    edges = np.array([(one.start_ns, one.end_ns) for one in segments], dtype=np.int64)
+    return Intervals(edges[:, 0], edges[:, 1])
 
 
 def _walk_back(graph: DependencyGraph, node: int, begin: int) -> list[_PathSegment]:
@@ -151,33 +161,10 @@ class _RankActivity(Struct, frozen=True):
         return sums
 
 
-def _sum_parts(
-    activity: Sequence[_RankActivity], segments: Sequence[_PathSegment], step: int
-) -> Iterator[PathPart]:
-    """Sums the time of the segments of one step by rank, bucket and axis."""
-    who = np.array([segment.rank for segment in segments])
-    start = np.array([segment.start_ns for segment in segments], dtype=np.int64)
-    end = np.array([segment.end_ns for segment in segments], dtype=np.int64)
-    for place in np.unique(who).tolist():
-        rows = np.flatnonzero(who == place)[::-1]
-        of_rank = activity[place]
-        sums = of_rank.sum_ns(Intervals(start[rows], end[rows]))
-        for bucket, axis in np.argwhere(sums).tolist():
-            ns = int(sums[bucket, axis])
-            yield PathPart(step, of_rank.rank, BUCKETS[bucket], of_rank.axes[axis], ns)
-
-
 # The kernels on the path.
 
 MOST_KERNELS = 20
 """Rows of PathKernel in a report."""
-
-
-def _merge_segments(segments: Sequence[_PathSegment]) -> Intervals:
-    """The time of the segments of one rank; those of consecutive steps may overlap."""
-    start = np.array([segment.start_ns for segment in segments], dtype=np.int64)
-    end = np.array([segment.end_ns for segment in segments], dtype=np.int64)
-    return union(start, end)
 
 
 def _list_path_kernels(rank: RankSplit, path: Intervals) -> Iterator[PathKernel]:

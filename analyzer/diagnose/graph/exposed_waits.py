@@ -89,6 +89,13 @@ class ExposedWaits(Struct, frozen=True):
         order = np.lexsort((waits.end_ns, arrival >= 0, gap))
         last = order[np.append(np.diff(gap[order]) > 0, True)[: len(order)]]
         moves = all_rows.select(np.isin(all_rows.bucket, TRANSFERS))
+        # The exposed transfers of each gap that begin before its last wait ends: the path of the
+        # rank waited for may have them as well, and they are no part of a wait.
+        wait_key = waits.place[last] << 32 | waits.gap[last]
+        found = _look_up(wait_key, np.arange(len(last)), moves.place << 32 | moves.gap)
+        before = np.flatnonzero((found >= 0) & (moves.start_ns < waits.end_ns[last[found]]))
+        moved_ns = np.zeros(len(last), dtype=np.int64)
+        np.add.at(moved_ns, found[before], moves.length_ns[before])
         return cls(
             rank=np.array([rank.trace.rank for rank in split.ranks])[waits.place],
             owner=waits.owner,
@@ -98,7 +105,7 @@ class ExposedWaits(Struct, frozen=True):
             length_ns=waits.length_ns,
             begin=-group_max(gap, -waits.node, count)[gap],
             last_arrival=np.where(arrival >= 0, arrival[last][gap], -1),
-            moved_ns=_sum_moved_ns(moves, waits, last)[gap],
+            moved_ns=moved_ns[gap],
             axes=axes,
         )
 
@@ -156,19 +163,6 @@ class _ExposedRows:
         """Some of the rows."""
         columns: list[Any] = [getattr(self, one.name)[rows] for one in fields(self)]
         return _ExposedRows(*columns)
-
-
-def _sum_moved_ns(moves: _ExposedRows, waits: _ExposedRows, last: Int64) -> Int64:
-    """The exposed transfer time of each gap before the end of its last wait."""
-    found = _look_up(
-        waits.place[last] << 32 | waits.gap[last],
-        np.arange(len(last)),
-        moves.place << 32 | moves.gap,
-    )
-    before = np.flatnonzero((found >= 0) & (moves.start_ns < waits.end_ns[last[found]]))
-    total = np.zeros(len(last), dtype=np.int64)
-    np.add.at(total, found[before], moves.length_ns[before])
-    return total
 
 
 def _find_owner_arrivals(split: RunSplit, graph: DependencyGraph, waits: _ExposedRows) -> Int64:

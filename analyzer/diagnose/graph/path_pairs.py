@@ -31,18 +31,19 @@ def compare_paths(
     graph: DependencyGraph, paths: BindingPaths, tree: PathTree | None, waits: ExposedWaits
 ) -> PathPairs:
     """The paths of these waits: node by node, or with a tree, if there are many ranks."""
-    pairs = _compare_in_tree(tree, waits) if tree else _compare_by_node(graph, paths, waits)
+    if tree is None:
+        pairs = _compare_by_node(graph, paths, waits)
+    else:
+        # The time of a path is the difference of two sums from the root of the tree.
+        own = tree.place[waits.begin]
+        other = np.where(waits.traced, tree.place[waits.last_arrival], own)
+        common = tree.find_common(own, other)
+        waited_for = tree.total_ns[other] - tree.total_ns[common]
+        added = waited_for - (tree.total_ns[own] - tree.total_ns[common])
+        pairs = PathPairs(added, waited_for, tree.follow(other, common))
+    # Transfers that are exposed between the two ends of a wait are not waiting.
     pairs.added[:, BLAME_CAUSES.index("transfer")] -= waits.moved_ns
     return pairs
-
-
-def _compare_in_tree(tree: PathTree, waits: ExposedWaits) -> PathPairs:
-    own = tree.place[waits.begin]
-    other = np.where(waits.traced, tree.place[waits.last_arrival], own)
-    common = tree.find_common(own, other)
-    waited_for = tree.total_ns[other] - tree.total_ns[common]
-    added = waited_for - (tree.total_ns[own] - tree.total_ns[common])
-    return PathPairs(added, waited_for, tree.follow(other, common))
 
 
 def _compare_by_node(graph: DependencyGraph, paths: BindingPaths, waits: ExposedWaits) -> PathPairs:

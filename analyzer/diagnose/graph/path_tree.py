@@ -56,7 +56,15 @@ class PathTree(Struct, frozen=True):
         parent = place[previous[order]]
         for cause in range(spent_ns.shape[1]):
             spent_ns[:, cause] = spent_ns[order, cause]
-        total_ns = _round_to_unit(spent_ns, rank[order])
+        # The times as multiples of a power of two, so small that rounding does not count and so
+        # large that the time along any path is exact; no path takes longer than some rank was
+        # recorded.
+        longest = 4 * np.bincount(rank[order] + 1, spent_ns.sum(axis=1)).max(initial=1.0)
+        unit = 2.0 ** (np.ceil(np.log2(longest)) - _MANTISSA_BITS)
+        spent_ns /= unit
+        np.rint(spent_ns, out=spent_ns)
+        spent_ns *= unit
+        total_ns = spent_ns  # the sums along the path, in place, from parents to children
         depth, jump, leave = (np.zeros(count, dtype=np.int32) for _ in range(3))
         own_rank, own_step = rank[order], paths.step[order]
         for low, high in pairwise((levels.first + 1).tolist()):
@@ -102,14 +110,3 @@ class PathTree(Struct, frozen=True):
             yield PathPieces(rows, self.rank[at].astype(np.int64), self.step[at], spent_ns)
             ahead = left != end
             rows, at, end = rows[ahead], left[ahead], end[ahead]
-
-
-def _round_to_unit(spent_ns: Float, rank: Int32) -> Float:
-    """The times as multiples of a power of two, so small that rounding does not count and so large
-    that the time along any path is exact; no path takes longer than some rank was recorded."""
-    longest = 4 * np.bincount(rank + 1, spent_ns.sum(axis=1)).max(initial=1.0)
-    unit = 2.0 ** (np.ceil(np.log2(longest)) - _MANTISSA_BITS)
-    spent_ns /= unit
-    np.rint(spent_ns, out=spent_ns)
-    spent_ns *= unit
-    return spent_ns

@@ -48,7 +48,16 @@ def limit_work(graph: DependencyGraph, work: str, least_ns: Float) -> Dependency
     for begin, end in pairwise([*first.tolist(), len(order)]):
         nodes = working[order[begin:end]]
         least = float(least_ns[graph.step[nodes[0]]])
-        changed[nodes, column] = _clip_to_total(changed[nodes, column], least)
+        values = changed[nodes, column]
+        if values.sum() <= least:
+            continue
+        # Clipped at the height at which they add up to the total: if all below a value stay as
+        # they are, the others share the rest equally.
+        rising = np.sort(values)
+        below = np.concatenate(([0], np.cumsum(rising)[:-1]))
+        heights = (least - below) / np.arange(len(rising), 0, -1)
+        fits = np.flatnonzero(heights <= rising)
+        changed[nodes, column] = np.minimum(values, np.int64(max(0.0, heights[fits[0]])))
     return replace(graph, work_ns=changed)
 
 
@@ -90,29 +99,15 @@ def measure_spans(graph: DependencyGraph, spans: Sequence[WeightedSpans]) -> Flo
     covered = np.zeros(len(graph))
     for index, own in enumerate(spans):
         nodes = graph.timelines.slice_rank(index)
-        total = _sum_before(own, graph.at_ns[nodes])
+        # The weighted time before each node in whole spans, without what of the last one is later.
+        times = graph.at_ns[nodes]
+        before_ns = np.concatenate(([0.0], np.cumsum((own.end_ns - own.start_ns) * own.weight)))
+        begun = np.searchsorted(own.start_ns, times, side="right")
+        ends = np.concatenate(([times.min(initial=0)], own.end_ns))[begun]
+        weight = np.concatenate(([0.0], own.weight))[begun]
+        total = before_ns[begun] - np.maximum(ends - times, 0) * weight
         covered[nodes] = np.diff(total, prepend=total[:1])
     return covered
-
-
-def _sum_before(spans: WeightedSpans, times_ns: Int64) -> Float:
-    """The weighted time in the spans before each of these times."""
-    total = np.concatenate(([0.0], np.cumsum((spans.end_ns - spans.start_ns) * spans.weight)))
-    begun = np.searchsorted(spans.start_ns, times_ns, side="right")
-    ends = np.concatenate(([times_ns.min(initial=0)], spans.end_ns))[begun]
-    weight = np.concatenate(([0.0], spans.weight))[begun]
-    return np.asarray(total[begun] - np.maximum(ends - times_ns, 0) * weight)
-
-
-def _clip_to_total(values: Int64, total: float) -> Int64:
-    """Clip the values at the height at which they add up to the total."""
-    if values.sum() <= total:
-        return values
-    rising = np.sort(values)
-    below = np.concatenate(([0], np.cumsum(rising)[:-1]))
-    heights = (total - below) / np.arange(len(rising), 0, -1)
-    fits = np.flatnonzero(heights <= rising)
-    return np.minimum(values, np.int64(max(0.0, heights[fits[0]])))
 
 
 def scale_transfers(graph: DependencyGraph, kernels: Int64, times: Float) -> DependencyGraph:
@@ -152,7 +147,13 @@ def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> 
     branches: list[_Branch] = []
     ends = set(graph.kernels.end.tolist())
     for move in moves:
-        _wait_at_end(graph, needs, move)
+        # The rank resumes after all of them where it resumed after the last one.
+        resumes = graph.kernels.resume[move.kernels].tolist()
+        moved_ends = graph.kernels.end[move.kernels].tolist()
+        for resume, end in zip(resumes, moved_ends, strict=True):
+            if resume >= 0:
+                needs[resume].remove(end)
+        needs[max(resumes)] += moved_ends
         moved = set(graph.kernels.end[move.kernels].tolist())
         first = int(graph.kernels.start[move.kernels[0]])
         # It began when one of another stream ended, since the backward did: no longer.
@@ -182,15 +183,6 @@ class _Branch(Struct, frozen=True):
     before: int
     work_ns: Int64
     step: int
-
-
-def _wait_at_end(graph: DependencyGraph, needs: list[list[int]], move: HoistedCalls) -> None:
-    resumes = graph.kernels.resume[move.kernels].tolist()
-    ends = graph.kernels.end[move.kernels].tolist()
-    for resume, end in zip(resumes, ends, strict=True):
-        if resume >= 0:
-            needs[resume].remove(end)
-    needs[max(resumes)] += ends
 
 
 def _add_branches(

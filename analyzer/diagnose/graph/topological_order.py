@@ -58,9 +58,16 @@ class Levels(Struct, frozen=True):
 
         Small clock errors can create cycles between ranks; they are broken at the earliest node.
         """
-        every, first = _list_predecessors(before, needs)
-        # The level of each node, from the predecessors of all nodes and the first of each; at a
-        # cycle, the earliest node waits for none of its other nodes.
+        # The predecessors of all nodes, and the first of each: the one before it on its timeline,
+        # then those that it needs.
+        places = np.arange(len(needs.first))
+        first = np.add(needs.first, places, dtype=np.int32, casting="same_kind")
+        every = np.empty(int(first[-1]), dtype=np.int32)
+        needed = np.ones(len(every), dtype=np.bool_)
+        needed[first[:-1]] = False
+        every[first[:-1]] = before
+        every[needed] = needs.source
+        # The level of each node; at a cycle, the earliest node waits for none of its other nodes.
         followers = _Followers.build(every, first)
         wide = np.count_nonzero(followers.open_count == 0) >= _WIDE
         level = (_find_levels_at_once if wide else _find_levels_by_node)(followers, measured_ns)
@@ -117,7 +124,10 @@ class Levels(Struct, frozen=True):
     def find_latest(self, times: Int64, work_ns: Int64) -> tuple[Int64, Int32]:
         """(the time at which the last dependency of each node is met, that node); NEVER and -1
         without dependencies. Of several the first; all are by node."""
-        at = self._add_work(np.append(times[self.node], NEVER), work_ns[self.node])
+        # When each dependency is met: of the one before on the timeline, the first edge of a row,
+        # with the work in between.
+        at = np.append(times[self.node], NEVER)[self.source]
+        at[self.edge[:-1]] += work_ns[self.node]
         latest = np.maximum.reduceat(at, self.edge[:-1]) if len(at) else at
         is_last = np.flatnonzero(at == np.repeat(latest, np.diff(self.edge)))
         first = is_last[np.searchsorted(is_last, self.edge[:-1])]
@@ -125,12 +135,6 @@ class Levels(Struct, frozen=True):
         latest_ns[self.node] = np.maximum(latest, NEVER)
         last[self.node] = np.append(self.node, np.int32(-1))[self.source[first]]
         return latest_ns, last
-
-    def _add_work(self, times: Int64, work_ns: Int64) -> Int64:
-        """The time of the source of each edge, by row, and the work after it."""
-        at = times[self.source]
-        at[self.edge[:-1]] += work_ns
-        return at
 
     def _compute_by_level(self, work_ns: Int64, rest_ns: Int64, known_ns: Int64 | None) -> Int64:
         added_ns = np.zeros(len(self.source), dtype=np.int64)
@@ -174,17 +178,6 @@ NO_LEVELS = Levels(
     _NO_NODES, _NO_NODES, np.zeros(1, np.int64), np.zeros(1, np.int32), np.empty(0, np.int64)
 )
 """The levels of a graph without nodes."""
-
-
-def _list_predecessors(before: Int32, needs: Needs) -> tuple[Int32, Int32]:
-    """(predecessors of all nodes, first of each node): the one before it, then what it needs."""
-    first = np.add(needs.first, np.arange(len(needs.first)), dtype=np.int32, casting="same_kind")
-    every = np.empty(int(first[-1]), dtype=np.int32)
-    needed = np.ones(len(every), dtype=np.bool_)
-    needed[first[:-1]] = False
-    every[first[:-1]] = before
-    every[needed] = needs.source
-    return every, first
 
 
 class _Followers(Struct, frozen=True):

@@ -39,11 +39,23 @@ def compute_workloads(
     ]
     usual_ns = _compute_median_ns(tables)
     work = [table.count @ usual for table, usual in zip(tables, usual_ns, strict=True)]
-    fair = _compute_expected_ns(work, windows)
-    return [
-        _compute_workload(table.total_ns.sum(axis=1), done, expected)
-        for table, done, expected in zip(tables, work, fair, strict=True)
-    ]
+    # A rank is compared with the median rank in the same step, as the work may differ between
+    # steps.
+    by_step: dict[int, list[float]] = {}
+    for own, done in zip(windows, work, strict=True):
+        for window, amount in zip(own, done.tolist(), strict=True):
+            by_step.setdefault(window.step, []).append(amount)
+    fair = {step: float(np.median(amounts)) for step, amounts in by_step.items()}
+    loads = []
+    for table, done, own in zip(tables, work, windows, strict=True):
+        spent = table.total_ns.sum(axis=1)
+        whole = np.maximum(spent, 1)
+        # done is what its kernels take on the median rank: what it spent beyond that is slower,
+        # and what that is beyond the median rank's work is more work.
+        slower = np.clip((spent - done) / whole, 0, 1)
+        expected = np.array([fair[window.step] for window in own])
+        loads.append(Workload(slower, np.clip((done - expected) / whole, 0, 1 - slower)))
+    return loads
 
 
 class _KernelTable(Struct, frozen=True):
@@ -90,22 +102,3 @@ def _compute_median_ns(tables: Sequence[_KernelTable]) -> list[Float]:
     low, high = (first[:-1] + first[1:] - 1) // 2, (first[:-1] + first[1:]) // 2
     usual = (mean[order][low] + mean[order][high]) / 2
     return [usual[own] for own in place]
-
-
-def _compute_expected_ns(
-    work: Sequence[Float], windows: Sequence[Sequence[StepWindow]]
-) -> list[Float]:
-    """The work of the median rank in the steps of each rank's windows."""
-    done: dict[int, list[float]] = {}
-    for own, amounts in zip(windows, work, strict=True):
-        for window, amount in zip(own, amounts.tolist(), strict=True):
-            done.setdefault(window.step, []).append(amount)
-    fair = {step: float(np.median(amounts)) for step, amounts in done.items()}
-    return [np.array([fair[window.step] for window in own]) for own in windows]
-
-
-def _compute_workload(actual_ns: Int64, work_ns: Float, fair_ns: Float) -> Workload:
-    whole = np.maximum(actual_ns, 1)
-    slower = np.clip((actual_ns - work_ns) / whole, 0, 1)
-    more = np.clip((work_ns - fair_ns) / whole, 0, 1 - slower)
-    return Workload(slower, more)

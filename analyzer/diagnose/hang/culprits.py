@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepsplit.analyzer.diagnose.hang.inputs import HangInputs
-from stepsplit.analyzer.diagnose.hang.result import Culprit, Mismatch, Stuck
+from stepsplit.analyzer.diagnose.hang.result import Culprit
 from stepsplit.analyzer.diagnose.hang.sentences import (
     MAX_MESSAGES,
     describe_blocking,
@@ -83,9 +83,14 @@ def _build_culprit(cause: str, at: int, ends: Sequence[ChainEnd], inputs: HangIn
     hold = describe_blocking(ranks, blocked, inputs)
     match cause:
         case "mismatch":
-            return _build_mismatch_culprit(
-                ranks, blocked, [inputs.stuck[i] for i in ends[0].calls], inputs
-            )
+            # The ranks that differ from the majority are to blame; those that wait with them are
+            # blocked like all others.
+            calls = [inputs.stuck[i] for i in ends[0].calls]
+            mismatch = next(one for call in calls if (one := inputs.find_mismatch(call)))
+            odd = tuple(rank for rank in ranks if rank in mismatch.odd) or ranks
+            blocked = tuple(sorted({*blocked, *ranks} - set(odd)))
+            message = f"{describe_blocking(odd, blocked, inputs)}: {format_mismatch(mismatch)}"
+            return Culprit(odd, cause, blocked, message)
         case "deadlock":
             among = sorted({place for end in ends for place in end.calls})
             # The ranks wait for each other in different calls.
@@ -98,7 +103,13 @@ def _build_culprit(cause: str, at: int, ends: Sequence[ChainEnd], inputs: HangIn
             ]
             message = f"deadlock of {format_ranks(ranks)}: {'; '.join(waits[:MAX_MESSAGES])}"
         case "order":
-            return _build_order_culprit(ranks, blocked, ends, inputs)
+            # Of ranks that wait for each other, those that left their usual order are to blame.
+            breaks = inputs.find_order_breaks(ranks)
+            odd = tuple(sorted(breaks))
+            blocked = tuple(sorted({*blocked, *ranks} - set(odd)))
+            among = sorted({place for end in ends for place in end.calls})
+            calls = [inputs.stuck[place] for place in among]
+            return Culprit(odd, cause, blocked, format_order(odd, blocked, calls, breaks, inputs))
         case "not_ending":
             # All members have called it, and it does not end.
             there = f"all members have called {format_call(call)} but none has completed it"
@@ -112,25 +123,3 @@ def _build_culprit(cause: str, at: int, ends: Sequence[ChainEnd], inputs: HangIn
         case _:
             message = f"{hold}: {format_not_called(ranks, call)}"
     return Culprit(ranks, cause, blocked, message)
-
-
-def _build_mismatch_culprit(
-    ranks: tuple[int, ...], blocked: tuple[int, ...], calls: Sequence[Stuck], inputs: HangInputs
-) -> Culprit:
-    """The ranks that differ from the majority are to blame; the ranks waiting with them are not."""
-    mismatch: Mismatch = next(one for call in calls if (one := inputs.find_mismatch(call)))
-    odd = tuple(rank for rank in ranks if rank in mismatch.odd) or ranks
-    blocked = tuple(sorted({*blocked, *ranks} - set(odd)))
-    message = f"{describe_blocking(odd, blocked, inputs)}: {format_mismatch(mismatch)}"
-    return Culprit(odd, "mismatch", blocked, message)
-
-
-def _build_order_culprit(
-    ranks: tuple[int, ...], blocked: tuple[int, ...], ends: Sequence[ChainEnd], inputs: HangInputs
-) -> Culprit:
-    """Of ranks that wait for each other, those that left their usual order are to blame."""
-    breaks = inputs.find_order_breaks(ranks)
-    odd = tuple(sorted(breaks))
-    blocked = tuple(sorted({*blocked, *ranks} - set(odd)))
-    calls = [inputs.stuck[place] for place in sorted({at for end in ends for at in end.calls})]
-    return Culprit(odd, "order", blocked, format_order(odd, blocked, calls, breaks, inputs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import msgspec
 
 from stepsplit.analyzer.diagnose.hang.culprits import find_culprits
 from stepsplit.analyzer.diagnose.hang.inputs import HangInputs
-from stepsplit.analyzer.diagnose.hang.job_groups import JobGroups, describe_group, find_job_groups
+from stepsplit.analyzer.diagnose.hang.job_groups import describe_group, find_job_groups
 from stepsplit.analyzer.diagnose.hang.mismatches import find_mismatches
 from stepsplit.analyzer.diagnose.hang.progress import Progress, collect_progress
 from stepsplit.analyzer.diagnose.hang.rank_states import (
@@ -39,8 +39,6 @@ from stepsplit.analyzer.diagnose.hang.result import (
 from stepsplit.analyzer.diagnose.hang.sentences import (
     NO_STEP_NO_CALL,
     NOTHING_STUCK,
-    choose_verb,
-    format_ranks,
     format_verdict,
 )
 from stepsplit.analyzer.diagnose.hang.stuck_collectives import find_stuck_collectives
@@ -109,7 +107,13 @@ def read_calls(places: Sequence[str | Path]) -> Hang:
     )
     if spec is None or states or hang.condition != CLEAR:
         return hang
-    note = f"{_describe_recording_end(dumps)}: a later hang does not show in it; {_ASK_JOB}"
+    # The dumps are part of a recording, which ended before any hang that is looked for now.
+    ends_ns = [entry.created_unix_ns for dump in dumps for entry in dump.entries[-1:]]
+    at = datetime.fromtimestamp(max(ends_ns, default=0) / 1e9, UTC)
+    note = (
+        f"no call was open when this recording ended ({at:%Y-%m-%d %H:%M:%S} UTC): a later hang "
+        "does not show in it; while the job runs, stepsplit hang PID asks its ranks"
+    )
     return msgspec.structs.replace(hang, note=note, verdict=note)
 
 
@@ -152,34 +156,25 @@ def _describe_ras(places: Sequence[str | Path]) -> tuple[str, ...]:
                 body = head + content.read(MAX_STATE_BYTES)
             status = read_ras(body.decode(errors="replace"))
             sentences += status.findings
+            # The largest communicators first: they have most of the job in them.
             for one in sorted(status.communicators, key=lambda each: -each.size):
-                sentences += _describe_communicator(one)
+                for missing in one.missing_ranks:
+                    dead = missing.status.considered_dead
+                    what = "is considered dead" if dead else "does not answer"
+                    sentences.append(f"{_name_ras_rank(missing, one)} {what}")
+                for op in dict.fromkeys(op for rank in one.ranks for op in rank.collective_counts):
+                    most = max(rank.collective_counts.get(op, 0) for rank in one.ranks)
+                    sentences += [
+                        f"{_name_ras_rank(rank, one)} has launched {launched} {op}, others {most}"
+                        for rank in one.ranks
+                        if (launched := rank.collective_counts.get(op, 0)) < most
+                    ]
     return tuple(sentences)
 
 
-def _describe_communicator(one: RasCommunicator) -> Iterator[str]:
-    def name(rank: RasRank | RasMissingRank) -> str:
-        where = f"rank {rank.rank} of communicator {one.hash} of {one.size}"
-        return f"{where} (process {rank.pid} on {rank.host})"
-
-    for missing in one.missing_ranks:
-        dead = missing.status.considered_dead
-        yield f"{name(missing)} {'is considered dead' if dead else 'does not answer'}"
-    for op in dict.fromkeys(op for rank in one.ranks for op in rank.collective_counts):
-        counts = Counter(rank.collective_counts.get(op, 0) for rank in one.ranks)
-        most = max(counts)
-        for rank in one.ranks if len(counts) > 1 else ():
-            if (launched := rank.collective_counts.get(op, 0)) < most:
-                yield f"{name(rank)} has launched {launched} {op}, others {most}"
-
-
-_ASK_JOB = "while the job runs, stepsplit hang PID asks its ranks"
-
-
-def _describe_recording_end(dumps: Sequence[FlightDump]) -> str:
-    ends_ns = [entry.created_unix_ns for dump in dumps for entry in dump.entries[-1:]]
-    at = datetime.fromtimestamp(max(ends_ns, default=0) / 1e9, UTC)
-    return f"no call was open when this recording ended ({at:%Y-%m-%d %H:%M:%S} UTC)"
+def _name_ras_rank(rank: RasRank | RasMissingRank, communicator: RasCommunicator) -> str:
+    where = f"rank {rank.rank} of communicator {communicator.hash} of {communicator.size}"
+    return f"{where} (process {rank.pid} on {rank.host})"
 
 
 def read_spec(places: Sequence[str | Path]) -> RunSpec | None:
@@ -222,7 +217,11 @@ def examine_dumps(
     states: what the ranks did when a running job was looked at. known: groups that the dumps may
     not list. Raises DataError for two dumps of the same rank, which belong to two incidents.
     """
-    _refuse_duplicate_ranks(dumps)
+    rank, count = Counter(dump.rank for dump in dumps).most_common(1)[0] if dumps else (-1, 0)
+    if count > 1:
+        first, second = [dump.source for dump in dumps if dump.rank == rank][:2]
+        problem = f"second dump of the same rank; the first is {first}"
+        raise DataError(second, problem, "pass the dumps of one hang only", rank)
     known = [*known, *(Group(g.name, g.ranks, g.description) for one in states for g in one.groups)]
     groups = find_job_groups(dumps, known)
     # The ranks whose last collective raised an error, because a peer has gone.
@@ -232,13 +231,28 @@ def examine_dumps(
         frozenset(one.rank for one in states if one.condition == RAISED and is_peer_error(one)),
     )
     mismatches = find_mismatches(ranks)
-    collectives = find_stuck_collectives(ranks, mismatches)
-    collectives = tuple(_suspect_idle_ranks(one, ranks, groups.guessed) for one in collectives)
+    collectives = list(find_stuck_collectives(ranks, mismatches))
+    for at, call in enumerate(collectives):
+        # All that ever called on a group of unknown members wait in it: another member is missing,
+        # perhaps one of the ranks that are in no call.
+        if call.group.name in groups.guessed and set(call.waiting) == set(call.group.ranks):
+            of_group = call.group.ranks
+            idle = tuple(one.rank for one in ranks if one.rank not in of_group and not one.open)
+            collectives[at] = msgspec.structs.replace(call, waits_for=idle or call.waits_for)
     stuck = (*collectives, *find_stuck_messages(ranks))
     inputs = HangInputs(stuck, mismatches if stuck else (), ranks, groups.guessed)
     by_rank = {one.rank: one for one in states}
     condition, culprits = _judge(inputs, by_rank)
-    note = _explain_condition(condition, states)
+    # Why the job is not known to be stuck; empty if it is.
+    note = ""
+    if condition == MOVING:
+        note = f"not a hang: {describe_progress(states)}"
+    elif condition == CLEAR:
+        note = NO_STEP_NO_CALL if states else NOTHING_STUCK
+    elif condition == LATE:
+        why = describe_short_wait(states) or "the rank that is late is not idle"
+        note = f"not known to be a hang: {why}"
+    guessed = (HangWarning("groups_guessed", _GUESSED_TEXT),) if groups.guessed else ()
     sentences = format_verdict([one.message for one in culprits])
     return Hang(
         verdict="; ".join(filter(None, (note, *sentences))),
@@ -248,22 +262,11 @@ def examine_dumps(
         stuck=tuple(sorted(stuck, key=lambda call: _order_stuck(call, culprits))),
         mismatches=inputs.mismatches,
         last_calls=_list_last_calls(ranks, culprits, stuck),
-        warnings=(*warnings, *_warn_guessed(groups)),
+        warnings=(*warnings, *guessed),
         condition=condition,
         note=note,
         states=tuple(map(summarize_state, states)),
     )
-
-
-def _suspect_idle_ranks(call: Stuck, ranks: Sequence[Progress], guessed: frozenset[str]) -> Stuck:
-    """A call in which all that ever called on its group wait, so that another member is missing.
-
-    It waits for the ranks that are in no call, if there are any.
-    """
-    if call.group.name not in guessed or set(call.waiting) != set(call.group.ranks):
-        return call
-    idle = tuple(one.rank for one in ranks if one.rank not in call.group.ranks and not one.open)
-    return msgspec.structs.replace(call, waits_for=idle or call.waits_for)
 
 
 def _judge(inputs: HangInputs, states: Mapping[int, RankState]) -> tuple[str, tuple[Culprit, ...]]:
@@ -272,35 +275,11 @@ def _judge(inputs: HangInputs, states: Mapping[int, RankState]) -> tuple[str, tu
         return MOVING, ()
     culprits = tuple(explain_culprit(one, states) for one in find_culprits(inputs))
     if not culprits and states:
-        culprits = find_culprits_by_state(tuple(states.values()), _describe_held)
+        culprits = find_culprits_by_state(tuple(states.values()))
     if not culprits:
         return CLEAR, ()
     late = describe_short_wait(tuple(states.values())) is not None
     return (LATE if late or all(one.cause == LATE for one in culprits) else STUCK), culprits
-
-
-def _describe_held(ranks: tuple[int, ...]) -> str:
-    return f"{format_ranks(ranks)} {choose_verb(ranks, 'blocks', 'block')} all other ranks"
-
-
-def _explain_condition(condition: str, states: Sequence[RankState]) -> str:
-    """Why the job is not known to be stuck; empty if it is."""
-    if condition == MOVING:
-        return f"not a hang: {describe_progress(states)}"
-    if condition == CLEAR:
-        return NO_STEP_NO_CALL if states else NOTHING_STUCK
-    if condition == LATE:
-        why = describe_short_wait(states) or "the rank that is late is not idle"
-        return f"not known to be a hang: {why}"
-    return ""
-
-
-def _refuse_duplicate_ranks(dumps: Sequence[FlightDump]) -> None:
-    rank, count = Counter(dump.rank for dump in dumps).most_common(1)[0] if dumps else (-1, 0)
-    if count > 1:
-        first, second = [dump.source for dump in dumps if dump.rank == rank][:2]
-        problem = f"second dump of the same rank; the first is {first}"
-        raise DataError(second, problem, "pass the dumps of one hang only", rank)
 
 
 def _order_stuck(call: Stuck, culprits: Sequence[Culprit]) -> tuple[int, int, int]:
@@ -335,7 +314,3 @@ def _list_last_calls(
         for rank in dict.fromkeys([*to_blame, *missing])
         if (call := calls.get(rank)) is not None
     )
-
-
-def _warn_guessed(groups: JobGroups) -> tuple[HangWarning, ...]:
-    return (HangWarning("groups_guessed", _GUESSED_TEXT),) if groups.guessed else ()

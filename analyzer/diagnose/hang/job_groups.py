@@ -64,7 +64,15 @@ def find_job_groups(dumps: Sequence[FlightDump], known: Iterable[Group] = ()) ->
             of_rank[rank, group.name] = listed[group.name][own]
             continue
         if group.name not in unlisted:
-            unlisted[group.name] = _infer_group(group.name, mentioned)
+            same = [(at, one) for at, one in mentioned if one.name == group.name and not one.ranks]
+            description = next((one.description for _, one in same if one.description), "")
+            members = tuple(sorted({at for at, _ in same}))
+            inferred = JobGroup(group.name, members, description)
+            # The default group has every rank, also those of which there is no dump.
+            count = max(at for at, _ in mentioned) + 1
+            if _is_default(inferred) and count <= MAX_RANKS:
+                inferred = replace(inferred, ranks=tuple(range(count)))
+            unlisted[group.name] = inferred
         of_rank[rank, group.name] = unlisted[group.name]
     guessed = frozenset(group.name for group in unlisted.values() if not _is_default(group))
     return JobGroups(guessed, of_rank)
@@ -75,16 +83,6 @@ def _list_groups(dump: FlightDump) -> list[Group]:
     known = {group.name for group in dump.groups}
     names = {status.group_name for status in dump.statuses if status.group_name}
     return [*dump.groups, *(Group(name, (), "") for name in sorted(names - known))]
-
-
-def _infer_group(name: str, mentioned: Sequence[tuple[int, Group]]) -> JobGroup:
-    same = [(rank, one) for rank, one in mentioned if one.name == name and not one.ranks]
-    description = next((one.description for _, one in same if one.description), "")
-    group = JobGroup(name, tuple(sorted({rank for rank, _ in same})), description)
-    count = max(rank for rank, _ in mentioned) + 1
-    if not _is_default(group) or count > MAX_RANKS:
-        return group
-    return replace(group, ranks=tuple(range(count)))
 
 
 def _is_default(group: JobGroup) -> bool:

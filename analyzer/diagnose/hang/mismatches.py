@@ -20,40 +20,31 @@ def find_mismatches(ranks: Sequence[Progress]) -> tuple[Mismatch, ...]:
         same[call.group, call.seq].append(call)
     first: dict[JobGroup, Mismatch] = {}
     for (group, _), calls in same.items():
-        mismatch = _find_mismatch(calls) if len(calls) > 1 else None
-        if mismatch is not None and (group not in first or mismatch.seq < first[group].seq):
-            first[group] = mismatch
-    collectives = (_add_usual_value(group, first[group], ranks) for group in first)
-    return (*collectives, *_find_mismatched_messages(ranks))
-
-
-def _find_mismatched_messages(ranks: Sequence[Progress]) -> list[Mismatch]:
-    """The open messages of which both ends differ in dtype or size, where both number them alike.
-
-    Coalesced messages share a number; which of them belong together is not known.
-    """
+        differs = _find_mismatch(calls) if len(calls) > 1 else None
+        if differs is not None and (group not in first or differs.seq < first[group].seq):
+            first[group] = differs
+    found = []
+    for group, mismatch in first.items():
+        # Of its values, the one that earlier calls of the group had, if only one, is the usual.
+        read = _PROPERTIES[mismatch.what]
+        calls = [call for rank in ranks for call in rank.collectives if call.group is group]
+        ops = {call.op for call in calls if call.seq == mismatch.seq}
+        earlier = {read(call) for call in calls if call.seq < mismatch.seq and call.op in ops}
+        known = [side.value for side in mismatch.sides if side.value in earlier]
+        usual = known[0] if len(known) == 1 else None
+        found.append(msgspec.structs.replace(mismatch, usual=usual))
+    # Then the open messages of which both ends differ in dtype or size, where both number them
+    # alike. Coalesced messages share a number; which of them belong together is not known.
     ends: dict[tuple[Ends, int], list[Called]] = defaultdict(list)
     for call in (call for rank in ranks for call in rank.open):
         if call.is_message and len(call.group.ranks) == 2:
             ends[identify_link(call), call.seq].append(call)
-    found = []
     for calls in ends.values():
         if sorted(call.op for call in calls) == ["recv", "send"]:
-            mismatch = _find_mismatch(calls)
-            found += (
-                [] if mismatch is None else [msgspec.structs.replace(mismatch, is_message=True)]
-            )
-    return found
-
-
-def _add_usual_value(group: JobGroup, mismatch: Mismatch, ranks: Sequence[Progress]) -> Mismatch:
-    """The mismatch with the one of its values that earlier calls of the group had, if only one."""
-    read = _PROPERTIES[mismatch.what]
-    calls = [call for rank in ranks for call in rank.collectives if call.group is group]
-    ops = {call.op for call in calls if call.seq == mismatch.seq}
-    earlier = {read(call) for call in calls if call.seq < mismatch.seq and call.op in ops}
-    known = [side.value for side in mismatch.sides if side.value in earlier]
-    return msgspec.structs.replace(mismatch, usual=known[0] if len(known) == 1 else None)
+            differs = _find_mismatch(calls)
+            if differs is not None:
+                found.append(msgspec.structs.replace(differs, is_message=True))
+    return tuple(found)
 
 
 def _read_agreed_size(call: Called) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -114,47 +113,33 @@ def collect_progress(
     failed: ranks whose last call raised an error; torch counts such a call as completed.
     """
     calls = {dump.rank: tuple(_read_calls(dump, groups)) for dump in dumps}
-    calls |= {rank: _reopen_last(calls[rank]) for rank in failed if calls.get(rank)}
-    # A status has the number of the newest call, be it a message or a collective.
+    for rank in failed:
+        if calls.get(rank):
+            *before, last = calls[rank]
+            calls[rank] = (*before, replace(last, state=ENQUEUED))
+    # A status has the number of the newest call, be it a message or a collective, which count
+    # each on their own: it says how far a rank came in a group that has only one of the two.
     every = [call for found in calls.values() for call in found]
-    kinds = _CallKinds(
-        frozenset(call.group for call in every if call.is_message),
-        frozenset(call.group for call in every if not call.is_message),
-    )
-    return tuple(
-        _build_progress(dump, calls[dump.rank], groups, kinds)
-        for dump in sorted(dumps, key=lambda dump: dump.rank)
-    )
-
-
-def _reopen_last(calls: tuple[Called, ...]) -> tuple[Called, ...]:
-    return (*calls[:-1], replace(calls[-1], state=ENQUEUED))
-
-
-class _CallKinds(NamedTuple):
-    """The groups with messages, and those with collectives."""
-
-    with_messages: frozenset[JobGroup]
-    with_collectives: frozenset[JobGroup]
-
-
-def _build_progress(
-    dump: FlightDump, calls: tuple[Called, ...], groups: JobGroups, kinds: _CallKinds
-) -> Progress:
-    collectives = {(call.group, call.seq): call for call in calls if not call.is_message}
-    stated = {
-        group: Reach(status.last_enqueued, status.last_completed)
-        for status in dump.statuses
-        if (group := groups.find_group(dump.rank, status.group_name)) is not None
-    }
-    reach = {group: one for group, one in stated.items() if group not in kinds.with_messages}
-    reported = {group: one for group, one in stated.items() if group not in kinds.with_collectives}
-    for (group, seq), call in collectives.items():
-        known = reach.get(group, _NO_REACH)
-        completed = min(known.completed, seq - 1) if call.pending else max(known.completed, seq)
-        reach[group] = Reach(max(known.enqueued, seq), completed)
-    still_open = tuple(call for call in calls if call.pending)
-    return Progress(dump.rank, calls, still_open, collectives, reach, reported)
+    with_messages = {call.group for call in every if call.is_message}
+    with_collectives = {call.group for call in every if not call.is_message}
+    ranks = []
+    for dump in sorted(dumps, key=lambda dump: dump.rank):
+        own = calls[dump.rank]
+        stated = {
+            group: Reach(status.last_enqueued, status.last_completed)
+            for status in dump.statuses
+            if (group := groups.find_group(dump.rank, status.group_name)) is not None
+        }
+        reach = {group: one for group, one in stated.items() if group not in with_messages}
+        reported = {group: one for group, one in stated.items() if group not in with_collectives}
+        collectives = {(call.group, call.seq): call for call in own if not call.is_message}
+        for (group, seq), call in collectives.items():
+            known = reach.get(group, _NO_REACH)
+            completed = min(known.completed, seq - 1) if call.pending else max(known.completed, seq)
+            reach[group] = Reach(max(known.enqueued, seq), completed)
+        still_open = tuple(call for call in own if call.pending)
+        ranks.append(Progress(dump.rank, own, still_open, collectives, reach, reported))
+    return tuple(ranks)
 
 
 def _read_calls(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
@@ -171,6 +156,19 @@ def _read_calls(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
         ):
             continue
         op = parse_entry_op(entry.name)
+        if peer < 0 and entry.is_p2p and len(group.ranks) == 2:
+            peer = next((other for other in group.ranks if other != dump.rank), -1)
+        # Only the root of a scatter has an input, and inputs of an all_gather may be uneven: their
+        # outputs are of one size on all ranks.
+        agreed = entry.output_bytes if op in _OUTPUT_SIZED else entry.input_bytes
+        if op in _SIZE_MAY_DIFFER or entry.is_p2p:
+            agreed = -1
+        last = joins.get(_identify_entry(entry), entry)
+        # gloo never updates the state: there, a retired call is completed.
+        if last.state == COMPLETED or (last.retired and last.state != STARTED):
+            state = COMPLETED
+        else:
+            state = STARTED if last.state == STARTED else ENQUEUED
         yield Called(
             dump.rank,
             group,
@@ -178,10 +176,10 @@ def _read_calls(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
             entry.name if op == "unknown" else op,
             entry.dtype,
             size,
-            _select_agreed_bytes(op, entry),
+            agreed,
             entry.is_p2p,
-            _infer_peer(dump.rank, group, peer, entry),
-            _classify_state(joins.get(_identify_entry(entry), entry)),
+            peer,
+            state,
             entry.created_unix_ns,
             entry.stack,
         )
@@ -189,22 +187,3 @@ def _read_calls(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
 
 def _identify_entry(entry: FlightEntry) -> tuple[str, int, bool]:
     return entry.group_name, entry.seq, entry.is_p2p
-
-
-def _infer_peer(rank: int, group: JobGroup, peer: int, entry: FlightEntry) -> int:
-    if peer >= 0 or not entry.is_p2p or len(group.ranks) != 2:
-        return peer
-    return next((other for other in group.ranks if other != rank), -1)
-
-
-def _select_agreed_bytes(op: str, entry: FlightEntry) -> int:
-    if op in _SIZE_MAY_DIFFER or entry.is_p2p:
-        return -1
-    return entry.output_bytes if op in _OUTPUT_SIZED else entry.input_bytes
-
-
-def _classify_state(entry: FlightEntry) -> str:
-    """The state of an entry; gloo never updates the state, so retired counts as completed."""
-    if entry.state == COMPLETED or (entry.retired and entry.state != STARTED):
-        return COMPLETED
-    return STARTED if entry.state == STARTED else ENQUEUED

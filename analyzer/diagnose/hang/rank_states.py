@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.hang.result import LATE, Culprit, RankNow, StackFrame
+from stepsplit.analyzer.diagnose.hang.sentences import choose_verb, format_ranks
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
 from stepsplit.analyzer.readers.sources import is_special
@@ -204,43 +205,38 @@ def describe_rank(state: RankState, among: Sequence[int] = ()) -> str:
 def name_place(stack: Sequence[CodeFrame]) -> str:
     """The innermost frame of the user's code, and below it the innermost of all."""
     inner = stack[0]
-    own = next((one for one in stack if _is_user_code(one)), inner)
+    users = (one for one in stack if not any(part in one.file for part in _LIBRARIES))
+    own = next(users, inner)
     place = f"{_shorten(own.file)}:{own.line} {own.function}"
     return place if own is inner else f"{place} > {inner.function} ({_shorten(inner.file)})"
 
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<", "/stepsplit/",
-              "/collectors/attach/")  # fmt: skip
-
-
-def _is_user_code(frame: CodeFrame) -> bool:
-    return not any(part in frame.file for part in _LIBRARIES) and "/torch/" not in frame.file
+              "/collectors/attach/", "/torch/")  # fmt: skip
 
 
 def _shorten(file: str) -> str:
     return "/".join(file.split("/")[-1:])
 
 
-def find_culprits_by_state(
-    states: Sequence[RankState], describe: Callable[[tuple[int, ...]], str]
-) -> tuple[Culprit, ...]:
+def find_culprits_by_state(states: Sequence[RankState]) -> tuple[Culprit, ...]:
     """The ranks to blame for steps that have stopped while no collective is open.
 
     They are those whose process has ended or raised, else those that are not in a call of
-    torch.distributed while others are. describe: names ranks and those that they block.
+    torch.distributed while others are.
     """
     gone = [one for one in states if one.condition != RUNNING and not is_peer_error(one)]
-    away = [one for one in states if not _is_in_distributed(one)]
+    away = []
+    for one in states:
+        stack = one.looks[-1].stack if one.looks else ()
+        if not any("/torch/distributed/" in frame.file for frame in stack):
+            away.append(one)
     to_blame = gone or (away if len(away) < len(states) else [])
     if not to_blame:
         return ()
     ranks = tuple(one.rank for one in to_blame)
     held = tuple(one.rank for one in states if one.rank not in ranks)
     cause = _find_cause(to_blame[0]) or "not_called"
-    plain = Culprit(ranks, cause, held, f"{describe(ranks)}: no collective is open")
+    blocks = f"{format_ranks(ranks)} {choose_verb(ranks, 'blocks', 'block')} all other ranks"
+    plain = Culprit(ranks, cause, held, f"{blocks}: no collective is open")
     return (explain_culprit(plain, {one.rank: one for one in to_blame}),)
-
-
-def _is_in_distributed(state: RankState) -> bool:
-    stack = state.looks[-1].stack if state.looks else ()
-    return any("/torch/distributed/" in frame.file for frame in stack)

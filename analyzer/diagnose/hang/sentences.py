@@ -78,19 +78,17 @@ def format_order(
     """The ranks left their usual order of calls, so that others wait for them in an older call."""
     missed = [call for call in calls if set(ranks) & {one.rank for one in call.missing}]
     away = [format_not_called(ranks, call) for call in missed[:1]]
-    departures = [_format_break(breaks[rank]) for rank in ranks[:MAX_MESSAGES]]
-    return f"{describe_blocking(ranks, blocked, inputs)}: {'; '.join([*away, *departures])}"
-
-
-def _format_break(found: OrderBreak) -> str:
-    before, call = found.before, found.call
-    usual = describe_group(found.usual[0]).in_words
-    return (
-        f"rank {call.rank} called"
-        f" {_format_call_name(call.op, call.seq, describe_group(call.group))}"
-        f" right after {_format_call_name(before.op, before.seq, describe_group(before.group))},"
-        f" where {found.usual[1]} of {usual} had always followed"
-    )
+    for found in (breaks[rank] for rank in ranks[:MAX_MESSAGES]):
+        call, before = (
+            _format_call_name(one.op, one.seq, describe_group(one.group))
+            for one in (found.call, found.before)
+        )
+        usual = describe_group(found.usual[0]).in_words
+        away.append(
+            f"rank {found.call.rank} called {call} right after {before},"
+            f" where {found.usual[1]} of {usual} had always followed"
+        )
+    return f"{describe_blocking(ranks, blocked, inputs)}: {'; '.join(away)}"
 
 
 def format_unknown_members(ranks: tuple[int, ...], call: Stuck) -> str:

@@ -21,22 +21,20 @@ def find_stuck_collectives(
     ranks: Sequence[Progress], mismatches: Sequence[Mismatch]
 ) -> tuple[Stuck, ...]:
     """The stuck collectives: the first open one of each rank in each group."""
-    fronts = {(call.group, call.seq): call for rank in ranks for call in _find_first_open(rank)}
+    fronts: dict[tuple[JobGroup, int], Called] = {}
+    for rank in ranks:
+        first: dict[JobGroup, Called] = {}
+        for call in rank.open:
+            known = first.get(call.group)
+            if not call.is_message and (known is None or call.seq < known.seq):
+                first[call.group] = call
+        fronts |= {(call.group, call.seq): call for call in first.values()}
     present = {rank.rank: rank for rank in ranks}
     disagreed = {(one.group, one.seq): one.odd for one in mismatches if not one.is_message}
     return tuple(
         _build_stuck_collective(call, present, disagreed.get((describe_group(group), seq), ()))
         for (group, seq), call in fronts.items()
     )
-
-
-def _find_first_open(rank: Progress) -> list[Called]:
-    first: dict[JobGroup, Called] = {}
-    for call in rank.open:
-        known = first.get(call.group)
-        if not call.is_message and (known is None or call.seq < known.seq):
-            first[call.group] = call
-    return list(first.values())
 
 
 def _build_stuck_collective(
@@ -49,6 +47,14 @@ def _build_stuck_collective(
     waiting = [present[rank] for rank in (*at[ENQUEUED], *at[STARTED])]
     calls = [one for rank in waiting if (one := rank.find_collective(group, seq)) is not None]
     sizes = {one.message_bytes for one in calls}
+    missing, queued = [], 0
+    for rank in at[MISSING]:
+        reach = present[rank].find_reach(group)
+        known = (one if one >= 0 else None for one in (reach.enqueued, reach.completed))
+        missing.append(Missing(rank, *known))
+    for one in waiting:
+        later = [call for call in one.open if call.group == group and call.seq > seq]
+        queued = max(queued, sum(not call.is_message for call in later))
     return Stuck(
         group=describe_group(group),
         op=call.op,
@@ -59,10 +65,10 @@ def _build_stuck_collective(
         enqueued=tuple(at[ENQUEUED]),
         started=tuple(at[STARTED]),
         completed=tuple(at[COMPLETED]),
-        missing=tuple(_describe_missing_member(present[rank], group) for rank in at[MISSING]),
+        missing=tuple(missing),
         no_dump=tuple(at[""]),
         waits_for=_find_blockers(at, odd),
-        queued=max(_count_queued(rank, group, seq) for rank in waiting),
+        queued=queued,
     )
 
 
@@ -77,13 +83,3 @@ def _find_blockers(at: Mapping[str, list[int]], odd: tuple[int, ...]) -> tuple[i
         return tuple(sorted({*away, *odd}))
     done = at.get(COMPLETED, [])
     return () if done else tuple(sorted(at.get(ENQUEUED, []) + at.get(STARTED, [])))
-
-
-def _describe_missing_member(rank: Progress, group: JobGroup) -> Missing:
-    reach = rank.find_reach(group)
-    known = (one if one >= 0 else None for one in (reach.enqueued, reach.completed))
-    return Missing(rank.rank, *known)
-
-
-def _count_queued(rank: Progress, group: JobGroup, seq: int) -> int:
-    return sum(call.group == group and call.seq > seq and not call.is_message for call in rank.open)

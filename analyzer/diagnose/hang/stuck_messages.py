@@ -60,6 +60,13 @@ def _find_first_stuck(calls: Sequence[Called], present: Mapping[int, Progress]) 
     both = state in (ENQUEUED, STARTED)
     waiting = tuple(sorted((call.rank, peer))) if both else here
     started = call.state == STARTED
+    missing = []
+    if state == MISSING:
+        # In a group of more than two ranks a status is of several links: it says nothing of one.
+        stated = present[peer].find_reported_reach(call.group)
+        known = len(call.group.ranks) == 2 and stated.enqueued >= 0
+        completed = stated.completed if known and stated.completed >= 0 else None
+        missing.append(Missing(peer, stated.enqueued if known else None, completed))
     return Stuck(
         group=describe_group(call.group),
         op=call.op,
@@ -70,7 +77,7 @@ def _find_first_stuck(calls: Sequence[Called], present: Mapping[int, Progress]) 
         enqueued=() if started else waiting,
         started=waiting if started else (),
         completed=(peer,) if state == COMPLETED else (),
-        missing=(_describe_missing_peer(present[peer], call.group),) if state == MISSING else (),
+        missing=tuple(missing),
         no_dump=(peer,) if lost else (),
         waits_for=(peer,) if lost or state == MISSING else waiting if both else (),
         queued=queued,
@@ -85,30 +92,20 @@ def _infer_peer_states(
     if peer is None:
         yield from ((call, UNKNOWN) for call in calls)
         return
-    ends = [call for call in peer.calls if call.is_message and _is_counterpart(call, calls[0])]
+    group, link = calls[0].group, identify_link(calls[0])
+    messages = [call for call in peer.calls if call.is_message]
+    ends = [one for one in messages if one.op != calls[0].op and identify_link(one) == link]
     pending = sum(end.pending for end in ends)
+    # How far the peer came: by its own messages of the group, else by the status in its dump.
+    last = max((end.seq for end in ends), default=-1)
+    if not ends and not any(one.group is group for one in messages):
+        last = peer.find_reported_reach(group).enqueued
     for i, call in enumerate(calls):
         same = next((end.state for end in ends if end.seq == call.seq), None)
-        yield call, same or _infer_by_count(call, peer, ends, i < pending)
-
-
-def _infer_by_count(call: Called, peer: Progress, ends: Sequence[Called], enough: bool) -> str:
-    if len(call.group.ranks) != 2:
-        return UNKNOWN if enough else MISSING
-    if ends or any(one.is_message and one.group is call.group for one in peer.calls):
-        last = max((end.seq for end in ends), default=-1)
-    else:
-        last = peer.find_reported_reach(call.group).enqueued
-    return COMPLETED if call.seq <= last else MISSING
-
-
-def _is_counterpart(end: Called, call: Called) -> bool:
-    return end.op != call.op and identify_link(end) == identify_link(call)
-
-
-def _describe_missing_peer(peer: Progress, group: JobGroup) -> Missing:
-    """The progress of the peer, unknown in groups of more than two ranks (several links)."""
-    stated = peer.find_reported_reach(group)
-    if len(group.ranks) != 2 or stated.enqueued < 0:
-        return Missing(peer.rank, None, None)
-    return Missing(peer.rank, stated.enqueued, stated.completed if stated.completed >= 0 else None)
+        if same:
+            yield call, same
+        elif len(group.ranks) != 2:
+            # Each rank counts its own messages here: only their number can be compared.
+            yield call, UNKNOWN if i < pending else MISSING
+        else:
+            yield call, COMPLETED if call.seq <= last else MISSING

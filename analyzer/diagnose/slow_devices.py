@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from stepsplit.analyzer.arrays import group_ids, group_rows
+from stepsplit.analyzer.diagnose.kernel_sums import KernelSums
 from stepsplit.analyzer.diagnose.slow_kernels import MIN_COUNT, MIN_RATIO
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
-from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.split.kernels import KernelWork
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Float
 
@@ -62,23 +63,23 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
     total: Counter[KernelWork] = Counter()
     collected = []
     for index, rank in enumerate(split.ranks):
-        compute = collect_compute(rank.trace, rank.windows)
-        kinds, kind = find_kernel_work(rank.trace, compute.row)
-        computed[index] = compute.took_ns.sum()
-        of_kind = np.bincount(kind, compute.took_ns, minlength=len(kinds)).tolist()
+        sums = KernelSums.collect(rank)
+        computed[index] = sum(sums.total_ns)
         # Without a grid or shapes, longer may be larger.
-        for work, spent in zip(kinds, of_kind, strict=True):
+        for work, spent_ns in zip(sums.work, sums.total_ns, strict=True):
             if work.shapes is not None:
-                total[work] += int(spent)
-        collected.append((compute.step, compute.took_ns, kinds, kind))
+                total[work] += spent_ns
+        collected.append(sums)
     compared = {work for work, _ in total.most_common(_MAX_KINDS)}
     runs: dict[tuple[KernelWork, int], dict[int, Float]] = defaultdict(dict)
-    for index, (step, took_ns, kinds, kind) in enumerate(collected):
-        known = np.flatnonzero(np.array([work in compared for work in kinds], dtype=np.bool_)[kind])
+    for index, sums in enumerate(collected):
+        kind, step, took_ns = sums.work_id, sums.compute.step, sums.compute.took_ns
+        is_compared = np.array([work in compared for work in sums.work], dtype=np.bool_)
+        known = np.flatnonzero(is_compared[kind])
         order, first = group_rows(group_ids(kind[known], step[known]))
         for rows in np.split(known[order], first[1:]) if len(order) else ():
             took = np.sort(np.maximum(took_ns[rows], 1)).astype(np.float64)
-            runs[kinds[kind[rows[0]]], int(step[rows[0]])][index] = took
+            runs[sums.work[kind[rows[0]]], int(step[rows[0]])][index] = took
     excess: dict[int, list[_Excess]] = defaultdict(list)
     for (_, number), by_rank in runs.items():
         usual_count = Counter(map(len, by_rank.values())).most_common(1)[0][0]
@@ -91,6 +92,7 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
         for index, own in zip(alike, of_rank, strict=True):
             excess[index].append(_Excess(number, np.log(own / usual_ns), own))
     slow = {}
+    by_step: dict[int, dict[int, float]] = {}
     for index, parts in excess.items():
         ratio = np.concatenate([one.log_ratio for one in parts])
         weight = np.concatenate([one.took_ns for one in parts])
@@ -104,13 +106,15 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
         if agrees.sum() < _AGREE * weight.sum():
             # A device that heats up is not slow at first. That this is no chance shows
             # where the steps of several others do not differ.
-            others = [_measure_steps(own) for other, own in excess.items() if other != index]
-            spread = SIGMA_OF_MAD * float(np.median(np.abs(np.concatenate(others))))
+            by_step = by_step or {other: _measure_steps(own) for other, own in excess.items()}
+            others = [own for other, own in by_step.items() if other != index]
+            apart = [abs(ratio) for own in others for ratio in own.values()]
+            hot_steps = [step for step, own in by_step[index].items() if own >= _LEAST_APART]
             step = np.repeat([one.step for one in parts], [len(one.log_ratio) for one in parts])
-            hot = np.isin(step, np.unique(step)[_measure_steps(parts) >= _LEAST_APART])
+            hot = np.isin(step, hot_steps)
             if (
                 len(others) < 2
-                or typical < _MIN_SIGMAS * spread
+                or typical < _MIN_SIGMAS * SIGMA_OF_MAD * float(np.median(apart))
                 or agrees[hot].sum() < _AGREE * weight[hot].sum()
             ):
                 continue
@@ -126,8 +130,9 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
     return slow
 
 
-def _measure_steps(parts: Sequence[_Excess]) -> Float:
+def _measure_steps(parts: Sequence[_Excess]) -> dict[int, float]:
     """The median excess of the kernels in each step of a rank, by the number of the step."""
-    step = np.repeat([one.step for one in parts], [len(one.log_ratio) for one in parts])
-    ratio = np.concatenate([one.log_ratio for one in parts])
-    return np.array([np.median(ratio[step == number]) for number in np.unique(step)])
+    by_step: dict[int, list[Float]] = defaultdict(list)
+    for one in parts:
+        by_step[one.step].append(one.log_ratio)
+    return {step: float(np.median(np.concatenate(own))) for step, own in by_step.items()}

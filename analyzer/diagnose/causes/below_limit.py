@@ -8,13 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import first_rows
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.slow_gemms import FP32, UNALIGNED
-from stepsplit.analyzer.diagnose.graph.replay import WeightedSpans, measure_spans, reduce_work
+from stepsplit.analyzer.diagnose.graph.replay import reduce_work
+from stepsplit.analyzer.diagnose.kernel_sums import KernelSums
 from stepsplit.analyzer.parts.kernel_work import DeviceLimits, estimate_work, find_limits
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
-from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.split.kernels import KernelWork
 from stepsplit.analyzer.trace import Int64
 
 MAX_KERNELS = 2
@@ -37,38 +39,32 @@ def find_kernels_below_limit(context: CauseContext) -> Iterator[Remedy]:
     took: dict[tuple[KernelWork, str], list[int]] = defaultdict(lambda: [0, 0])
     of_rank = []
     for rank in ranks:
-        compute = collect_compute(rank.trace, rank.windows)
-        work, work_id = find_kernel_work(rank.trace, compute.row)
-        ns = np.bincount(work_id, compute.took_ns, minlength=len(work)).tolist()
-        count = np.bincount(work_id, minlength=len(work)).tolist()
-        family = dict(zip(work_id.tolist(), compute.name_id.tolist(), strict=True))
-        keys = [(one, compute.kinds.find_family(family[place])) for place, one in enumerate(work)]
-        of_rank.append((compute.row, work_id, keys))
-        for place, key in enumerate(keys):
-            took[key][0] += int(ns[place])
-            took[key][1] += count[place]
+        sums = KernelSums.collect(rank)
+        name_ids = sums.compute.name_id[first_rows(sums.work_id)].tolist()
+        families = [sums.compute.kinds.find_family(name_id) for name_id in name_ids]
+        keys = list(zip(sums.work, families, strict=True))
+        of_rank.append((sums, keys))
+        for key, count, total_ns in zip(keys, sums.count, sums.total_ns, strict=True):
+            took[key][0] += total_ns
+            took[key][1] += count
     slow = []
-    for (one, family_name), (total_ns, calls) in took.items():
+    for (one, family), (total_ns, calls) in took.items():
+        # These have a finding of their own, with what to change.
         if FP32.pattern.search(one.name) or UNALIGNED.pattern.search(one.name):
             continue
-        ratio = _compare_to_model(limits, one, family_name, total_ns / calls)
+        work = estimate_work(one, family, on_device=True)
+        reachable_ns = None if work is None else limits.compute_reachable_ns(one, work, family)
+        ratio = total_ns / calls / reachable_ns if reachable_ns else 0.0
         if ratio >= LEAST_RATIO:
-            slow.append((total_ns * (1 - 1 / ratio), ratio, (one, family_name)))
+            slow.append((total_ns * (1 - 1 / ratio), ratio, (one, family)))
     slow.sort(key=lambda each: -each[0])
     for _, ratio, key in slow[:MAX_KERNELS]:
         rows = {
-            index: row[work_id == keys.index(key)]
-            for index, (row, work_id, keys) in enumerate(of_rank)
+            index: sums.compute.row[sums.work_id == keys.index(key)]
+            for index, (sums, keys) in enumerate(of_rank)
             if key in keys
         }
         yield _build_remedy(context, limits, key, rows, took[key], ratio)
-
-
-def _compare_to_model(limits: DeviceLimits, one: KernelWork, family: str, call_ns: float) -> float:
-    """How many times as long as by the model a call takes; 0 if the model has no time."""
-    work = estimate_work(one, family, on_device=True)
-    reachable_ns = None if work is None else limits.compute_reachable_ns(one, work, family)
-    return call_ns / reachable_ns if reachable_ns else 0.0
 
 
 def _build_remedy(
@@ -80,19 +76,10 @@ def _build_remedy(
     ratio: float,
 ) -> Remedy:
     one, family = key
-    spans, empty = [], np.empty(0, dtype=np.int64)
-    for index, rank in enumerate(context.split.ranks):
-        own, to_common = rows.get(index, empty), rank.clock.map_to_common_ns
-        events = rank.trace.events
-        spans.append(
-            WeightedSpans.cover(to_common(events.start_ns[own]), to_common(events.ends_of(own)))
-        )
-    spent_ns = measure_spans(context.graph, spans)
+    empty = np.empty(0, dtype=np.int64)
+    spent_ns = context.measure_events([rows.get(i, empty) for i in range(len(context.ranks))])
     cut_ns = np.rint(spent_ns * (1 - 1 / ratio)).astype(np.int64)
-    step = context.graph.step
-    of_step = np.bincount(step[step >= 0], spent_ns[step >= 0], minlength=len(context.split_ns))
-    counted = of_step[context.counted & (of_step > 0)]
-    step_ns = float(counted.mean()) if len(counted) else 0.0
+    step_ns = context.average_step_ns(spent_ns)
     work = estimate_work(one, family, on_device=True)
     assert work is not None
     peak = limits.find_peak(find_dtype(one), work.limit)

@@ -46,7 +46,17 @@ def describe_place(
     times are spans of each rank, by its index, on its own clock. common: counts what all ranks have
     (the lower median of them) instead of the sum of all.
     """
-    looks = [_count_places(context, index, spans) for index, spans in times.items()]
+    looks = []
+    for index, spans in times.items():
+        covered = union(spans.start_ns, spans.end_ns)
+        found, trace = Counter[_Place](), context.split.ranks[index].trace
+        for record in context.list_records(index):
+            at_ns = np.array(record.host.at_unix_ns, dtype=np.int64) - trace.t0_unix_ns
+            place_ids = np.array(record.host.place, dtype=np.int64)[is_inside(covered, at_ns)]
+            for one, count in zip(*np.unique(place_ids, return_counts=True), strict=True):
+                found[record.host.places[one]] += int(count)
+        # Without looks of the recorder, the trace may have Python functions.
+        looks.append(found or _count_functions(trace.events, covered))
     functions: dict[_Function, Counter[_Place]] = defaultdict(Counter)
     for places in looks:
         for place, count in places.items():
@@ -72,21 +82,8 @@ def _format_frame(frame: CodeFrame) -> str:
     return f"{frame.file}:{frame.line} in {frame.function}"
 
 
-def _count_places(context: ReplayContext, index: int, times: Intervals) -> Counter[_Place]:
-    """How often each place was seen at these times of a rank's clock."""
-    times = union(times.start_ns, times.end_ns)
-    found, trace = Counter[_Place](), context.split.ranks[index].trace
-    for record in context.list_records(index):
-        looks = np.array(record.host.at_unix_ns, dtype=np.int64) - trace.t0_unix_ns
-        place = np.array(record.host.place, dtype=np.int64)
-        inside = place[is_inside(times, looks)]
-        for one, count in zip(*np.unique(inside, return_counts=True), strict=True):
-            found[record.host.places[one]] += int(count)
-    return found or _count_functions(trace.events, times)
-
-
 def _count_functions(events: Events, times: Intervals) -> Counter[_Place]:
-    """The same from the innermost Python function of the user's code in the trace."""
+    """How often each innermost Python function of the user's code was running at these times."""
     is_python = events.is_category(Category.PYTHON)
     if not is_python.any():
         return Counter()

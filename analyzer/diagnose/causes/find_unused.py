@@ -12,12 +12,7 @@ from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.gradient_calls import find_on_data_axes, find_ops
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
-from stepsplit.analyzer.diagnose.graph.replay import (
-    WeightedSpans,
-    measure_spans,
-    reduce_work,
-    remove_calls,
-)
+from stepsplit.analyzer.diagnose.graph.replay import reduce_work, remove_calls
 from stepsplit.analyzer.trace import Int64
 
 _SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
@@ -26,14 +21,10 @@ _SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
 
 def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
     """Find DDP's search, with the calls that reduce which parameters were used."""
-    spans = []
-    for rank in context.split.ranks:
-        events, to_common = rank.trace.events, rank.clock.map_to_common_ns
-        rows = np.flatnonzero(events.match_prefix(_SEARCH))
-        spans.append(
-            WeightedSpans.cover(to_common(events.start_ns[rows]), to_common(events.ends_of(rows)))
-        )
-    if not any(len(one.start_ns) for one in spans):
+    searches = [
+        np.flatnonzero(rank.trace.events.match_prefix(_SEARCH)) for rank in context.split.ranks
+    ]
+    if not any(map(len, searches)):
         return
     bitmaps = _find_bitmaps(context)
     # On a CPU the search is an op; the host of a device runs ahead.
@@ -41,7 +32,7 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
     searched_ns = np.zeros(len(context.graph), dtype=np.int64)
     if not on_device:
         computed_ns = context.graph.work_ns[:, WORK.index("compute")]
-        searched_ns = np.minimum(measure_spans(context.graph, spans), computed_ns).astype(np.int64)
+        searched_ns = np.minimum(context.measure_events(searches), computed_ns).astype(np.int64)
 
     def remove(graph: DependencyGraph) -> DependencyGraph:
         return reduce_work(remove_calls(graph, bitmaps), "compute", searched_ns)

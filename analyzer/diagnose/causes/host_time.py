@@ -141,8 +141,15 @@ def _collect_rank_idle(context: ReplayContext, rank: int, first_step: int) -> Ho
     order = np.argsort(parts.start_ns, kind="stable")
     cause = np.array(CAUSES)[parts.cause[order]]
     window = split.attribution.band.window[parts.gap[order]]
+    # All time is cut at the begin and end of each garbage collection: every second cell is one.
+    pauses = [p for one in context.list_records(rank) for p in one.host.gc_pauses]
+    starts = np.array([one.at_unix_ns for one in pauses], dtype=np.int64) - split.trace.t0_unix_ns
+    covered = union(starts, starts + np.array([one.took_ns for one in pauses], dtype=np.int64))
+    limits = np.iinfo(np.int64)
+    inner = np.column_stack((covered.start_ns, covered.end_ns)).ravel()
+    edges = np.concatenate(([limits.min], inner, [limits.max]))
     cut = intersect(
-        Intervals(parts.start_ns[order], parts.end_ns[order]), _find_gc_cells(context, rank)
+        Intervals(parts.start_ns[order], parts.end_ns[order]), Intervals(edges[:-1], edges[1:])
     )
     in_pause = (cut.right % 2 == 1) & ~np.isin(cause[cut.left], _SPECIFIC)
     found = HostIdle(
@@ -153,18 +160,6 @@ def _collect_rank_idle(context: ReplayContext, rank: int, first_step: int) -> Ho
         cause=np.where(in_pause, "gc_pause", cause[cut.left]),
     )
     return found.select(~np.isin(found.cause, _NOT_OF_HOST))
-
-
-def _find_gc_cells(context: ReplayContext, rank: int) -> Intervals:
-    """All time, cut at the begin and end of each garbage collection: every second cell is one."""
-    pauses = [p for one in context.list_records(rank) for p in one.host.gc_pauses]
-    t0_ns = context.split.ranks[rank].trace.t0_unix_ns
-    starts = np.array([one.at_unix_ns for one in pauses], dtype=np.int64) - t0_ns
-    covered = union(starts, starts + np.array([one.took_ns for one in pauses], dtype=np.int64))
-    limits = np.iinfo(np.int64)
-    inner = np.column_stack((covered.start_ns, covered.end_ns)).ravel()
-    edges = np.concatenate(([limits.min], inner, [limits.max]))
-    return Intervals(edges[:-1], edges[1:])
 
 
 def _sum_steps_ns(context: ReplayContext, idle: HostIdle) -> Float:
@@ -208,24 +203,17 @@ def _measure_named(context: ReplayContext, idle: HostIdle, cause: str) -> NamedI
     mean_ns = compute_rank_means(context, removed_ns)
     if not (mean_ns > MIN_LATE_SHARE * context.mean_ns).any():
         return None
-    cut_ns = _measure_cut(context, idle, removed_ns / np.maximum(spent_ns, 1))
-    gains = context.compute_step_gains(reduce_work(context.graph, "idle", cut_ns))
-    return NamedIdle(idle, removed_ns, mean_ns, cut_ns, gains)
-
-
-def _measure_cut(context: ReplayContext, idle: HostIdle, part: Float) -> Int64:
-    """For each node of the graph, the idle time before it that is due to this, times the part of
-    its step.
-
-    A host may also be late while communication moves data, which is not idle time of the split: it
-    then has the causes of the idle time in the same gap between kernels.
-    """
+    # A host may also be late while communication moves data, which is not idle time of the split:
+    # it then has the causes of the idle time in the same gap between kernels.
     shares = [_measure_gap_shares(context, idle, index) for index in range(len(context.ranks))]
     whole = [replace(one, weight=np.ones(len(one.weight))) for one in shares]
     covered = np.maximum(measure_spans(context.graph, whole), 1.0)
     ratio = measure_spans(context.graph, shares) / covered
-    step, spent = context.graph.step, context.graph.work_ns[:, WORK.index("idle")]
-    return np.rint(ratio * spent * np.where(step >= 0, part[step], 0)).astype(np.int64)
+    part = removed_ns / np.maximum(spent_ns, 1)
+    step, work_ns = context.graph.step, context.graph.work_ns[:, WORK.index("idle")]
+    cut_ns = np.rint(ratio * work_ns * np.where(step >= 0, part[step], 0)).astype(np.int64)
+    gains = context.compute_step_gains(reduce_work(context.graph, "idle", cut_ns))
+    return NamedIdle(idle, removed_ns, mean_ns, cut_ns, gains)
 
 
 def _measure_gap_shares(context: ReplayContext, idle: HostIdle, index: int) -> WeightedSpans:

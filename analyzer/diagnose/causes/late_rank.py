@@ -45,13 +45,16 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
     for index in np.flatnonzero(is_late).tolist():
         own = (context.graph.steps.rank == index) & context.counted
         mine = own & (beyond > 0)
-        if not _exceeds_noise(signed[own]):
+        # If its excess in the mean step is no more than its spread between steps, only steps that
+        # stand out count. A single step has no spread.
+        count, excess = int(own.sum()), signed[own]
+        if count > 1 and excess.mean() <= _SIGMAS * excess.std(ddof=1) / math.sqrt(count):
             mine &= signed > _OUTLIER * _estimate_noise(context, signed)
         if not mine.any():
             continue
         cut_ns = measure_excess(rest, work, np.where(mine, usual, spent))
-        rank, excess = int(context.ranks[index]), np.where(mine, spent - usual, 0.0)
-        more = units.format_percent(float(excess[own].mean()) / context.mean_ns)
+        rank, more_ns = int(context.ranks[index]), np.where(mine, spent - usual, 0.0)
+        more = units.format_percent(float(more_ns[own].mean()) / context.mean_ns)
         yield replay_remedy(
             context,
             partial(reduce_work, work=work, cut_ns=cut_ns),
@@ -72,15 +75,6 @@ twenty does, in few steps."""
 
 _OUTLIER = 6.0
 """A rank that does not may be late in single steps, by so many standard deviations."""
-
-
-def _exceeds_noise(beyond: Float) -> bool:
-    """Whether a rank's excess over its peers, by step, is more than its spread between steps; a
-    single step has none."""
-    if len(beyond) < 2:
-        return True
-    error = float(beyond.std(ddof=1)) / math.sqrt(len(beyond))
-    return float(beyond.mean()) > _SIGMAS * error
 
 
 def _estimate_noise(context: CauseContext, beyond: Float) -> float:

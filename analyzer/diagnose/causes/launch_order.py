@@ -109,7 +109,9 @@ class _HeldCompute(Struct, frozen=True):
         exclude counts as needed: the gap begins when the last of that has ended.
         """
         work, events = _Kernels.find(rank), rank.trace.events
-        begin, start = work.find_free_ns(), events.start_ns[work.rows]
+        # When all compute before each kernel had ended; the first one waits for none.
+        start, ended = events.start_ns[work.rows], events.ends_of(work.rows)
+        begin = np.concatenate((start[:1], np.maximum.accumulate(ended)[:-1]))
         waits = (start - begin >= _LEAST_NS) & (work.launch_ns >= 0) & (work.launch_ns < begin)
         pairs = _GapCalls.find(rank, work.rows[waits], begin[waits])
         kernel, count = pairs.kernel, int(waits.sum())
@@ -164,18 +166,30 @@ class _Kernels(Struct, frozen=True):
         rows = np.flatnonzero(rank.trace.kinds.computes & (events.dur_ns > 0))
         return cls(rank, rows, events.find_launch_ns(rows))
 
-    def find_free_ns(self) -> Int64:
-        """When all compute before each kernel had ended; its own start for the first."""
-        events = self.rank.trace.events
-        start, end = events.start_ns[self.rows], events.ends_of(self.rows)
-        return np.concatenate((start[:1], np.maximum.accumulate(end)[:-1]))
-
 
 # Collectives that were launched before compute, and start only when that ends.
 
 
 def _find_late_collectives(context: CauseContext) -> Iterator[Remedy]:
-    moves = list(_list_late_calls(context))
+    table, matched = context.graph.kernels, context.split.matched
+    late: list[tuple[int, int, int]] = []
+    could: Counter[int] = Counter()
+    for index, rank in enumerate(context.split.ranks):
+        mine = table.list_rows(index)
+        mine = mine[table.resume[mine] >= 0]
+        groups = matched.group[table.row[mine]]
+        found = _StartOrder.find(rank, rank.trace.calls.event[table.call[mine]])
+        could.update(groups[found.beside].tolist())
+        ready = rank.clock.map_to_common_ns(found.ready_ns)
+        rows = np.flatnonzero(found.late)
+        late += zip(mine[rows].tolist(), ready[rows].tolist(), groups[rows].tolist(), strict=True)
+    # Those of the axes on which most are late: single ones may be late by chance.
+    count = Counter(group for _, _, group in late)
+    moves = [
+        HoistedCalls(np.array([kernel]), np.array([ready_ns]))
+        for kernel, ready_ns, group in late
+        if count[group] >= _MOST_CALLS * could[group]
+    ]
     if not moves:
         return
     kernels = np.concatenate([move.kernels for move in moves])
@@ -194,26 +208,6 @@ def _find_late_collectives(context: CauseContext) -> Iterator[Remedy]:
         ),
         events=context.list_longest_calls(kernels),
     )
-
-
-def _list_late_calls(context: CauseContext) -> Iterator[HoistedCalls]:
-    """The late collectives of the axes on which most are, each with the time it could start."""
-    table, matched = context.graph.kernels, context.split.matched
-    late: list[tuple[int, int, int]] = []
-    could: Counter[int] = Counter()
-    for index, rank in enumerate(context.split.ranks):
-        mine = table.list_rows(index)
-        mine = mine[table.resume[mine] >= 0]
-        groups = matched.group[table.row[mine]]
-        found = _StartOrder.find(rank, rank.trace.calls.event[table.call[mine]])
-        could.update(groups[found.beside].tolist())
-        ready = rank.clock.map_to_common_ns(found.ready_ns)
-        rows = np.flatnonzero(found.late)
-        late += zip(mine[rows].tolist(), ready[rows].tolist(), groups[rows].tolist(), strict=True)
-    count = Counter(group for _, _, group in late)
-    for kernel, ready_ns, group in late:
-        if count[group] >= _MOST_CALLS * could[group]:
-            yield HoistedCalls(np.array([kernel]), np.array([ready_ns]))
 
 
 class _StartOrder(Struct, frozen=True):
@@ -237,7 +231,15 @@ class _StartOrder(Struct, frozen=True):
         ended = np.maximum.accumulate(events.ends_of(work.rows[order]))
         before = np.searchsorted(work.launch_ns[order], launch_ns, side="right") - 1
         needed_ns = np.where(before >= 0, ended[np.maximum(before, 0)], launch_ns)
-        ready_ns = np.maximum(np.maximum(launch_ns, needed_ns), _find_stream_free_ns(rank, comms))
+        # When what ran before each on its own stream had ended.
+        free_ns = np.full(len(comms), np.iinfo(np.int64).min)
+        for lane in np.unique(events.lane[comms]).tolist():
+            rows = np.flatnonzero((events.lane == lane) & (events.dur_ns > 0))
+            mine = np.flatnonzero(events.lane[comms] == lane)
+            at = np.searchsorted(events.start_ns[rows], start_ns[mine]) - 1
+            lane_ended = np.maximum.accumulate(events.ends_of(rows))
+            free_ns[mine] = np.where(at >= 0, lane_ended[np.maximum(at, 0)], free_ns[mine])
+        ready_ns = np.maximum(np.maximum(launch_ns, needed_ns), free_ns)
         begun = events.start_ns[work.rows]
         at = np.searchsorted(begun, ready_ns + _TOGETHER_NS, side="right") - 1
         kernel = work.rows[np.maximum(at, 0)]
@@ -246,19 +248,6 @@ class _StartOrder(Struct, frozen=True):
         since_ns = start_ns - events.ends_of(kernel)
         late = beside & (since_ns >= 0) & (since_ns <= _TOGETHER_NS)
         return cls(ready_ns, beside, late)
-
-
-def _find_stream_free_ns(rank: RankSplit, comms: Int64) -> Int64:
-    """When the event before each of these on its stream had ended."""
-    events = rank.trace.events
-    free = np.full(len(comms), np.iinfo(np.int64).min)
-    for lane in np.unique(events.lane[comms]).tolist():
-        rows = np.flatnonzero((events.lane == lane) & (events.dur_ns > 0))
-        mine = np.flatnonzero(events.lane[comms] == lane)
-        ended = np.maximum.accumulate(events.ends_of(rows))
-        at = np.searchsorted(events.start_ns[rows], events.start_ns[comms[mine]]) - 1
-        free[mine] = np.where(at >= 0, ended[np.maximum(at, 0)], free[mine])
-    return free
 
 
 # Words.

@@ -21,12 +21,12 @@ from stepsplit.analyzer.diagnose.causes.uneven_kernels import measure_uneven_wor
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
+from stepsplit.analyzer.diagnose.kernel_sums import KernelSums
 from stepsplit.analyzer.diagnose.slow_kernels import FALSE_ALARMS
 from stepsplit.analyzer.report.report import Settle
-from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.split.kernels import KernelWork
 from stepsplit.analyzer.split.mesh import STAGE_AXES
-from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Bool, Float, Int64
+from stepsplit.analyzer.trace import Float, Int64
 
 _IMBALANCE_RATIO = 1.02
 """A rank or stage counts as imbalanced above this multiple of the mean work."""
@@ -114,14 +114,17 @@ def _balance_ranks(
         if more_tokens > MORE_TOKENS:
             return balance_experts(context, graph)
         segments = WorkSegments.measure(context.graph, "compute", measure_uneven_work(context))
-        equal = _find_equal_calls(segments.calls, label)
+        # Segments are comparable between ranks that made as many calls in the step.
+        labels = int(label.max(initial=-1)) + 1
+        fewest, most = (limit(label, segments.calls, labels) for limit in (group_min, group_max))
+        equal = (fewest == most)[label]
         graph = scale_work(graph, "compute", np.where(equal, 1.0, usual / np.maximum(work, 1)))
         pace = context.peer_speed[:, np.newaxis]
         spent = segments.spent_ns * pace
         is_one = len(heavy) == 1
         columns = [context.average_peers(label, column, others=is_one) for column in spent.T]
-        rows = equal & (rank == worst) if is_one else equal
-        return segments.set_work(graph, rows, np.stack(columns, axis=1) / pace)
+        chosen = equal & (rank == worst) if is_one else equal
+        return segments.set_work(graph, chosen, np.stack(columns, axis=1) / pace)
 
     verb = "have" if len(heavy) > 1 else "has"
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
@@ -140,13 +143,6 @@ def _balance_ranks(
         would_settle=doubt.would_settle if doubt else (),
         is_doubtful=doubt is not None,
     )
-
-
-def _find_equal_calls(calls: Int64, label: Int64) -> Bool:
-    """For each row, whether all rows of its label have as many calls."""
-    count = int(label.max(initial=-1)) + 1
-    least, most = group_min(label, calls, count), group_max(label, calls, count)
-    return np.asarray((least == most)[label])
 
 
 def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
@@ -267,7 +263,11 @@ def _describe_doubt(
     of_ranks = (one.trace.shapes.known_work for one in split.ranks if one.trace.rank in ranks)
     known = next(filter(None, of_ranks), "")
     if known:
-        work = _list_work(split)
+        work = []
+        for rank in split.ranks:
+            sums = KernelSums.collect(rank)
+            kinds = zip(sums.work, sums.count, sums.total_ns, strict=True)
+            work += [_Work(rank.trace.rank, *one) for one in kinds]
     else:
         families = split.detail.families
         work = [_Work(one.rank, one.family, one.count, one.total_ns) for one in families]
@@ -295,18 +295,6 @@ class _Work(NamedTuple):
     kind: KernelWork | str
     runs: int
     total_ns: int
-
-
-def _list_work(split: RunSplit) -> list[_Work]:
-    """The runs of each kernel of each shape."""
-    rows = []
-    for rank in split.ranks:
-        compute = collect_compute(rank.trace, rank.windows)
-        kinds, kind = find_kernel_work(rank.trace, compute.row)
-        count = np.bincount(kind, minlength=len(kinds)).tolist()
-        total = np.bincount(kind, compute.took_ns, minlength=len(kinds)).tolist()
-        rows += [_Work(rank.trace.rank, *one) for one in zip(kinds, count, total, strict=True)]
-    return rows
 
 
 def _average_work(rows: Sequence[_Work], ranks: int) -> dict[KernelWork | str, tuple[float, float]]:

@@ -12,9 +12,8 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.graph.replay import WeightedSpans, measure_spans, reduce_work
+from stepsplit.analyzer.diagnose.graph.replay import reduce_work
 from stepsplit.analyzer.split.kernels import find_kernel_work
-from stepsplit.analyzer.trace import Int64, RankTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,35 +122,32 @@ def find_slow_gemms(context: CauseContext, kind: SlowKernels) -> Iterator[Remedy
     own_kind = next((one for one in adapted if one is not None), None)
     if own_kind is None:
         return
-    # On mixed devices each rank with others than the first is left out: one remedy is one finding.
-    kernels = [
-        _find_kernels(trace, kind) if own == own_kind else np.empty(0, dtype=np.int64)
-        for trace, own in zip(traces, adapted, strict=True)
-    ]
+    kernels = []
+    for trace, own in zip(traces, adapted, strict=True):
+        # On mixed devices each rank with another one than the first is left out: one remedy is one
+        # finding.
+        names = trace.events.names if own == own_kind and trace.on_device else ()
+        slow = [place for place, name in enumerate(names) if kind.pattern.search(name)]
+        rows = np.flatnonzero(trace.kinds.computes) if slow else np.empty(0, dtype=np.int64)
+        kernels.append(rows[np.isin(trace.events.name_id[rows], slow)])
     kind = own_kind
     if not any(map(len, kernels)):
         return
-    spans = []
-    for rank, rows in zip(context.split.ranks, kernels, strict=True):
-        events, to_common = rank.trace.events, rank.clock.map_to_common_ns
-        spans.append(
-            WeightedSpans.cover(to_common(events.start_ns[rows]), to_common(events.ends_of(rows)))
-        )
-    # spent_ns: before each node of the graph.
-    spent_ns = measure_spans(context.graph, spans)
+    spent_ns = context.measure_events(kernels)
     cut_ns = np.rint(spent_ns * kind.saved).astype(np.int64)
     with_some = np.flatnonzero([len(rows) > 0 for rows in kernels])
     total_ns = [
         int(trace.events.dur_ns[rows].sum()) for trace, rows in zip(traces, kernels, strict=True)
     ]
     index = max(with_some.tolist(), key=lambda one: total_ns[one])
-    # Time of these kernels in a counted step, mean of the ranks that have any.
-    step = context.graph.step
-    of_step = np.bincount(step[step >= 0], spent_ns[step >= 0], minlength=len(context.split_ns))
-    counted = of_step[context.counted & (of_step > 0)]
-    step_ns = float(counted.mean()) if len(counted) else 0.0
+    step_ns = context.average_step_ns(spent_ns)
     events = traces[index].events
     longest = kernels[index][np.argsort(-events.dur_ns[kernels[index]], kind="stable")][:3]
+    (work, *_), _ = find_kernel_work(traces[index], longest[:1])
+    found = re.search(r"cutlass_\d\w+|\w*gemm\w*", work.name)
+    name = (found.group(0) if found else work.name)[:_NAME_CHARACTERS]
+    # Without recorded shapes there is the grid, which says nothing to a reader.
+    shapes = f" of {work.shapes}" if (work.shapes or "").startswith("[") else ""
     has_op = kind.op and any(kind.op in name for trace in traces for name in trace.events.names)
     yield replay_remedy(
         context,
@@ -161,31 +157,11 @@ def find_slow_gemms(context: CauseContext, kind: SlowKernels) -> Iterator[Remedy
         predicted_ns=round(step_ns * (1 - kind.saved)),
         rows=np.isin(context.graph.steps.rank, with_some) & context.counted,
         message=f"GEMMs {kind.what}: {units.format_milliseconds(round(step_ns))} of a step"
-        f"{_describe_longest(traces[index], longest)}; {kind.remedy}"
+        f" ({name}{shapes}); {kind.remedy}"
         f"{f'; {kind.op_remedy}' if has_op else ''}",
         ranks=() if len(with_some) == len(traces) else tuple(context.ranks[with_some].tolist()),
         events=tuple(context.make_event_ref(index, row) for row in longest.tolist()),
     )
-
-
-def _find_kernels(trace: RankTrace, kind: SlowKernels) -> Int64:
-    """The rows of its kernels of this kind."""
-    names = trace.events.names
-    slow = [index for index, name in enumerate(names) if kind.pattern.search(name)]
-    if not slow or not trace.on_device:
-        return np.empty(0, dtype=np.int64)
-    rows = np.flatnonzero(trace.kinds.computes)
-    return rows[np.isin(trace.events.name_id[rows], slow)]
-
-
-def _describe_longest(trace: RankTrace, rows: Int64) -> str:
-    """Name of the longest kernel, and the shapes of its GEMM if they were recorded."""
-    (work, *_), _ = find_kernel_work(trace, rows[:1])
-    found = re.search(r"cutlass_\d\w+|\w*gemm\w*", work.name)
-    name = (found.group(0) if found else work.name)[:_NAME_CHARACTERS]
-    # Without recorded shapes there is the grid, which says nothing to a reader.
-    shapes = f" of {work.shapes}" if (work.shapes or "").startswith("[") else ""
-    return f" ({name}{shapes})"
 
 
 FP32_GEMMS = CauseEntry("fp32_gemms", partial(find_slow_gemms, kind=FP32), basis="measured")

@@ -8,9 +8,8 @@ from collections import defaultdict
 import numpy as np
 
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.graph.replay import WeightedSpans, measure_spans
 from stepsplit.analyzer.split.kernels import collect_compute
-from stepsplit.analyzer.trace import Float, Int64
+from stepsplit.analyzer.trace import Int64
 
 _UNEVEN_RATIO = 1.02
 """A rank with more of a kernel than this multiple of the mean rank's makes it uneven."""
@@ -25,7 +24,15 @@ def measure_uneven_work(context: CauseContext) -> Int64 | None:
     """
     if not context.split.ranks[0].trace.on_device:
         return None
-    by_rank = _sum_by_name(context)
+    by_rank: list[dict[str, float]] = []
+    for index, rank in enumerate(context.split.ranks):
+        # At the speed of its peers: on a slow device the same work would look like more.
+        pace = context.peer_speed[context.counted & (context.graph.steps.rank == index)]
+        compute = collect_compute(rank.trace, rank.windows)
+        took = np.bincount(compute.name_id, compute.took_ns, minlength=len(compute.names))
+        scale = float(pace.mean()) / max(len(compute.steps), 1) if len(pace) else 0.0
+        some = np.flatnonzero(took).tolist()
+        by_rank.append({compute.names[one]: float(took[one]) * scale for one in some})
     stage = {
         int(index): int(stage)
         for index, stage in zip(context.graph.steps.rank, context.stage, strict=True)
@@ -44,30 +51,10 @@ def measure_uneven_work(context: CauseContext) -> Int64 | None:
         }
     if not any(uneven.values()):
         return None
-    spans = []
+    meant = []
     for index, rank in enumerate(context.split.ranks):
-        events = rank.trace.events
-        names = uneven.get(stage.get(index, -1), set())
-        meant = np.array([name in names for name in events.names], dtype=np.bool_)
+        events, names = rank.trace.events, uneven.get(stage.get(index, -1), set())
+        is_uneven = np.array([name in names for name in events.names], dtype=np.bool_)
         rows = np.flatnonzero(rank.trace.kinds.computes)
-        rows = rows[meant[events.name_id[rows]]]
-        to_common = rank.clock.map_to_common_ns
-        spans.append(
-            WeightedSpans.cover(to_common(events.start_ns[rows]), to_common(events.ends_of(rows)))
-        )
-    return np.rint(measure_spans(context.graph, spans)).astype(np.int64)
-
-
-def _sum_by_name(context: CauseContext) -> list[dict[str, float]]:
-    """The time of each kernel a step on each rank, at the speed of the peers, in ns."""
-    of_row, counted = context.graph.steps.rank, context.counted
-    found = []
-    for index, rank in enumerate(context.split.ranks):
-        mine = counted & (of_row == index)
-        pace: Float = context.peer_speed[mine]
-        compute = collect_compute(rank.trace, rank.windows)
-        took_ns = np.bincount(compute.name_id, compute.took_ns, minlength=len(compute.names))
-        scale = float(pace.mean()) / max(len(compute.steps), 1) if len(pace) else 0.0
-        some = np.flatnonzero(took_ns)
-        found.append({compute.names[one]: float(took_ns[one]) * scale for one in some.tolist()})
-    return found
+        meant.append(rows[is_uneven[events.name_id[rows]]])
+    return np.rint(context.measure_events(meant)).astype(np.int64)

@@ -169,37 +169,32 @@ def _measure_gain(context: CauseContext, remedy: Remedy) -> Remedy:
 
 
 def _find_behind_any(context: CauseContext, masks: Sequence[Remedy], remedy: Remedy) -> Remedy:
-    """The remedy behind the largest cause; if that does not mask it and it gains next to nothing
-    alone, behind the next ones. A cause of one rank gains at most what it costs that rank."""
-    least = MIN_GAIN_SHARE * context.mean_ns
-    if len(remedy.finding.ranks) == 1 and _estimate_cost_ns(remedy) < least / 2:
+    """The remedy, with what it gains once the largest cause is fixed if that one masks it; if not,
+    and if it gains next to nothing alone, behind the next ones. A cause of one rank gains at most
+    what it costs that rank."""
+    least, finding = MIN_GAIN_SHARE * context.mean_ns, remedy.finding
+    if len(finding.ranks) == 1 and _estimate_cost_ns(remedy) < least / 2:
         return remedy
     for mask in masks:
         if mask is remedy or mask.finding.gain_ns < least:
             continue
-        found = _find_behind(context, mask, remedy)
-        if found is not remedy or remedy.finding.gain_ns >= least:
-            return found
+        both_ns = context.compute_gain_ns(remedy.apply(mask.apply(context.graph)))
+        gain = both_ns - mask.finding.gain_ns
+        if gain < least or gain <= _MASKED * max(finding.gain_ns, 0):
+            if finding.gain_ns >= least:
+                return remedy
+            continue
+        # Without ranks, the mask costs all of them.
+        ranks, once = mask.finding.ranks, "once the largest bottleneck is fixed"
+        if len(ranks) == 1:
+            once = f"once rank {ranks[0]} is fixed"
+        elif ranks:
+            once = f"once ranks {units.format_number_list(ranks)} are fixed"
+        if finding.gain_ns >= least:
+            text = f"{finding.message}; saves {units.format_milliseconds(gain)} {once}"
+            return replace(remedy, finding=replace(finding, message=text))
+        # It gains next to nothing alone: what it gains behind the mask is its gain.
+        alone = units.format_milliseconds(max(finding.gain_ns, 0))
+        text = f"{finding.message}; saves {alone} alone, the rest {once}"
+        return replace(remedy, finding=replace(finding, gain_ns=gain, message=text))
     return remedy
-
-
-def _find_behind(context: CauseContext, top: Remedy, remedy: Remedy) -> Remedy:
-    """The remedy; if the largest cause masks it, with what it gains once that one is fixed, which
-    is its gain if it gains next to nothing alone."""
-    finding = remedy.finding
-    gain = context.compute_gain_ns(remedy.apply(top.apply(context.graph))) - top.finding.gain_ns
-    least = MIN_GAIN_SHARE * context.mean_ns
-    if gain < least or gain <= _MASKED * max(finding.gain_ns, 0):
-        return remedy
-    # Without ranks, the largest costs all of them.
-    ranks, once = top.finding.ranks, "once the largest bottleneck is fixed"
-    if len(ranks) == 1:
-        once = f"once rank {ranks[0]} is fixed"
-    elif ranks:
-        once = f"once ranks {units.format_number_list(ranks)} are fixed"
-    if finding.gain_ns >= least:
-        then = f"{units.format_milliseconds(gain)} {once}"
-        return replace(remedy, finding=replace(finding, message=f"{finding.message}; saves {then}"))
-    alone = units.format_milliseconds(max(finding.gain_ns, 0))
-    text = f"{finding.message}; saves {alone} alone, the rest {once}"
-    return replace(remedy, finding=replace(finding, gain_ns=gain, message=text))

@@ -314,6 +314,23 @@ class ReplayContext:
                 phases[nodes][is_inside(covered, middle)] = phase
         return phases
 
+    def measure_events(self, rows: Sequence[Int64]) -> Float:
+        """For each node, the measured time before it that these events of each rank cover, in ns;
+        one item per rank of the split."""
+        spans = []
+        for rank, own in zip(self.split.ranks, rows, strict=True):
+            events, to_common = rank.trace.events, rank.clock.map_to_common_ns
+            start, end = to_common(events.start_ns[own]), to_common(events.ends_of(own))
+            spans.append(WeightedSpans.cover(start, end))
+        return measure_spans(self.graph, spans)
+
+    def average_step_ns(self, spent_ns: Float) -> float:
+        """The mean over the counted steps of time by node, of ranks that have any of it."""
+        step = self.graph.step
+        of_step = np.bincount(step[step >= 0], spent_ns[step >= 0], minlength=len(self.split_ns))
+        counted = of_step[self.counted & (of_step > 0)]
+        return float(counted.mean()) if len(counted) else 0.0
+
     def sum_exposed_ns(self) -> Int64:
         """The exposed time of each collective or message, shape (kernels,)."""
         kernels = self.graph.kernels

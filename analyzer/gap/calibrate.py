@@ -259,7 +259,18 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
         )
     # Without a stated table of GEMMs: their rate is fitted.
     runs = [_set_hardware(one, replace(one.job.hardware, gemms=())) for one in runs]
-    runs = _set_tf32_peak(runs)
+    stated = runs[0].job.hardware
+    peaks = dict(stated.peaks_flops_per_s)
+    narrow = [one for one in runs if one.job.training.dtype == "fp32"]
+    # GEMMs of fp32 that exceed fp32's peak ran as TF32.
+    if (
+        narrow
+        and peaks.keys() >= {"fp32", "tf32"}
+        and fit_efficiency(narrow, stated.efficiency).gemm > 1
+    ):
+        peaks["fp32"] = max(peaks["fp32"], peaks["tf32"])
+        stated = replace(stated, peaks_flops_per_s=tuple(peaks.items()))
+        runs = [_set_hardware(one, stated) for one in runs]
     start = runs[0].job.hardware
     fitted, transfers = _fit_hardware(runs, start), build_sweeps(runs)
     rates = Rates(transfers)
@@ -285,23 +296,13 @@ def _set_hardware(run: CalibrationSample, hardware: HardwareConfig) -> Calibrati
     return replace(run, job=replace(run.job, hardware=hardware))
 
 
-def _set_tf32_peak(runs: Sequence[CalibrationSample]) -> Sequence[CalibrationSample]:
-    """The runs with TF32's peak for fp32 if the GEMMs of those in fp32 exceed fp32's: they ran as
-    TF32."""
-    hardware = runs[0].job.hardware
-    peaks = dict(hardware.peaks_flops_per_s)
-    narrow = [one for one in runs if one.job.training.dtype == "fp32"]
-    if not narrow or not peaks.keys() >= {"fp32", "tf32"}:
-        return runs
-    if fit_efficiency(narrow, hardware.efficiency).gemm <= 1:
-        return runs
-    peaks["fp32"] = max(peaks["fp32"], peaks["tf32"])
-    changed = replace(hardware, peaks_flops_per_s=tuple(peaks.items()))
-    return [_set_hardware(one, changed) for one in runs]
-
-
 def _fit_hardware(runs: Sequence[CalibrationSample], known: HardwareConfig) -> HardwareConfig:
-    linked = fit_links(runs, known)
+    timed = list(_list_known_transfers(runs))
+    inside = [one for one in timed if one.ranks == one.ranks_per_node]
+    across = [one for one in timed if one.ranks > one.ranks_per_node]
+    # First within nodes: calls across nodes use both kinds of links.
+    linked = _fit_link(inside, known, known.intra, lambda base, link: replace(base, intra=link))
+    linked = _fit_link(across, linked, linked.inter, lambda base, link: replace(base, inter=link))
     dtypes = dict.fromkeys(one.job.training.dtype for one in runs)
     measured = fit_efficiency(runs, known.efficiency)
     efficiency = replace(
@@ -419,7 +420,15 @@ def fit_efficiency(runs: Sequence[CalibrationSample], known: Efficiency) -> Effi
         if cores:
             share = 1 / geometric_mean(cores)
             fitted = replace(fitted, attention=share, unfused_attention=share)
-    jitter = _estimate_jitter(runs)
+    # The relative variation of step times: waits within a stage are proportional to it, and share
+    # is what they would be if it were 1.
+    jitters = []
+    for run in runs:
+        unit = replace(run.job.hardware.efficiency, jitter=1.0)
+        share = compute_skew(set_efficiency(run.job, unit)).share
+        skews = [one.split.skew_ns / (one.step_ns - one.split.skew_ns) for one in run.stages]
+        jitters += [skew / share for skew in skews] if share else []
+    jitter = min(fmean(jitters), MAX_SPREAD) if jitters else 0.0
     return replace(
         fitted,
         host_ns=_estimate_host_ns(rows, fitted) or known.host_ns,
@@ -476,17 +485,6 @@ def _scale_all(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
 
 def _subtract_bounded(whole_ns: float, taken_ns: float) -> float:
     return max(whole_ns - taken_ns, MIN_OWN_SHARE * whole_ns)
-
-
-def _estimate_jitter(runs: Sequence[CalibrationSample]) -> float:
-    """The relative variation of step times; 0 if no run had waits within a stage."""
-    estimates = []
-    for run in runs:
-        job = set_efficiency(run.job, replace(run.job.hardware.efficiency, jitter=1.0))
-        times = compute_skew(job).share
-        skews = [one.split.skew_ns / (one.step_ns - one.split.skew_ns) for one in run.stages]
-        estimates += [skew / times for skew in skews] if times else []
-    return min(fmean(estimates), MAX_SPREAD) if estimates else 0.0
 
 
 def _estimate_host_ns(rows: Sequence[_Row], fitted: Efficiency) -> float:
@@ -623,18 +621,6 @@ def build_sweeps(runs: Sequence[CalibrationSample]) -> tuple[TransferSweep, ...]
         )
         for place, sizes in sorted(points.items())
     )
-
-
-def fit_links(runs: Sequence[CalibrationSample], hardware: HardwareConfig) -> HardwareConfig:
-    """The hardware with links fitted to the transfers; links without transfers as known."""
-    known = list(_list_known_transfers(runs))
-    inside = [one for one in known if one.ranks == one.ranks_per_node]
-    across = [one for one in known if one.ranks > one.ranks_per_node]
-    # First within nodes: calls across nodes use both kinds of links.
-    hardware = _fit_link(
-        inside, hardware, hardware.intra, lambda base, link: replace(base, intra=link)
-    )
-    return _fit_link(across, hardware, hardware.inter, lambda base, link: replace(base, inter=link))
 
 
 def _list_known_transfers(runs: Sequence[CalibrationSample]) -> Iterable[Transfer]:

@@ -103,8 +103,6 @@ class MeasuredComm:
 _Kind = tuple[int, str, str]
 """(stage, axis, op)"""
 
-_Times = dict[_Kind, tuple[int, int]]
-
 
 def ignore_links(axis: str) -> AxisLink | None:
     """Every link is unknown."""
@@ -115,12 +113,25 @@ def compare_calls(
     comm: MeasuredComm, prediction: Prediction, links: LinkOfAxis = ignore_links
 ) -> tuple[ComparedCalls, ...]:
     """A row for each stage, axis and op of tensors, by the axis names of the prediction."""
-    measured, predicted = _sum_measured_times(comm), _sum_predicted_times(prediction)
+    predicted: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for one in prediction.communication:
+        times = predicted[one.message.stage, one.message.axis, one.message.op]
+        times[0] += one.time.ns
+        times[1] += one.exposed_ns
+    # (transfer time, exposed part) of all ranks and steps of a stage.
+    measured: dict[_Kind, list[int]] = defaultdict(lambda: [0, 0])
+    steps: dict[int, int] = defaultdict(int)
+    for rank in comm.split.ranks:
+        stage, windows = comm.split.layout.find_stage(rank.trace.rank), rank.windows.counted
+        steps[stage] += len(windows)
+        for (axis, op), (moved, exposed) in comm.sum_moved_ns(rank, windows).items():
+            measured[stage, axis, op][0] += moved
+            measured[stage, axis, op][1] += exposed
     compared = []
     for row in compare_messages(comm.messages, prediction).rows:
         kind, link = (row.stage, row.axis, row.op), links(row.axis)
-        time_ns, exposed_ns = measured.get(kind, (0, 0))
-        predicted_ns, predicted_exposed_ns = predicted.get(kind, (0, 0))
+        time_ns, exposed_ns = (ns // max(steps[row.stage], 1) for ns in measured[kind])
+        predicted_ns, predicted_exposed_ns = map(round, predicted[kind])
         compared.append(
             ComparedCalls(
                 stage=row.stage,
@@ -152,30 +163,6 @@ def _compute_busbw(
     if not total_bytes or not time_ns or link is None:
         return None
     return total_bytes / (time_ns / 1e9) * compute_busbw_factor(op, link.ranks)
-
-
-def _sum_measured_times(comm: MeasuredComm) -> _Times:
-    """(transfer time, exposed part) per step of the mean rank, by kind."""
-    sums: dict[_Kind, list[int]] = defaultdict(lambda: [0, 0])
-    steps: dict[int, int] = defaultdict(int)
-    for rank in comm.split.ranks:
-        stage, windows = comm.split.layout.find_stage(rank.trace.rank), rank.windows.counted
-        steps[stage] += len(windows)
-        for (axis, op), (moved, exposed) in comm.sum_moved_ns(rank, windows).items():
-            total = sums[stage, axis, op]
-            total[0] += moved
-            total[1] += exposed
-    return {kind: (moved // steps[kind[0]], held // steps[kind[0]])
-            for kind, (moved, held) in sums.items()}  # fmt: skip
-
-
-def _sum_predicted_times(prediction: Prediction) -> _Times:
-    sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for one in prediction.communication:
-        total = sums[one.message.stage, one.message.axis, one.message.op]
-        total[0] += one.time.ns
-        total[1] += one.exposed_ns
-    return {kind: (round(time), round(held)) for kind, (time, held) in sums.items()}
 
 
 # Measured and predicted messages of a step, compared exactly.
@@ -243,7 +230,25 @@ def compare_messages(
             kind = (message.stage, message.axis, message.op, is_scalar)
             parts[kind].append(Amount(message.count, message.count * message.message_bytes))
     predicted = {kind: _sum(amounts) for kind, amounts in parts.items()}
-    counts = _count_measured_amounts(measured, match_axis_names(measured, prediction))
+    # The number of ranks and steps with each amount; one without such calls has an amount of zero.
+    axis_names = match_axis_names(measured, prediction)
+    found: dict[tuple[Kind, int, int], list[Amount]] = defaultdict(list)
+    for one in measured:
+        kind = (
+            one.stage,
+            axis_names[one.axis, one.op],
+            one.op,
+            one.op == "barrier" or (0 <= one.message_bytes <= SCALAR_BYTES),
+        )
+        size = one.message_bytes if one.op != "barrier" else 0
+        total_bytes = one.count * size if size >= 0 else None
+        found[kind, one.rank, one.step].append(Amount(one.count, total_bytes))
+    everywhere = {(one.stage, one.rank, one.step) for one in measured}
+    counts: dict[Kind, Counter[Amount]] = defaultdict(Counter)
+    for kind in {kind for kind, _, _ in found}:
+        for _, rank, step in (at for at in everywhere if at[0] == kind[0]):
+            counts[kind][_sum(found.get((kind, rank, step), []))] += 1
+
     rows: list[MessageRow] = []
     scalars: list[MessageRow] = []
     for kind in sorted({*counts, *predicted}):
@@ -269,7 +274,11 @@ def match_axis_names(
     stages = {one.stage for one in measured}
     predicted = {c.message.axis for c in prediction.communication if c.message.stage in stages}
     names = {(one.axis, one.op): one.axis for one in measured}
-    data = sorted({axis for axis, _ in names if _is_data(axis)})
+    data = set()
+    for axis, _ in names:
+        parts = set(axis.split(" x "))
+        if parts <= DATA_AXES and parts != {"cp"}:  # which is one only together with another axis
+            data.add(axis)
     data_names = sorted(predicted & {*DATA_PARALLEL, GRADIENT_AXIS})
     for axis, op in names:
         parts = set(axis.split(" x "))
@@ -282,40 +291,11 @@ def match_axis_names(
     return names
 
 
-def _count_measured_amounts(
-    messages: Sequence[MeasuredMessages], axis_names: Mapping[Call, str]
-) -> dict[Kind, Counter[Amount]]:
-    """The number of ranks and steps with each amount, zero amounts included."""
-    parts: dict[tuple[Kind, int, int], list[Amount]] = defaultdict(list)
-    for one in messages:
-        kind = (
-            one.stage,
-            axis_names[one.axis, one.op],
-            one.op,
-            one.op == "barrier" or (0 <= one.message_bytes <= SCALAR_BYTES),
-        )
-        size = one.message_bytes if one.op != "barrier" else 0
-        total_bytes = one.count * size if size >= 0 else None
-        parts[kind, one.rank, one.step].append(Amount(one.count, total_bytes))
-    everywhere = {(one.stage, one.rank, one.step) for one in messages}
-    counts: dict[Kind, Counter[Amount]] = defaultdict(Counter)
-    for kind in {kind for kind, _, _ in parts}:
-        for _, rank, step in (at for at in everywhere if at[0] == kind[0]):
-            counts[kind][_sum(parts.get((kind, rank, step), []))] += 1
-    return counts
-
-
 def _sum(amounts: Sequence[Amount]) -> Amount:
     sizes = [amount.bytes for amount in amounts]
     known = [size for size in sizes if size is not None]
     total = sum(known) if len(known) == len(sizes) else None
     return Amount(sum(amount.count for amount in amounts), total)
-
-
-def _is_data(axis: str) -> bool:
-    """Whether it is a data-parallel axis; cp is one only together with another axis."""
-    axes = set(axis.split(" x "))
-    return axes <= DATA_AXES and axes != {"cp"}
 
 
 # The messages of each rank in each full step, counted by axis, op and size.

@@ -91,16 +91,27 @@ def infer_tables(spec: RunSpec | None, split: RunSplit) -> tuple[TomlTable, ...]
     split_vocab = vocab if isinstance(vocab, bool) else None
     shape = infer_model_shape(split, find_mesh(spec, split), split_vocab)
     # The model in run.json, completed by the shapes of the ops and the activation function.
-    activation = _infer_activation(split) if shape.heads else None
+    activation, names = None, _collect_names(split)
+    if shape.heads and not names & {"aten::gelu", "aten::silu"}:  # which are the default ones
+        if "aten::relu" in names:
+            activation = "relu"
+        elif {"aten::pow", "aten::tanh"} <= names:
+            activation = "gelu_new"
     recorded = select_known(spec.model if spec else None, MODEL_KEYS)
     inferred = {**select_known(shape, MODEL_KEYS), "activation": activation}
     model = build_table("model", inferred | _drop_unknown(recorded))
     by_sums = {"root_unit": _infer_root_unit(split, model.values)}
+    # A single host says nothing of how many ranks a node has room for.
+    hosts = [rank.trace.host for rank in split.ranks]
+    hardware = {
+        "preset": find_preset(find_recorded_device(spec, split)),
+        "gpus_per_node": max(map(hosts.count, hosts)) if len(set(hosts)) > 1 else None,
+    }
     return (
         model,
         build_table("parallel", by_sums | dict(parallel.values)),
         infer_training(spec, split, shape),
-        infer_hardware(spec, split),
+        build_table("hardware", hardware),
     )
 
 
@@ -230,30 +241,7 @@ def draft_job(
     return JobDraft("\n".join(lines) + "\n", tuple(needed), has_shapes)
 
 
-# The [hardware] table of a recording: the preset of its device name.
-
-
-def infer_hardware(spec: RunSpec | None, split: RunSplit) -> TomlTable:
-    """The preset of the run's device, and the ranks per node for several hosts."""
-    hosts = [rank.trace.host for rank in split.ranks]
-    values = {
-        "preset": find_preset(find_recorded_device(spec, split)),
-        "gpus_per_node": max(map(hosts.count, hosts)) if len(set(hosts)) > 1 else None,
-    }
-    return build_table("hardware", values)
-
-
 # The [model] table of a recording.
-
-
-def _infer_activation(split: RunSplit) -> str | None:
-    """The activation function by its ops, where it is not the default one."""
-    names = _collect_names(split)
-    if "aten::gelu" in names or "aten::silu" in names:
-        return None
-    if "aten::relu" in names:
-        return "relu"
-    return "gelu_new" if {"aten::pow", "aten::tanh"} <= names else None
 
 
 def _drop_unknown(values: Mapping[str, object]) -> dict[str, object]:
@@ -323,7 +311,11 @@ def _infer_strategies(
     # Only FSDP sums whole gradients first, or keeps weights gathered from ZeRO-2 on.
     messages = load_framework(infer_framework(spec, split)).messages
     fsdp = messages.weights_sharded_from == 2
-    by_hand = is_manual_reduction(spec, split)
+    # A custom loop reduces gradients in one call after the backward where DistributedDataParallel
+    # could not be used: it supports neither tensor-parallel weights nor expert parallelism.
+    loop, mesh = recorded.framework or _CUSTOM_LOOP, find_mesh(spec, split)
+    is_split = (mesh is not None and mesh.size("tp") > 1) or "ep" in strategies
+    by_hand = loop == _CUSTOM_LOOP and is_split and messages.wraps_replicas == "always"
     accumulation = strategies.get("gradient accumulation")
     summed_once = fsdp and accumulation is not None and "summed once" in accumulation.detail
     split_vocab = recorded.split_vocab
@@ -404,12 +396,20 @@ def infer_training(
     offload = [one.detail for one in split.strategies if one.name == "offload"]
     if recorded.offload:
         offload = re.split(r"[,\s]+", recorded.offload.strip())
+    if split.schedule is not None:
+        microbatches: int | None = split.schedule.microbatches
+    else:
+        # One if the steps show neither a pipeline nor gradient accumulation; a pipeline without a
+        # known schedule has an unknown number.
+        microbatches = count_accumulated_microbatches(split.strategies)
+        if microbatches is None and split.strategies and not split.layout.pipelines:
+            microbatches = 1
     recorded_values = select_known(recorded, TRAINING_KEYS)
     values = {
         **{key: value for key, value in recorded_values.items() if key not in _INFERRED_KEYS},
         "seq_len": recorded.seq_len or shape.seq_len,
         "micro_batch": recorded.micro_batch or shape.micro_batch,
-        "microbatches": recorded.microbatches or shape.microbatches or _infer_microbatches(split),
+        "microbatches": recorded.microbatches or shape.microbatches or microbatches,
         "dtype": _DTYPES.get(recorded.dtype or "", recorded.dtype) or _infer_dtype(split, shape),
         "optimizer": recorded.optimizer or optimizer,
         "fused_optimizer": is_fused,
@@ -422,16 +422,6 @@ def infer_training(
     if values["global_batch"] is not None:
         values["microbatches"] = None
     return build_table("training", values)
-
-
-def _infer_microbatches(split: RunSplit) -> int | None:
-    """Microbatches per step; 1 if the steps show neither a pipeline nor gradient accumulation."""
-    if split.schedule is not None:
-        return split.schedule.microbatches
-    counted = count_accumulated_microbatches(split.strategies)
-    if counted is not None:
-        return counted
-    return 1 if split.strategies and not split.layout.pipelines else None
 
 
 def _infer_dtype(split: RunSplit, shape: ModelShape) -> str | None:
@@ -479,20 +469,6 @@ def infer_framework(spec: RunSpec | None, split: RunSplit) -> str:
 
 _CUSTOM_LOOP = "torch"
 """What collectors record of a training loop of one's own."""
-
-
-def is_manual_reduction(spec: RunSpec | None, split: RunSplit) -> bool:
-    """Whether a custom loop reduces gradients in one call after the backward.
-
-    DistributedDataParallel supports neither tensor-parallel weights nor expert parallelism.
-    """
-    recorded = (spec.training.framework if spec and spec.training else None) or _CUSTOM_LOOP
-    mesh = find_mesh(spec, split)
-    cut = mesh is not None and mesh.size("tp") > 1
-    experts = any(one.name == "ep" for one in split.strategies)
-    messages = load_framework(infer_framework(spec, split)).messages
-    is_replicated = messages.wraps_replicas == "always"
-    return recorded == _CUSTOM_LOOP and (cut or experts) and is_replicated
 
 
 def find_mesh(spec: RunSpec | None, split: RunSplit) -> Mesh | None:

@@ -210,14 +210,24 @@ def compute_gap(
 
     Raises UsageError if the recording has no step.
     """
-    stages = compare_stages(split, prediction)
+    steps: dict[int, list[StepSplit]] = defaultdict(list)
+    for rank in split.ranks:
+        steps[split.layout.find_stage(rank.trace.rank)] += rank.steps
+    stages = []
+    for number, rows in sorted(steps.items()):
+        if rows and number < len(prediction.splits):
+            # The full step of median duration; chosen from all steps if none is full.
+            full = [step for step in rows if step.kind == "full"] or rows
+            one = sorted(full, key=lambda step: step.split.step_ns)[(len(full) - 1) // 2]
+            expected = prediction.splits[number]
+            stages.append(ComparedStage(number, one.rank, one.step, one.kind, one.split, expected))
     if not stages:
         raise UsageError("cannot compare with the model: the recording has no step")
     # The stage with most work is the one that the others wait for.
     shown = max(stages, key=lambda one: one.predicted.step_ns - one.predicted.bubble_ns)
     comm = MeasuredComm.build(split, prediction)
     return Gap(
-        stages=stages,
+        stages=tuple(stages),
         stage=shown.stage,
         rows=build_waterfall(StageComparison(comm, prediction, cost, report, shown)),
         calls=compare_calls(comm, prediction, links) if shown.kind == "full" else (),
@@ -229,25 +239,6 @@ def compute_gap(
         bound_ns=None if prediction.bound is None else prediction.bound.ns,
         bound_resource="" if prediction.bound is None else prediction.bound.resource,
     )
-
-
-# The measured step of each stage.
-
-
-def compare_stages(split: RunSplit, prediction: Prediction) -> tuple[ComparedStage, ...]:
-    """The stages with recorded steps, in order."""
-    steps: dict[int, list[StepSplit]] = defaultdict(list)
-    for rank in split.ranks:
-        steps[split.layout.find_stage(rank.trace.rank)] += rank.steps
-    compared = []
-    for stage, rows in sorted(steps.items()):
-        if rows and stage < len(prediction.splits):
-            # The full step of median duration; chosen from all steps if none is full.
-            full = [step for step in rows if step.kind == "full"] or rows
-            one = sorted(full, key=lambda step: step.split.step_ns)[(len(full) - 1) // 2]
-            expected = prediction.splits[stage]
-            compared.append(ComparedStage(stage, one.rank, one.step, one.kind, one.split, expected))
-    return tuple(compared)
 
 
 # Findings from the comparison with the model.
@@ -466,17 +457,32 @@ def build_waterfall(sides: StageComparison) -> tuple[GapRow, ...]:
         copies = (
             f"memory copies take {sides.choose_text('copy', 'more', 'less')} time than predicted"
         )
+    # Idle time with its largest cause in this step, skew with the rank that caused most of it.
+    rank, split = sides.comm.find_rank(stage), sides.comm.split
+    window = rank.numbers.index(stage.step)
+    causes = split.detail.idle[split.ranks.index(rank)]
+    cause = explain_idle(one for one in causes if one.window == window)
+    idle = f"{sides.choose_text('idle', 'more', 'less')} idle time than predicted"
+    idle += f"; {cause}" if cause else ""
+    blamed: dict[tuple[int, str], int] = defaultdict(int)
+    for row in report.blame:
+        if row.rank is not None and row.caused_skew_ns:
+            blamed[row.rank, row.cause] += row.caused_skew_ns
+    skew = sides.choose_text("skew", "more", "less") + " waiting within the stage than predicted"
+    if blamed:
+        by_rank, by_cause = max(blamed, key=lambda key: blamed[key])
+        skew += f", mostly for rank {by_rank} ({by_cause})"
     rows = [
         GapRow(
             "slow_rank", "compute", None, slow_ns, f"rank {stage.rank} is slower than its peers"
         ),
         GapRow("kernels", "compute", None, compute_ns - slow_ns, kernels),
         *explain_calls(sides.comm, sides.prediction, sides.cost, stage),
-        GapRow("skew", "skew", None, sides.compute_gap_ns("skew"), _describe_skew(sides)),
+        GapRow("skew", "skew", None, sides.compute_gap_ns("skew"), skew),
         GapRow("uneven_stages", "bubble", "pp", uneven_ns, uneven),
         GapRow("bubble", "bubble", "pp", bubble_ns - uneven_ns, waiting),
         GapRow("copy", "copy", None, sides.compute_gap_ns("copy"), copies),
-        GapRow("idle", "idle", None, sides.compute_gap_ns("idle"), _describe_idle(sides)),
+        GapRow("idle", "idle", None, sides.compute_gap_ns("idle"), idle),
     ]
     for bucket in BUCKETS:
         explained, gap = (
@@ -485,30 +491,6 @@ def build_waterfall(sides: StageComparison) -> tuple[GapRow, ...]:
         )
         assert explained == gap, f"the waterfall explains {explained} ns of {gap} ns in {bucket}"
     return tuple(row for row in rows if row.ns)
-
-
-def _describe_skew(sides: StageComparison) -> str:
-    """The text for skew, with the rank that caused most of it."""
-    blamed: dict[tuple[int, str], int] = defaultdict(int)
-    for row in sides.report.blame:
-        if row.rank is not None and row.caused_skew_ns:
-            blamed[row.rank, row.cause] += row.caused_skew_ns
-    words = sides.choose_text("skew", "more", "less") + " waiting within the stage than predicted"
-    if not blamed:
-        return words
-    rank, cause = max(blamed, key=lambda key: blamed[key])
-    return f"{words}, mostly for rank {rank} ({cause})"
-
-
-def _describe_idle(sides: StageComparison) -> str:
-    """The text for idle time, with its largest cause in the step."""
-    found = sides.comm.split
-    rank = sides.comm.find_rank(sides.stage)
-    window = rank.numbers.index(sides.stage.step)
-    causes = found.detail.idle[found.ranks.index(rank)]
-    cause = explain_idle(one for one in causes if one.window == window)
-    words = f"{sides.choose_text('idle', 'more', 'less')} idle time than predicted"
-    return f"{words}; {cause}" if cause else words
 
 
 # Differences between measured and predicted exposed communication, per axis.

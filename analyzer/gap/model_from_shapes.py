@@ -15,7 +15,7 @@ from stepsplit.analyzer.arrays import union
 from stepsplit.analyzer.model.config import LatentAttention, LoraTarget
 from stepsplit.analyzer.split.host_steps import count_profiled_steps
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+from stepsplit.analyzer.trace import Category, RankTrace
 from stepsplit.collectors.formats.run_spec import Mesh
 
 # What the shapes say about a decoder-only transformer.
@@ -110,6 +110,13 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
         vocab = None if split_vocab is None else vocab * (tp if split_vocab else 1)
     norms = sum((one.norms for one in ops.values()), Counter[str]())
     dtypes = sum((one.dtypes for one in ops.values()), Counter[str]())
+    # The microbatches of a step are its forward passes, if every step of every rank has as many.
+    of_step = set()
+    for recorded in split.ranks:
+        steps = count_profiled_steps(recorded.trace) or len(recorded.steps)
+        if recorded.trace.rank in passes and steps:
+            of_step.add(passes[recorded.trace.rank] / steps)
+    microbatches = of_step.pop() if len(of_step) == 1 else 0.5
     return ModelShape(
         layers=layers,
         hidden=hidden,
@@ -136,20 +143,9 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
         lora_targets=block.lora_targets if block else None,
         seq_len=batch.seq_len if batch else None,
         micro_batch=batch.micro_batch if batch else None,
-        microbatches=_count_microbatches(split, passes),
+        microbatches=int(microbatches) if microbatches.is_integer() else None,
         dtype=max(dtypes, key=lambda name: dtypes[name], default=None),
     )
-
-
-def _count_microbatches(split: RunSplit, passes: Mapping[int, int]) -> int | None:
-    """The forward passes of a step, if they are the same in every step of every rank."""
-    counts = set()
-    for rank in split.ranks:
-        steps = count_profiled_steps(rank.trace) or len(rank.steps)
-        if rank.trace.rank in passes and steps:
-            counts.add(passes[rank.trace.rank] / steps)
-    only = counts.pop() if len(counts) == 1 else 0.5
-    return int(only) if only.is_integer() else None
 
 
 def _infer_biases(
@@ -619,7 +615,14 @@ def collect_forward_ops(trace: RankTrace) -> ForwardOps:
     forward = chosen & ~inside
     gemms = forward & np.isin(names, [i for i, name in enumerate(events.names) if name in _GEMMS])
     dtypes = Counter(_parse_dtype(texts[i]) for i in ids[gemms].tolist())
-    forward[forward] = _is_outermost(events, rows[forward])
+    # An op calls others of the same kind: only those count that no other one contains.
+    outermost = np.flatnonzero(forward)
+    for lane in np.unique(events.lane[rows[outermost]]).tolist():
+        here = outermost[events.lane[rows[outermost]] == lane]
+        start, end = events.start_ns[rows[here]], events.ends_of(rows[here])
+        order = np.lexsort((-end, start))
+        before = np.maximum.accumulate(np.concatenate([[-1], end[order][:-1]]))
+        forward[here[order]] = start[order] >= before
     gradients = np.isin(names, [i for i, name in enumerate(events.names) if name == _GRADIENT])
     shapes = {i: _parse_shapes(texts[i]) for i in np.unique(ids[forward | gradients]).tolist()}
     counter = _OpCounter()
@@ -627,18 +630,6 @@ def collect_forward_ops(trace: RankTrace) -> ForwardOps:
         counter.count(events.names[name], shapes[text])
     found = (shapes[text] for text in ids[gradients].tolist())
     return counter.build(Counter(shape[0] for shape in found if shape), dtypes)
-
-
-def _is_outermost(events: Events, rows: Int64) -> Bool:
-    """Whether no other of these events contains the event: an op calls others of the same kind."""
-    outermost = np.zeros(len(rows), dtype=np.bool_)
-    for lane in np.unique(events.lane[rows]).tolist():
-        here = np.flatnonzero(events.lane[rows] == lane)
-        start, end = events.start_ns[rows[here]], events.ends_of(rows[here])
-        order = np.lexsort((-end, start))
-        before = np.maximum.accumulate(np.concatenate([[-1], end[order][:-1]]))
-        outermost[here[order]] = start[order] >= before
-    return outermost
 
 
 def _parse_shapes(text: str) -> tuple[_Shape, ...]:

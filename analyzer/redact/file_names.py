@@ -64,27 +64,21 @@ def plan_copies(
             chosen.append((source, kind))
         if others or kind is None:
             left_out.append((source.where, ", ".join(others) or "not a file of a recording"))
-    folders = _name_folders([source for source, _ in chosen])
+    # A folder that contains all others is the output itself; others are numbered, the outermost
+    # first, and keep the rank they name, which readers take from there.
+    parents = {source.inner.parent for source, _ in chosen}
+    folders: dict[PurePosixPath, str] = {}
+    for folder in sorted(parents, key=lambda one: (len(one.parts), natural_sort_key(str(one)))):
+        rank = parse_rank(PurePosixPath("_") / folder.name / "_")
+        of_rank = "" if rank is None else f"_rank{rank}"
+        is_top = all(folder in (other, *other.parents) for other in parents)
+        folders[folder] = "" if is_top else f"folder{len(folders)}{of_rank}/"
     names = _name_files(chosen)
     copies = [
         PlannedCopy(source, kind, folders[source.inner.parent] + name)
         for (source, kind), name in zip(chosen, names, strict=True)
     ]
     return copies, left_out
-
-
-def _name_folders(sources: Sequence[Source]) -> dict[PurePosixPath, str]:
-    """The new name of each folder. One that contains all others is the output itself; others are
-    numbered, the outermost first, and keep the rank they name."""
-    folders = {source.inner.parent for source in sources}
-    in_order = sorted(folders, key=lambda each: (len(each.parts), natural_sort_key(str(each))))
-    names: dict[PurePosixPath, str] = {}
-    for folder in in_order:
-        rank = parse_rank(PurePosixPath("_") / folder.name / "_")
-        of_rank = "" if rank is None else f"_rank{rank}"
-        is_top = all(folder in (other, *other.parents) for other in folders)
-        names[folder] = "" if is_top else f"folder{len(names)}{of_rank}/"
-    return names
 
 
 _OWN_NAME = re.compile(r"rank\d{1,7}_(?:(?:trace|flight)\.json(?:\.gz)?|record\.json)", re.ASCII)

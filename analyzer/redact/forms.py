@@ -48,6 +48,10 @@ def _hide(kind: str) -> Callable[[Texts, str], str]:
     return lambda texts, text: texts.hide(kind, text)
 
 
+def _by_name(redact: Callable[[Names, str], str]) -> Callable[[Texts, str], str]:
+    return lambda texts, text: redact(texts.names, text)
+
+
 def _keep(pattern: str, kind: str, made_of_words: bool = False) -> Callable[[Texts, str], str]:
     """Keeps texts that the whole pattern matches and, if asked for, are made of public words."""
     compiled = re.compile(pattern, re.ASCII)
@@ -175,11 +179,9 @@ RUN = Form("run", "replaced: `run1`", _hide("run"))
 TEXT = Form("text", "replaced: `text1`", _hide("text"))
 FILE = Form(
     "file", "replaced: `file1.py`; files of torch and the standard library by their public words",
-    lambda texts, text: texts.names.redact_file(text),
+    _by_name(Names.redact_file),
 )  # fmt: skip
-FUNCTION = Form(
-    "function", "replaced: `function1`", lambda texts, text: texts.names.redact_function(text)
-)
+FUNCTION = Form("function", "replaced: `function1`", _by_name(Names.redact_function))
 DEVICE = Form(
     "device", "`cuda:0`, and products of known vendors made of public words; else `device1`",
     _copy_device,
@@ -190,20 +192,15 @@ BACKEND = Form(
     "backend", "a backend of torch.distributed",
     _keep(rf"(?:{_BACKEND}(?:,{_BACKEND}){{0,4}})?", "text"),
 )  # fmt: skip
-GROUP = Form(
-    "group", "its number; else `group1`", lambda texts, text: texts.names.redact_group(text)
-)
+GROUP = Form("group", "its number; else `group1`", _by_name(Names.redact_group))
 DESCRIPTION = Form(
     "description", "made of public words, as `default_pg` and `mesh_tp`; else `description1`",
     _copy_description,
 )  # fmt: skip
-DTYPE = Form(
-    "dtype", "made of public words; else `dtype1`",
-    lambda texts, text: texts.names.redact_dtype(text), True,
-)  # fmt: skip
+DTYPE = Form("dtype", "made of public words; else `dtype1`", _by_name(Names.redact_dtype), True)
 COLLECTIVE = Form(
     "collective", "made of public words; else its op or `collective1`",
-    lambda texts, text: texts.names.redact_collective(text),
+    _by_name(Names.redact_collective),
 )  # fmt: skip
 SETTING = Form(
     "setting", "made of public words, or the name of a preset; else `text1`", _copy_setting, True
@@ -226,22 +223,22 @@ METADATA = enumerate_words(
 )  # fmt: skip
 KERNEL = Form(
     "kernel", "of known libraries if made of public words; else `kernel1` with its class",
-    lambda texts, text: texts.names.redact_kernel(text),
+    _by_name(Names.redact_kernel),
 )  # fmt: skip
 CALL = Form(
     "call", "of a runtime or driver, made of public words; else `call1`",
-    lambda texts, text: texts.names.redact_call(text),
+    _by_name(Names.redact_call),
 )  # fmt: skip
 OP = Form(
     "op", "of torch, NCCL and stepsplit if made of public words; else `op1` with its class,"
     " `range1`, `module1`, `optimizer1`, or what makes a range a step",
-    lambda texts, text: texts.names.redact_op(text),
+    _by_name(Names.redact_op),
 )  # fmt: skip
 PYTHON = Form(
     "python", "`file1.py(93): function1`, `nn.Module: module1_0`",
-    lambda texts, text: texts.names.redact_python(text),
+    _by_name(Names.redact_python),
 )  # fmt: skip
-TASK = Form("task", "as op or kernel", lambda texts, text: texts.names.redact_task(text))
+TASK = Form("task", "as op or kernel", _by_name(Names.redact_task))
 
 # Values: the rule of a field is a form, the rules of a list's items, or those of an object's keys.
 
@@ -285,7 +282,15 @@ def copy_value(value: Any, rule: Rule, texts: Texts, depth: int = 0) -> Any:
     if not isinstance(value, list | tuple | dict) or depth >= _MAX_DEPTH:
         return None
     if not isinstance(value, dict):
-        return _copy_list(value, rule, texts, depth + 1)
+        if isinstance(rule, tuple):
+            pairs = zip(value, rule, strict=False)
+            return [copy_value(each, own, texts, depth + 1) for each, own in pairs]
+        if isinstance(rule, list):
+            return [copy_value(each, rule[0], texts, depth + 1) for each in value]
+        # Only a form of nested lists says what the texts within are; else the list is left empty.
+        if isinstance(rule, Form) and rule.nested:
+            return [copy_value(each, rule, texts, depth + 1) for each in value]
+        return []
     if isinstance(rule, AnyKey):
         return {
             rule.form.copy(texts, str(key)): copy_value(each, rule.rule, texts, depth + 1)
@@ -303,16 +308,3 @@ def copy_object(
         for key, each in value.items()
         if key in fields
     }
-
-
-def _copy_list(
-    values: list[Any] | tuple[Any, ...], rule: Rule, texts: Texts, depth: int
-) -> list[Any]:
-    if isinstance(rule, tuple):
-        pairs = zip(values, rule, strict=False)
-        return [copy_value(value, each, texts, depth) for value, each in pairs]
-    if isinstance(rule, list):
-        return [copy_value(value, rule[0], texts, depth) for value in values]
-    if isinstance(rule, Form) and rule.nested:
-        return [copy_value(value, rule, texts, depth) for value in values]
-    return []

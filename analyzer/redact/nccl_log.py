@@ -72,27 +72,25 @@ class _MessageWriter:
 
     def _write_body(self, level: bytes, text: bytes) -> str:
         if (call := CALL.match(text)) is not None:
-            return self._write_call(call)
+            name, seq, count, dtype, root, pointer, nranks, rank = (
+                (group or b"").decode(errors="replace") for group in call.groups()
+            )
+            op = self._texts.names.redact_collective(name)
+            line = (
+                f"{op}: opCount {seq} sendbuff 0x0 recvbuff 0x0 count {count} datatype {dtype} op 0"
+                f" root {root} comm {self._number('pointer', pointer)} [nranks={nranks}]"
+            )
+            return f"{line} stream 0x0 task 0 globalrank {rank}" if rank else line
         decoded = text.decode(errors="replace")
         if level == b"WARN":
             return self._texts.hide("warning", decoded)
         if messages.is_table(decoded):
-            cells = [self._copy_cell(cell.strip()) for cell in decoded.rstrip("|").split("|")]
-            return " | ".join(cells) + " |"
+            cells = [cell.strip() for cell in decoded.rstrip("|").split("|")]
+            copied = (c if _COST.fullmatch(c) else self._copy_name(c, "cell") for c in cells)
+            return " | ".join(copied) + " |"
         parse = messages.find_parser(decoded)
         parsed = parse(decoded) if parse is not None else None
         return "" if parsed is None else self._write_parsed(parsed)
-
-    def _write_call(self, call: re.Match[bytes]) -> str:
-        name, seq, count, dtype, root, pointer, nranks, rank = (
-            (group or b"").decode(errors="replace") for group in call.groups()
-        )
-        op = self._texts.names.redact_collective(name)
-        text = (
-            f"{op}: opCount {seq} sendbuff 0x0 recvbuff 0x0 count {count} datatype {dtype} op 0"
-            f" root {root} comm {self._number('pointer', pointer)} [nranks={nranks}]"
-        )
-        return f"{text} stream 0x0 task 0 globalrank {rank}" if rank else text
 
     def _write_parsed(self, parsed: messages.ParsedMessage) -> str:
         match parsed:
@@ -213,9 +211,6 @@ class _MessageWriter:
         if not name or (_NAME.fullmatch(name) and self._texts.names.is_public(name)):
             return name
         return self._texts.hide(kind, name)
-
-    def _copy_cell(self, cell: str) -> str:
-        return cell if _COST.fullmatch(cell) else self._copy_name(cell, "cell")
 
 
 def _write_gigabytes(bytes_per_s: int) -> str:

@@ -66,7 +66,14 @@ def redact_recording(
         DataError: A place is missing, a file is damaged, or there is nothing to redact.
         UsageError: `out` has files, the key exists or is in `out`, or either cannot be written.
     """
-    _check_outputs(out, key)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: not an empty folder; choose another one")
+    if key is not None:
+        # Links resolved: the key would travel with the copy.
+        if Path(os.path.realpath(out)) in Path(os.path.realpath(key)).parents:
+            raise UsageError(f"{key}: the key would be in the redacted copy; choose another folder")
+        if key.exists():
+            raise UsageError(f"{key}: exists already; choose another file")
     check_outside(out, places)
     pseudonyms = Pseudonyms()
     texts = Texts(pseudonyms, Names(pseudonyms, rules, tuple(words)))
@@ -108,17 +115,6 @@ def whole_folder(out: Path) -> Iterator[Path]:
             draft.replace(place)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _check_outputs(out: Path, key: Path | None) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: not an empty folder; choose another one")
-    if key is None:
-        return
-    if Path(os.path.realpath(out)) in Path(os.path.realpath(key)).parents:
-        raise UsageError(f"{key}: the key would be in the redacted copy; choose another folder")
-    if key.exists():
-        raise UsageError(f"{key}: exists already; choose another file")
 
 
 def _write_key(key: Path, pseudonyms: Pseudonyms) -> None:

@@ -16,7 +16,7 @@ from stepsplit.analyzer.readers.compression import open_unpacked
 from stepsplit.analyzer.readers.kineto.columns import CategoryCodes
 from stepsplit.analyzer.readers.kineto.json_stream import ArrayBlocks, Entries, parse_loose_object
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, Complete, TrackMetadata
-from stepsplit.analyzer.readers.kineto.trace_file import TraceOpening, parse_opening
+from stepsplit.analyzer.readers.kineto.trace_file import parse_opening
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.redact.fields import (
     ENTRY_FIELDS,
@@ -38,27 +38,24 @@ def copy_trace(source: Source, out: Path, texts: Texts) -> None:
             raise DataError(source.where, "not a trace", RECORD_AGAIN)
         blocks = ArrayBlocks(content, opening.begin)
         with whole_file(out, SHARED) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
-            for part in _redact_trace(opening, blocks, texts):
-                packed.write(part)
-
-
-def _redact_trace(opening: TraceOpening, blocks: ArrayBlocks, texts: Texts) -> Iterator[bytes]:
-    if opening.fields:
-        header = _decode_fields(opening.fields + b'"":0}')
-        yield b"{" + _format_fields(header, texts) + b'"traceEvents": ['
-    else:
-        yield b"["
-    entries, separator = _EntryCopier(texts), b"\n"
-    for block in blocks:
-        copied = [entries.copy(entry) for entry in _list_entries(block)]
-        if copied:
-            yield separator + b",\n".join(map(msgspec.json.encode, copied))
-            separator = b",\n"
-    yield b"\n]"
-    if opening.fields:
-        tail = _decode_fields(b'{"":0' + blocks.tail) if blocks.whole else {}
-        rest = _format_fields(tail, texts)
-        yield (b"," + rest).removesuffix(b",") + b"}\n"
+            # A trace is an object with fields before and after its events, or a bare list of them.
+            if opening.fields:
+                # The fields before are an object that is not closed: one more closes it.
+                header = _decode_fields(opening.fields + b'"":0}')
+                packed.write(b"{" + _format_fields(header, texts) + b'"traceEvents": [')
+            else:
+                packed.write(b"[")
+            entries, separator = _EntryCopier(texts), b"\n"
+            for block in blocks:
+                copied = [entries.copy(entry) for entry in _list_entries(block)]
+                if copied:
+                    packed.write(separator + b",\n".join(map(msgspec.json.encode, copied)))
+                    separator = b",\n"
+            packed.write(b"\n]")
+            if opening.fields:
+                tail = _decode_fields(b'{"":0' + blocks.tail) if blocks.whole else {}
+                rest = _format_fields(tail, texts)
+                packed.write((b"," + rest).removesuffix(b",") + b"}\n")
 
 
 def _format_fields(values: Mapping[str, Any], texts: Texts) -> bytes:

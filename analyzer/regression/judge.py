@@ -63,10 +63,21 @@ def check_candidate(
     mesh_difference = _describe_difference("mesh", [*baseline, *candidate], "unknown")
     baseline, candidate = align_meshes(baseline, candidate)
     warnings = check_setups(baseline, candidate, across_setups)
+    # The candidates whose job.toml describes another job, if a budget asks for the model.
+    asks_model = any(budget.against == "model" for budget in budgets)
+    of_other_job = candidate if asks_model else ()
+    # The candidates, if all of them keep their warm-up and no run of the baseline does.
+    is_short = [bool(_find_doubts(run, {FEW_STEPS})) for run in candidate]
+    are_long = [run.doubts is not None and not _find_doubts(run, {FEW_STEPS}) for run in baseline]
+    short = candidate if baseline and all(are_long) and all(is_short) else ()
     doubts = _Doubts(
         list_incomplete(baseline, candidate),
-        _list_mismatches(candidate, budgets),
-        _list_short(baseline, candidate),
+        [
+            _describe_doubt(run, {JOB_MISMATCH})
+            for run in of_other_job
+            if _find_doubts(run, {JOB_MISMATCH})
+        ],
+        [_describe_doubt(run, {FEW_STEPS}) for run in short],
         _list_other_steps(baseline, candidate),
     )
     pairs = pair_kinds(baseline, candidate)
@@ -236,24 +247,6 @@ def list_incomplete(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetri
         code for code, runs in having.items() if runs and (not baseline or len(runs) < len(known))
     }
     return [_describe_doubt(run, unlike) for run in known if _find_doubts(run, unlike)]
-
-
-def _list_mismatches(candidate: Sequence[RunMetrics], budgets: Sequence[Budget]) -> list[str]:
-    """The candidates whose job.toml describes another job, if a budget asks for the model."""
-    if not any(budget.against == "model" for budget in budgets):
-        return []
-    codes = {JOB_MISMATCH}
-    return [_describe_doubt(run, codes) for run in candidate if _find_doubts(run, codes)]
-
-
-def _list_short(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[str]:
-    """The candidates, if all of them keep their warm-up and no run of the baseline does."""
-    codes = {FEW_STEPS}
-    if not baseline or any(_find_doubts(run, codes) or run.doubts is None for run in baseline):
-        return []
-    if not all(_find_doubts(run, codes) for run in candidate):
-        return []
-    return [_describe_doubt(run, codes) for run in candidate]
 
 
 def _list_other_steps(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[str]:

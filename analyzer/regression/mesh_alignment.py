@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 from msgspec.structs import replace
@@ -51,52 +51,40 @@ def _take_axes(run: RunMetrics, reference: RunMetrics) -> RunMetrics:
     names = map_axes(mesh, run.groups)
     if names is None:
         return run
+    # Several axes of the run may be one of the reference: their rows are added up.
     times: dict[tuple[str, str | None], int] = defaultdict(int)
     for row in run.times:
         times[row.bucket, names.get(row.axis or "", row.axis)] += row.mean_ns
+    same: dict[CallKind, list[CallMetrics]] = defaultdict(list)
+    for call in run.calls or ():
+        kind = (names.get(call.axis, call.axis), call.op, call.dtype, call.message_bytes)
+        same[kind].append(call)
+    calls = tuple(
+        CallMetrics(
+            *kind,
+            sum(one.calls for one in rows),
+            any(one.varies for one in rows),
+            int(median(one.transfer_ns for one in rows)),
+            int(median(one.wait_ns for one in rows)),
+        )
+        for kind, rows in same.items()
+    )
+    values: dict[str, float] = {}
+    for value in run.values:
+        metric, *rest = value.metric.split(".")
+        name = ".".join((metric, *(names.get(part, part) for part in rest)))
+        if name in values and metric == BANDWIDTH:  # a rate: the slower one limits the axis
+            values[name] = min(values[name], value.value)
+        else:
+            values[name] = values.get(name, 0.0) + value.value
     return replace(
         run,
         setup=replace(run.setup, mesh=reference.setup.mesh),
-        calls=None if run.calls is None else _rename_calls(run.calls, names),
+        calls=None if run.calls is None else calls,
         times=tuple(BucketTime(*key, mean_ns) for key, mean_ns in times.items()),
-        values=_rename_values(run.values, names),
+        values=tuple(Value(*each) for each in values.items()),
         blame=tuple(replace(row, axis=names.get(row.axis or "", row.axis)) for row in run.blame),
         groups=tuple(
             replace(group, axis=names.get(format_axis(group), group.axis)) for group in run.groups
         ),
     )
-
-
-def _rename_calls(
-    calls: Sequence[CallMetrics], names: Mapping[str, str]
-) -> tuple[CallMetrics, ...]:
-    """The calls on the renamed axes; those that are now of one kind are added up."""
-    same: dict[CallKind, list[CallMetrics]] = defaultdict(list)
-    for row in calls:
-        same[names.get(row.axis, row.axis), row.op, row.dtype, row.message_bytes].append(row)
-    return tuple(
-        CallMetrics(
-            *kind,
-            sum(row.calls for row in rows),
-            any(row.varies for row in rows),
-            int(median(row.transfer_ns for row in rows)),
-            int(median(row.wait_ns for row in rows)),
-        )
-        for kind, rows in same.items()
-    )
-
-
-def _rename_values(values: Sequence[Value], names: Mapping[str, str]) -> tuple[Value, ...]:
-    """The values by renamed axis. Of two bandwidths that are now of one axis the lower is kept;
-    others are added up."""
-    found: dict[str, float] = {}
-    for one in values:
-        metric, *rest = one.metric.split(".")
-        name = ".".join((metric, *(names.get(part, part) for part in rest)))
-        if name not in found:
-            found[name] = one.value
-        elif metric == BANDWIDTH:
-            found[name] = min(found[name], one.value)
-        else:
-            found[name] += one.value
-    return tuple(Value(name, value) for name, value in found.items())

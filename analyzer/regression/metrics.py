@@ -214,7 +214,13 @@ _ANALYZE_HINT = "analyze the recording again, or leave the run out"
 def extract_metrics(report: Report, source: object) -> RunMetrics:
     """Extract the metrics of a run. Raises DataError (naming the source) if it has no step or a
     value is not finite."""
-    steps = select_steady_steps(report)
+    by_step: dict[int, list[StepRow]] = defaultdict(list)
+    for row in select_full_steps(report.steps):
+        by_step[row.step].append(row)
+    numbers = sorted(by_step)
+    # The first step still allocates and compiles; of few steps it counts, as there are no others.
+    steady = numbers[WARMUP:] if len(numbers) >= WARMUP + FEWEST else numbers
+    steps = {number: by_step[number] for number in steady}
     if not steps:
         raise DataError(source, "no step to check", "record at least one full step")
     values = compute_values(report, steps)
@@ -352,25 +358,28 @@ _ByStep = Mapping[int, list[StepRow]]
 _WAITS = tuple(bucket.label for bucket in COMMUNICATION)
 
 
-def select_steady_steps(report: Report) -> _ByStep:
-    """The rows of each full step by its number, without warm-up; empty without steps."""
-    by_step: dict[int, list[StepRow]] = defaultdict(list)
-    for row in select_full_steps(report.steps):
-        by_step[row.step].append(row)
-    numbers = sorted(by_step)
-    kept = numbers[WARMUP:] if len(numbers) >= WARMUP + FEWEST else numbers
-    return {number: by_step[number] for number in kept}
-
-
 def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
     """All metrics of the report."""
     values = [
         *_compute_time_values(steps),
         *_compute_axis_values(report, steps),
         *_compute_busbw_values(report),
-        *_count_call_values(report),
-        *_sum_part_values(report),
     ]
+    # Calls and message bytes per full step over all recorded ranks.
+    axes = {group.id: group.axis for group in report.groups}
+    counts: dict[str, int] = defaultdict(int)
+    for call in report.step_calls:
+        axis = axes.get(call.group)
+        for suffix in ("", f".{axis}") if axis else ("",):
+            counts[f"calls{suffix}"] += call.calls
+            counts[f"bytes{suffix}"] += call.calls * (call.message_bytes or 0)
+    values += (Value(name, float(count)) for name, count in sorted(counts.items()))
+    # The time of each part of the model in the mean step, where anything shows it.
+    parts: dict[str, int] = defaultdict(int)
+    if report.part_evidence is not None and report.part_evidence.evidence != "none":
+        for part in report.parts:
+            parts[f"{PART}.{part.part}"] += part.total_ns
+    values += (Value(name, float(ns)) for name, ns in sorted(parts.items()))
     complete = [row.step_ns for row in report.steps if row.kind != "partial"]
     others = {
         "mean_step": fmean(complete) if complete else None,
@@ -439,30 +448,6 @@ def _compute_busbw_values(report: Report) -> Iterator[Value]:
             for row in rows
         )
         yield Value(name, moved / taken_s)
-
-
-def _count_call_values(report: Report) -> Iterator[Value]:
-    """Calls and message bytes per full step over all recorded ranks."""
-    if not report.step_calls:
-        return
-    axes = {group.id: group.axis for group in report.groups}
-    sums: dict[str, int] = defaultdict(int)
-    for row in report.step_calls:
-        axis = axes.get(row.group)
-        for suffix in ("", f".{axis}") if axis else ("",):
-            sums[f"calls{suffix}"] += row.calls
-            sums[f"bytes{suffix}"] += row.calls * (row.message_bytes or 0)
-    yield from (Value(name, float(count)) for name, count in sorted(sums.items()))
-
-
-def _sum_part_values(report: Report) -> Iterator[Value]:
-    """The time of each part of the model in the mean step, where anything shows it."""
-    if report.part_evidence is None or report.part_evidence.evidence == "none":
-        return
-    sums: dict[str, int] = defaultdict(int)
-    for row in report.parts:
-        sums[f"{PART}.{row.part}"] += row.total_ns
-    yield from (Value(name, float(ns)) for name, ns in sorted(sums.items()))
 
 
 # The metrics for budgets.

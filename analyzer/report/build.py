@@ -95,7 +95,16 @@ def build_report(
     parts, part_evidence = build_part_rows(breakdown.parts, steps)
     detail, variation = split.detail, split.detail.variation
     run = build_run(recording, split, origin)
-    all_notes = (*recording.notes, *split.notes, *diagnosis.notes, *_note_lasting_slowdown(run))
+    all_notes = [*recording.notes, *split.notes, *diagnosis.notes]
+    slowdown = run.slowdown_after_profiling
+    # On a CPU steps that are slower after the profiler are noise: it leaves nothing behind there.
+    if run.device != "cpu" and slowdown is not None and slowdown >= LASTING_SLOWDOWN:
+        text = (
+            f"steps after the recording take {units.format_percent(slowdown)} longer than before "
+            "it: CUPTI stays attached and slows the rest of the job down; set TEARDOWN_CUPTI=1 "
+            "(CUDA 12.6 and later, without CUDA graphs)"
+        )
+        all_notes.append(Note("profiler_lasting", text))
     return Report(
         run=run,
         warnings=tuple(WarningRow(n.code, n.message, n.rank) for n in all_notes),
@@ -364,16 +373,3 @@ def _compute_slowdown(
 
 def _are_enough(times_ns: Sequence[int]) -> bool:
     return len(times_ns) >= MIN_TIMED_STEPS
-
-
-def _note_lasting_slowdown(run: Run) -> tuple[Note, ...]:
-    """The note on steps that stay slower after the profiler; on a CPU that is noise."""
-    slowdown = run.slowdown_after_profiling
-    if run.device == "cpu" or slowdown is None or slowdown < LASTING_SLOWDOWN:
-        return ()
-    text = (
-        f"steps after the recording take {units.format_percent(slowdown)} longer than before it:"
-        " CUPTI stays attached and slows the rest of the job down; set TEARDOWN_CUPTI=1 (CUDA 12.6"
-        " and later, without CUDA graphs)"
-    )
-    return (Note("profiler_lasting", text),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -277,11 +278,18 @@ def write_tables(folder: Path, tables: Tables) -> None:
         columns = {column.name: getattr(table, column.name) for column in fields(table)}
         with whole_file(path, SHARED) as file:
             pq.write_table(pa.table(columns), file, compression="zstd")
+    # The columns have the types of the fields: Arrow would take one without values for another.
+    kinds = {
+        "str": pa.string(), "int": pa.int64(), "float": pa.float64(), "Limit": pa.string(),
+        "tuple[str, ...]": pa.list_(pa.string()),
+    }  # fmt: skip
+    annotations = KernelRow.__annotations__.items()
+    schema = pa.schema(
+        [(name, kinds[str(kind).removesuffix(" | None")]) for name, kind in annotations]
+    )
     with whole_file(folder / KERNELS_NAME, SHARED) as file:
         rows = [msgspec.structs.asdict(row) for row in tables.kernels]
-        pq.write_table(
-            pa.Table.from_pylist(rows, schema=_build_kernel_schema()), file, compression="zstd"
-        )
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), file, compression="zstd")
     write_slices(folder, tables.slices)
 
 
@@ -319,19 +327,6 @@ def _read_kernels(folder: Path) -> tuple[KernelRow, ...]:
             file.read().to_pylist(), tuple[KernelRow, ...]
         )
     return rows
-
-
-def _build_kernel_schema() -> pa.Schema:
-    import pyarrow as pa
-
-    kinds = {
-        "str": pa.string(), "int": pa.int64(), "float": pa.float64(), "Limit": pa.string(),
-        "tuple[str, ...]": pa.list_(pa.string()),
-    }  # fmt: skip
-    return pa.schema(
-        [(name, kinds[str(kind).removesuffix(" | None")])
-         for name, kind in KernelRow.__annotations__.items()]
-    )  # fmt: skip
 
 
 def _find_path(folder: Path, kind: type) -> Path:
@@ -477,20 +472,15 @@ def _compute_depths(lane: Int32, start: Int64, end: Int64) -> UInt8:
     for level in range(_MAX_DEPTH):
         if not len(left):
             break
-        top = _find_top_level(lane[left], start[left], end[left])
-        depth[left[top]] = level
-        left = left[~top]
+        # Those that start after all earlier ones on their lane have ended.
+        on_top = np.ones(len(left), dtype=np.bool_)
+        first = np.flatnonzero(np.diff(lane[left], prepend=lane[left[0]] - 1)).tolist()
+        for low, high in pairwise([*first, len(left)]):
+            reach = np.maximum.accumulate(end[left[low:high]])
+            on_top[low + 1 : high] = start[left[low + 1 : high]] >= reach[:-1]
+        depth[left[on_top]] = level
+        left = left[~on_top]
     return depth
-
-
-def _find_top_level(lane: Int32, start: Int64, end: Int64) -> Bool:
-    """Which slices start after all earlier ones on their lane; input sorted by lane, start."""
-    top = np.ones(len(lane), dtype=np.bool_)
-    first = np.flatnonzero(np.diff(lane, prepend=lane[0] - 1))
-    for low, high in zip(first.tolist(), [*first[1:].tolist(), len(lane)], strict=True):
-        reach = np.maximum.accumulate(end[low:high])
-        top[low + 1 : high] = start[low + 1 : high] >= reach[:-1]
-    return top
 
 
 # tables/slices.parquet: the kernels and calls on each lane of each rank.
@@ -509,6 +499,7 @@ _NUMBER_COLUMNS = {
 
 def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
     """Write the slices of all ranks atomically, one row group per rank that has any."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     with (
@@ -517,8 +508,6 @@ def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
     ):
         for rank in slices:
             own = slices[rank]
-            import pyarrow as pa
-
             columns = {
                 "rank": np.full(len(own.lane), rank, dtype=np.int32),
                 "lane": pa.DictionaryArray.from_arrays(own.lane, pa.array(own.lanes, pa.string())),

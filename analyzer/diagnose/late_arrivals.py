@@ -26,11 +26,7 @@ to the group above this fraction of the step time."""
 
 
 def compute_lateness(split: RunSplit) -> tuple[Lateness, ...]:
-    """One row per rank, axis, kind of call and group size.
-
-    A straggler must also arrive last more often than its share in more than half of its steps:
-    calls of one step are correlated, so a single slow step would look like many late calls.
-    """
+    """One row per rank, axis, kind of call and group size."""
     matched, arrivals = split.matched, split.arrivals
     ranks = np.array([rank.trace.rank for rank in split.ranks])
     steps = [rank.steps for rank in split.ranks]
@@ -109,18 +105,16 @@ def _build_row(
     members, last = int(arrivals.members[rows[0]]), len(late)
     median, total = int(np.median(late)) if last else 0, int(late.sum())
     chance = None if message else compute_last_p_value(last, len(rows), members)
-    straggles = (
+    straggles = False
+    if (
         chance is not None
         and chance < _MAX_P_VALUE
         and median > _MIN_LATE_NS
         and total > _MIN_STEP_FRACTION * whole_ns
-        and _is_late_in_most_steps(step, arrivals.last[rows], members)
-    )
+    ):
+        # Calls of one step are correlated, so a single slow step looks like many late calls: it
+        # must be last more often than its share in more than half of the steps.
+        calls = np.bincount(step + 1)
+        of_late = np.bincount(step[arrivals.last[rows]] + 1, minlength=len(calls))
+        straggles = 2 * int((of_late * members > calls).sum()) > int((calls > 0).sum())
     return Lateness(rank, axis, message, members, len(rows), last, median, total, chance, straggles)
-
-
-def _is_late_in_most_steps(step: Int64, last: Bool, members: int) -> bool:
-    """Whether the rank was last more often than its share in more than half of the steps."""
-    calls = np.bincount(step + 1)
-    often = np.bincount(step[last] + 1, minlength=len(calls)) * members > calls
-    return 2 * int(often.sum()) > int((calls > 0).sum())

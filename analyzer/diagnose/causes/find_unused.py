@@ -13,7 +13,6 @@ from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.gradient_calls import find_on_data_axes, find_ops
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import reduce_work, remove_calls
-from stepsplit.analyzer.trace import Int64
 
 _SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
 """The range of DDP's reducer, which has it with find_unused_parameters=True alone."""
@@ -26,7 +25,21 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
     ]
     if not any(map(len, searches)):
         return
-    bitmaps = _find_bitmaps(context)
+    # The bitmaps are the all_reduces of int32 on a data axis that a rank issues right in its
+    # backward; on a device its host may issue them later.
+    table = context.graph.kernels
+    is_int = np.zeros(len(table), dtype=np.bool_)
+    for index, rank in enumerate(context.split.ranks):
+        calls, events = rank.trace.calls, rank.trace.events
+        mine = table.list_rows(index)
+        rows = table.call[mine]
+        backward = events.match_prefix("autograd::engine")
+        in_backward = union(events.start_ns[backward], events.ends_of(backward))
+        whole = np.isin(calls.dtype[rows], [i for i, d in enumerate(calls.dtypes) if d == "int32"])
+        issued = is_inside(in_backward, calls.issued_ns[rows]) | rank.trace.on_device
+        is_int[mine] = whole & issued
+    is_sum = find_on_data_axes(context) & find_ops(context, ("all_reduce",))
+    bitmaps = np.flatnonzero(is_int & is_sum)
     # On a CPU the search is an op; the host of a device runs ahead.
     on_device = context.split.ranks[0].trace.on_device
     searched_ns = np.zeros(len(context.graph), dtype=np.int64)
@@ -46,7 +59,6 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
         not on_device
     )
     if len(bitmaps):
-        table = context.graph.kernels
         size = int(np.median(context.split.matched.message_bytes[table.row[bitmaps]]))
         parts.append(
             f"an all_reduce of {units.format_size(size)} says which were used, exposed for "
@@ -69,21 +81,6 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
         # the graph: without the bitmap it would not wait for the bucket either.
         at_most_ns=search_ns + exposed_ns,
     )
-
-
-def _find_bitmaps(context: CauseContext) -> Int64:
-    """The all_reduces of int32 on a data axis that a rank issues right in its backward."""
-    table = context.graph.kernels
-    is_int = np.zeros(len(table), dtype=np.bool_)
-    for index, rank in enumerate(context.split.ranks):
-        calls, events = rank.trace.calls, rank.trace.events
-        mine = table.list_rows(index)
-        rows = table.call[mine]
-        backward = events.match_prefix("autograd::engine")
-        spans = union(events.start_ns[backward], events.ends_of(backward))
-        whole = np.isin(calls.dtype[rows], [i for i, d in enumerate(calls.dtypes) if d == "int32"])
-        is_int[mine] = whole & (is_inside(spans, calls.issued_ns[rows]) | rank.trace.on_device)
-    return np.flatnonzero(is_int & find_on_data_axes(context) & find_ops(context, ("all_reduce",)))
 
 
 FIND_UNUSED = CauseEntry(

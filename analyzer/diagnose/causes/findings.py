@@ -91,6 +91,7 @@ def find_bottlenecks(
         for rank, lack in lacks
         if rank is not None and lack is Lack.KERNELS and (rank, Lack.FILE) not in lacks
     }
+    slowdown = compute_profiling_slowdown(records) or 0.0
     for remedy in remedies:
         finding = remedy.finding
         cause = of_code[finding.code]
@@ -107,8 +108,13 @@ def find_bottlenecks(
         is_hidden = any(remedy is one for one in masking.hidden)
         is_last = cause.last_on_cpu and not on_device
         # The profiler slows all the work of a CPU alike; on a device its time goes with it.
-        if cause.with_profiler and on_device:
-            finding = _leave_out_profiler(context, finding)
+        if cause.with_profiler and on_device and slowdown > 0:
+            own_ns = round(context.mean_ns * slowdown / (1 + slowdown))
+            text = (
+                f"the saving leaves out {units.format_milliseconds(own_ns)} of the profiler's own"
+            )
+            gain_ns = max(0, finding.gain_ns - own_ns)
+            finding = replace(finding, gain_ns=gain_ns, message=f"{finding.message}; {text}")
         # What happened once may not happen again, whatever the cause.
         if len(finding.steps or numbers) == 1 and not remedy.names_steps:
             finding = replace(finding, message=f"{finding.message}; from a single step")
@@ -151,18 +157,4 @@ def _complete_basis(
         of_steps=len(numbers),
         repeats=basis.repeats or int(context.counted.sum()),
         would_settle=tuple(needs),
-    )
-
-
-def _leave_out_profiler(context: CauseContext, finding: Finding) -> Finding:
-    """The finding without what the profiler itself costs a step: it ends with the recording."""
-    slowdown = compute_profiling_slowdown(context.records) or 0.0
-    if slowdown <= 0:
-        return finding
-    own_ns = round(context.mean_ns * slowdown / (1 + slowdown))
-    return replace(
-        finding,
-        gain_ns=max(0, finding.gain_ns - own_ns),
-        message=f"{finding.message}; the saving leaves out {units.format_milliseconds(own_ns)} of "
-        "the profiler's own",
     )

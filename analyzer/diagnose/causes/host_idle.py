@@ -13,7 +13,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.code_places import describe_place
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.causes.host_time import MIN_LATE_SHARE, HostIdle
+from stepsplit.analyzer.diagnose.causes.host_time import MIN_LATE_SHARE
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.trace import Int64
 
@@ -38,6 +38,12 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
     own = named.idle.select(np.isin(named.idle.rank, ranks))
     counted = np.isin(context.graph.steps.rank, ranks) & context.counted
     mine = counted & (named.removed_ns > 0)
+    idle, events = named.idle, []
+    for at in np.argsort(idle.start_ns - idle.end_ns, kind="stable")[:3].tolist():
+        rank, start, end = (int(column[at]) for column in (idle.rank, idle.start_ns, idle.end_ns))
+        one = context.split.ranks[rank]
+        begin = one.clock.map_instant_to_common_ns(start) - context.origin_ns
+        events.append(EventRef(one.trace.rank, begin, end - start, "idle"))
     step = context.graph.steps.step
     steps = f"{len(np.unique(step[mine]))} of {len(np.unique(step[counted]))} steps"
     yield replay_remedy(
@@ -51,27 +57,9 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
         + _describe(context, cause, ranks)
         + describe_place(context, own.list_spans()),
         ranks=() if len(ranks) == len(context.ranks) else tuple(numbers),
-        events=_list_longest(context, named.idle),
+        events=tuple(events),
         gains=named.gains,
         names_steps="{steps}" in text,
-    )
-
-
-def _list_longest(context: CauseContext, idle: HostIdle) -> tuple[EventRef, ...]:
-    longest = np.argsort(idle.start_ns - idle.end_ns, kind="stable")[:3]
-    return tuple(
-        EventRef(
-            context.split.ranks[rank].trace.rank,
-            context.split.ranks[rank].clock.map_instant_to_common_ns(start) - context.origin_ns,
-            end - start,
-            "idle",
-        )
-        for rank, start, end in zip(
-            idle.rank[longest].tolist(),
-            idle.start_ns[longest].tolist(),
-            idle.end_ns[longest].tolist(),
-            strict=True,
-        )
     )
 
 

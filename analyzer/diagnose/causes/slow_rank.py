@@ -53,6 +53,14 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             ratio = 1 / float(np.mean(pace[mine & context.counted]))
             what = f"as many kernels take {ratio:.2f}x as long as on its peers"
             equal = context.split.ranks[index].trace.shapes.known_work
+        # A device that heats up is slower in the last step than in the first.
+        growth, rows = "", np.flatnonzero(mine & context.counted)
+        if len(rows) > 1:
+            steps = context.graph.steps.step[rows]
+            first, last = pace[rows[steps.argmin()]], pace[rows[steps.argmax()]]
+            if max(first, last) >= _STEADY * min(first, last):
+                growth = f", {1 / first:.2f}x in step {steps.min()}"
+                growth += f" and {1 / last:.2f}x in step {steps.max()}"
         own_pace = np.where(mine, pace, 1.0)
         yield _speed_up(
             context,
@@ -61,8 +69,7 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             own_pace,
             mine,
             events,
-            f"rank {rank} is a straggler: {what}{_EQUAL[equal]}"
-            f"{_describe_growth(context, pace, mine)}",
+            f"rank {rank} is a straggler: {what}{_EQUAL[equal]}{growth}",
             equal,
         )
     for one in context.unusual_steps:
@@ -82,21 +89,6 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             equal,
             names_steps=True,
         )
-
-
-def _describe_growth(context: CauseContext, pace: Float, mine: Bool) -> str:
-    """How the slowdown changes from the first step to the last; "" if it is steady."""
-    rows = np.flatnonzero(mine & context.counted)
-    steps = context.graph.steps.step[rows]
-    if len(rows) < 2:
-        return ""
-    first, last = rows[int(steps.argmin())], rows[int(steps.argmax())]
-    if max(pace[first], pace[last]) < _STEADY * min(pace[first], pace[last]):
-        return ""
-    return (
-        f", {1 / pace[first]:.2f}x in step {steps.min()} and {1 / pace[last]:.2f}x in step "
-        f"{steps.max()}"
-    )
 
 
 def _speed_up(

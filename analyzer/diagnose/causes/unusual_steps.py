@@ -87,10 +87,19 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     CPU other processes are a reason as well."""
     rows = np.flatnonzero(context.counted)
     place = np.unique(context.graph.steps.step[rows], return_inverse=True)[1]
-    beyond = _measure_beyond_usual(context, rows, place)
-    count = beyond.shape[1]
-    if len(beyond) < 2 or count < _MIN_STEPS or not context.split.ranks[0].trace.on_device:
+    count = int(place.max(initial=-1)) + 1
+    compute = np.full((len(context.ranks), count), np.nan)
+    compute[context.graph.steps.rank[rows], place] = context.select_bucket_ns("compute")[rows]
+    compute = np.where(compute > 0, compute, np.nan)
+    is_known = np.isfinite(compute)
+    if not (is_known.any(axis=1).all() and is_known.any(axis=0).all()):
         return ()
+    if len(compute) < 2 or count < _MIN_STEPS or not context.split.ranks[0].trace.on_device:
+        return ()
+    # By how much each rank exceeds its median step, without what the median rank has in the same
+    # step: of two ranks, the one that exceeds its usual step by less.
+    beyond = compute / np.nanmedian(compute, axis=1, keepdims=True) - 1
+    beyond -= np.nanquantile(beyond, 0.5, axis=0, method="lower")
     # Without the median rank of each step, which differs from itself by nothing.
     apart = np.sort(np.abs(beyond[np.isfinite(beyond)]))[count:]
     sigma = SIGMA_OF_MAD * float(np.median(apart)) if len(apart) else 0.0
@@ -104,19 +113,6 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
         segments = segments or WorkSegments.measure(context.graph, "compute")
         found.append(_describe(context, index, rows, place, beyond[index], slow[index], segments))
     return tuple(found)
-
-
-def _measure_beyond_usual(context: ReplayContext, rows: Int64, place: Int64) -> Float:
-    """By how much each rank's compute exceeds that of its median step in each step, as a fraction,
-    without what the median rank has in the same step; shape (ranks, steps), nan if not counted."""
-    compute = np.full((len(context.ranks), int(place.max(initial=-1)) + 1), np.nan)
-    compute[context.graph.steps.rank[rows], place] = context.select_bucket_ns("compute")[rows]
-    compute = np.where(compute > 0, compute, np.nan)
-    if np.isnan(compute).all(axis=1).any() or np.isnan(compute).all(axis=0).any():
-        return np.zeros((0, 0))
-    beyond = compute / np.nanmedian(compute, axis=1, keepdims=True) - 1
-    # Of two ranks, the one that exceeds its usual step by less.
-    return np.asarray(beyond - np.nanquantile(beyond, 0.5, axis=0, method="lower"))
 
 
 def _describe(

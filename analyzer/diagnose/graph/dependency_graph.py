@@ -234,10 +234,11 @@ def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
         np.where(made.blocking, main.find_cut(made.end_ns) + first, -1)
         for made, main, first in zip(calls, mains, parts.node, strict=False)
     ]
-    step = [
-        main.find_window(made.start_ns) + first
-        for made, main, first in zip(calls, mains, parts.step, strict=False)
-    ]
+    step = []
+    for made, main, first in zip(calls, mains, parts.step, strict=False):
+        # The window of a cut is that of the work before it, so the next cut has that of the call.
+        after = np.clip(main.find_cut(made.start_ns) + 1, 0, max(len(main.window) - 1, 0))
+        step.append(np.append(main.window, -1)[after] + first)
     row = [made.call + split.matched.slice_trace(i).start for i, made in enumerate(calls)]
     return CommKernels(
         rank=np.repeat(np.arange(len(calls)), np.diff(parts.kernel)),
@@ -339,12 +340,6 @@ class RankTimeline:
     def find_cut(self, when_ns: Int64) -> Int64:
         """The last cut at or before each instant, -1 before the first."""
         return np.searchsorted(self.at_ns, when_ns, side="right") - 1
-
-    def find_window(self, when_ns: Int64) -> Int64:
-        """The index of the step that contains each instant, -1 without steps."""
-        if not len(self.window):
-            return np.full(len(when_ns), -1)
-        return self.window[np.clip(self.find_cut(when_ns) + 1, 0, len(self.window) - 1)]
 
 
 _NOTHING = np.empty(0, dtype=np.int64)

@@ -217,6 +217,7 @@ HOST_ERROR = 0.15
 that is host-bound differ by 14 %."""
 
 _NO_TIME = 1e-6
+"""The ratio for a device or a network that takes no time."""
 
 
 def carry_run(context: ReplayContext, change: HardwareChange) -> CarriedRun:

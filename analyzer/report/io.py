@@ -89,6 +89,7 @@ def is_analyzed(folder: Path) -> bool:
 _HEAD = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*"stepsplit\.report/')
 
 _HEAD_BYTES = 256
+"""Of these bytes a file's head is: blanks, a brace and the schema."""
 
 
 _MOST_INDENTED_BYTES = 2_000_000

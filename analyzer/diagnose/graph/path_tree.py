@@ -13,6 +13,7 @@ from stepsplit.analyzer.diagnose.graph.topological_order import Levels
 from stepsplit.analyzer.trace import Float, Int32, Int64
 
 _MANTISSA_BITS = 52
+"""Of a float64: sums of multiples of a unit are exact as long as they are below 2^52 units."""
 
 
 class PathPieces(Struct, frozen=True):

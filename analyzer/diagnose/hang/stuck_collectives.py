@@ -52,9 +52,9 @@ def _build_stuck_collective(
         reach = present[rank].find_reach(group)
         known = (one if one >= 0 else None for one in (reach.enqueued, reach.completed))
         missing.append(Missing(rank, *known))
-    for one in waiting:
-        later = [call for call in one.open if call.group == group and call.seq > seq]
-        queued = max(queued, sum(not call.is_message for call in later))
+    for rank_waiting in waiting:
+        later = [each for each in rank_waiting.open if each.group == group and each.seq > seq]
+        queued = max(queued, sum(not each.is_message for each in later))
     return Stuck(
         group=describe_group(group),
         op=call.op,

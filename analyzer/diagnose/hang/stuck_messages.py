@@ -64,9 +64,9 @@ def _find_first_stuck(calls: Sequence[Called], present: Mapping[int, Progress]) 
     if state == MISSING:
         # In a group of more than two ranks a status is of several links: it says nothing of one.
         stated = present[peer].find_reported_reach(call.group)
-        known = len(call.group.ranks) == 2 and stated.enqueued >= 0
-        completed = stated.completed if known and stated.completed >= 0 else None
-        missing.append(Missing(peer, stated.enqueued if known else None, completed))
+        is_stated = len(call.group.ranks) == 2 and stated.enqueued >= 0
+        completed = stated.completed if is_stated and stated.completed >= 0 else None
+        missing.append(Missing(peer, stated.enqueued if is_stated else None, completed))
     return Stuck(
         group=describe_group(call.group),
         op=call.op,

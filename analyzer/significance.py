@@ -61,21 +61,16 @@ def compute_weighted_median(values: Sequence[float], weights: Sequence[float]) -
     return values[order[bisect_left(reached, reached[-1] / 2 - 1e-9)]]
 
 
-def compute_conformal_bound(errors: Sequence[float], level: float) -> float:
-    """What a further error of the same kind stays below with this probability.
-
-    Split conformal prediction: of n errors that of rank ceil((n + 1) level), the largest if there
-    are too few (Lei et al., Distribution-Free Predictive Inference for Regression, 2018).
-    """
-    rank = min(len(errors), math.ceil((len(errors) + 1) * level))
-    return sorted(errors)[rank - 1]
-
-
 def compute_weighted_bound(
     errors: Sequence[float], weights: Sequence[float], further: float, level: float
 ) -> float:
-    """The same of errors that count by their weights, where a further one has the weight further:
-    the smallest error that, with those below it, has this share of all weight, or the largest."""
+    """What a further error of the same kind, of the weight further, stays below with this
+    probability.
+
+    Split conformal prediction: the smallest error that, with those below it, has this share of all
+    weight, the largest if there are too few; of n equal weights that of rank ceil((n + 1) level)
+    (Lei et al., Distribution-Free Predictive Inference for Regression, 2018).
+    """
     order = sorted(range(len(errors)), key=lambda i: errors[i])
     reached = list(accumulate(weights[i] for i in order))
     needed = (reached[-1] + further) * level - 1e-9

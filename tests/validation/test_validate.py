@@ -21,7 +21,7 @@ from stepsplit.analyzer.model.config import ParallelConfig
 from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.hardware_config import list_families, load_efficiency
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.significance import compute_conformal_bound
+from stepsplit.analyzer.significance import compute_weighted_bound
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.predictions import (
     UnseenRun,
@@ -181,8 +181,8 @@ def test_the_shipped_bands_are_those_of_all_unseen_runs(unseen: tuple[UnseenRun,
 
 
 def test_the_conformal_error_is_of_a_rank_beyond_nine_of_ten() -> None:
-    assert compute_conformal_bound([i / 100 for i in range(1, 20)], LEVEL) == 0.18
-    assert compute_conformal_bound([0.1, 0.3, 0.2], LEVEL) == 0.3
+    assert compute_weighted_bound([i / 100 for i in range(1, 20)], [1.0] * 19, 1.0, LEVEL) == 0.18
+    assert compute_weighted_bound([0.1, 0.3, 0.2], [1.0] * 3, 1.0, LEVEL) == 0.3
 
 
 def test_a_run_by_an_unseen_publisher_is_inside_its_band_or_not() -> None:

@@ -22,7 +22,7 @@ from stepsplit.analyzer.diagnose.causes.host_time import (
 from stepsplit.analyzer.diagnose.graph.replay import measure_excess, reduce_work
 from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
-from stepsplit.analyzer.trace import Bool, Float
+from stepsplit.analyzer.trace import Float
 
 
 def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Remedy]:
@@ -55,6 +55,16 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
         cut_ns = measure_excess(rest, work, np.where(mine, usual, spent))
         rank, more_ns = int(context.ranks[index]), np.where(mine, spent - usual, 0.0)
         more = units.format_percent(float(more_ns[own].mean()) / context.mean_ns)
+        message = text.format(rank=rank, more=more)
+        if work == "idle":
+            # What the rank idles for in these steps, and where; named causes have own findings.
+            first = int(np.flatnonzero(context.graph.steps.rank == index)[0])
+            windows = set((np.flatnonzero(mine) - first).tolist())
+            causes = [one for one in context.split.detail.idle[index] if one.window in windows]
+            unnamed = (one for one in causes if one.cause not in context.host.named)
+            reason, idle = explain_idle(unnamed), context.host.select_rest()
+            spans = idle.select((idle.rank == index) & mine[idle.step]).list_spans()
+            message += (f"; {reason}" if reason else "") + describe_place(context, spans)
         yield replay_remedy(
             context,
             partial(reduce_work, work=work, cut_ns=cut_ns),
@@ -62,8 +72,7 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
             measured_ns=spent[own].mean(),
             predicted_ns=np.minimum(spent, usual)[own].mean(),
             rows=mine,
-            message=text.format(rank=rank, more=more)
-            + (_explain_idle(context, index, mine) if work == "idle" else ""),
+            message=message,
             ranks=(rank,),
             events=context.list_longest(index, work),
         )
@@ -81,22 +90,6 @@ def _estimate_noise(context: CauseContext, beyond: Float) -> float:
     """The standard deviation of what ranks have beyond their peers in the steps, by the median."""
     own = beyond[context.counted]
     return SIGMA_OF_MAD * float(np.median(np.abs(own - np.median(own))))
-
-
-def _explain_idle(context: CauseContext, index: int, rows: Bool) -> str:
-    """What these rows of the rank's steps idle for, and where."""
-    host = context.host
-    first = int(np.flatnonzero(context.graph.steps.rank == index)[0])
-    windows = set((np.flatnonzero(rows) - first).tolist())
-    causes = [
-        one
-        for one in context.split.detail.idle[index]
-        if one.window in windows and one.cause not in host.named
-    ]
-    reason = explain_idle(causes)
-    idle = host.select_rest()
-    own = idle.select((idle.rank == index) & rows[idle.step])
-    return (f"; {reason}" if reason else "") + describe_place(context, own.list_spans())
 
 
 HOST_STALL = CauseEntry(

@@ -18,7 +18,7 @@ from stepsplit.analyzer.split.host_threads import SYNCHRONIZES
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import is_on_main_stream
 from stepsplit.analyzer.split.transfers import Arrivals
-from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace, UInt8
+from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace
 
 # The dependency graph of a run, input of a replay.
 
@@ -373,7 +373,17 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
         )
     )
     at = np.unique(wanted[(wanted >= edges[0, 0]) & (wanted <= edges[-1, 1])])
-    bucket = _mark_hidden_idle(rank, calls)
+    # A part of the band is communication only if a call that blocked the rank ends before compute
+    # goes on or the step ends; else the rank was idle, and the call is hidden behind that.
+    compute = rank.work.compute
+    over = np.append(np.sort(clock.map_to_own_ns(calls.end_ns[calls.blocking])), _AFTER_ALL)
+    step_ends = np.array([one.end_ns for one in windows], dtype=np.int64)
+    resumes = np.append(np.sort(np.concatenate((compute.start_ns, step_ends))), _AFTER_ALL)
+    waited = over[np.searchsorted(over, band.end_ns - _ROUNDING_NS)]
+    goes_on = resumes[np.searchsorted(resumes, band.end_ns)]
+    alone = waited > np.minimum(goes_on, _AFTER_ALL - _ROUNDING_NS) + _ROUNDING_NS
+    bucket = np.where(np.isin(band.bucket, COMMUNICATION) & alone, Bucket.IDLE, band.bucket)
+    bucket = bucket.astype(np.uint8)
     start, end = clock.map_to_common_ns(band.start_ns), clock.map_to_common_ns(band.end_ns)
     # The time in each bucket before each cut: that of all earlier parts of the band, and of the
     # part that contains the cut what lies before it.
@@ -391,20 +401,6 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
         begin=np.searchsorted(at, edges[:, 0]),
         end=np.searchsorted(at, edges[:, 1]),
     )
-
-
-def _mark_hidden_idle(rank: RankSplit, calls: CommCalls) -> UInt8:
-    """The bucket of each part of the rank's band; idle where the rank did not wait for the call, or
-    where the step ended before it."""
-    band, compute = rank.attribution.band, rank.work.compute
-    ends = np.array([window.end_ns for window in rank.windows.windows], dtype=np.int64)
-    over = np.append(np.sort(rank.clock.map_to_own_ns(calls.end_ns[calls.blocking])), _AFTER_ALL)
-    resumes = np.append(np.sort(np.concatenate((compute.start_ns, ends))), _AFTER_ALL)
-    waited = over[np.searchsorted(over, band.end_ns - _ROUNDING_NS)]
-    goes_on = resumes[np.searchsorted(resumes, band.end_ns)]
-    waits = np.isin(band.bucket, COMMUNICATION)
-    alone = waits & (waited > np.minimum(goes_on, _AFTER_ALL - _ROUNDING_NS) + _ROUNDING_NS)
-    return np.where(alone, Bucket.IDLE, band.bucket).astype(np.uint8)
 
 
 # The arrivals that the end of each collective and message depends on.

@@ -140,7 +140,6 @@ from .report.diagnosis_rows import PathStep as PathStep
 from .report.diagnosis_rows import SlowKernel as SlowKernel
 from .report.headline import AxisTime as AxisTime
 from .report.headline import BucketMean as BucketMean
-from .report.headline import OtherSteps as OtherSteps
 from .report.headline import Summary as Summary
 from .report.kind_rows import StepKindRow as StepKindRow
 from .report.part_rows import PartEvidence as PartEvidence

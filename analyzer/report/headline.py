@@ -61,48 +61,6 @@ class BucketMean(Struct, frozen=True):
     worst_ns: int
 
 
-class OtherSteps(Struct, frozen=True):
-    """The complete steps that make other calls than most, or do more work on every rank: an
-    evaluation, a rollout, an outer step.
-
-    Attributes:
-        steps: their numbers.
-        step_ns: mean duration of one over ranks and these steps.
-        buckets_ns: its buckets, in the order of BUCKETS; they add up to step_ns.
-        share: their share of the time of all complete steps, 0..1.
-        all_steps_ns: mean duration over all complete steps.
-    """
-
-    steps: tuple[int, ...]
-    step_ns: int
-    buckets_ns: tuple[int, ...]
-    share: float
-    all_steps_ns: int
-
-    def describe(self, full: Summary) -> str:
-        """What they are, how long they take, and the largest difference, in words."""
-        numbers = ", ".join(f"#{step}" for step in self.steps[:_MAX_NUMBERS])
-        more = len(self.steps) - _MAX_NUMBERS
-        numbers += f" and {more} more" if more > 0 else ""
-        count, every = len(self.steps), full.steps + len(self.steps)
-        apart = [
-            mine - one.mean_ns for mine, one in zip(self.buckets_ns, full.buckets, strict=True)
-        ]
-        place = max(range(len(apart)), key=lambda at: abs(apart[at]))
-        sign = "+" if apart[place] >= 0 else "-"
-        return (
-            f"{count} of {every} complete steps do other work ({numbers}): "
-            f"{units.format_milliseconds(self.step_ns)} each, most apart in {BUCKETS[place]} "
-            f"({sign}{units.format_milliseconds(abs(apart[place]))}); they take "
-            f"{units.format_percent(self.share)} of the time, and all {every} steps take "
-            f"{units.format_milliseconds(self.all_steps_ns)} in the mean"
-        )
-
-
-_MAX_NUMBERS = 8
-"""More numbers of steps are counted, not listed."""
-
-
 class LackingRow(Struct, frozen=True):
     """What a recording lacks.
 
@@ -140,7 +98,6 @@ class Summary(Struct, frozen=True):
         bubble_covered_ns: mean of the communication inside the pipeline bubble.
         fused_ns: mean of the kernels that compute and communicate.
         ambiguous_ns: mean of the gaps whose cause is not certain.
-        other: the complete steps of other kinds, which enter none of the above; None without any.
         lacks: what the recording lacks, which is said before all else; empty in older reports.
     """
 
@@ -154,7 +111,6 @@ class Summary(Struct, frozen=True):
     bubble_covered_ns: int
     fused_ns: int
     ambiguous_ns: int
-    other: OtherSteps | None = None
     lacks: tuple[LackingRow, ...] = ()
 
 
@@ -164,7 +120,6 @@ def summarize(
     lacks: tuple[LackingRow, ...] = (),
 ) -> Summary | None:
     """The mean step of these rows; None without steps. Without exposed it has no axes."""
-    steps = tuple(steps)
     rows = select_full_steps(steps)
     if not rows:
         return None
@@ -212,23 +167,6 @@ def summarize(
         fused_ns=mean.fused_ns,
         ambiguous_ns=mean.ambiguous_ns,
         lacks=lacks,
-        other=_summarize_others(steps, rows),
-    )
-
-
-def _summarize_others(steps: Sequence[StepRow], full: Sequence[StepRow]) -> OtherSteps | None:
-    others = [row for row in steps if row.kind == "other"]
-    if not others or full[0].kind != "full":
-        return None
-    mean = compute_mean_split(others)
-    spent_ns = sum(row.step_ns for row in others)
-    total_ns = spent_ns + sum(row.step_ns for row in full)
-    return OtherSteps(
-        steps=tuple(sorted({row.step for row in others})),
-        step_ns=mean.step_ns,
-        buckets_ns=mean.buckets_ns,
-        share=spent_ns / total_ns,
-        all_steps_ns=total_ns // (len(others) + len(full)),
     )
 
 

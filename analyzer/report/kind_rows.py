@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.analyzer.split.step_kinds import KindCalls, StepKind
@@ -88,3 +90,35 @@ def build_kind_rows(
             )
         )
     return tuple(built)
+
+
+_MAX_NUMBERS = 8
+"""More numbers of steps are counted, not listed."""
+
+
+def describe_other_steps(kinds: Sequence[StepKindRow]) -> str:
+    """How many steps are not of the headline's kind, how long they take, and the bucket in which
+    they differ most, in words; "" if all are of one kind."""
+    if not kinds:
+        return ""
+    headline, *others = kinds
+    count, every = sum(kind.count for kind in others), sum(kind.count for kind in kinds)
+    mean_ns = sum(kind.count * kind.mean_ns for kind in others) / count
+    apart_ns = {
+        bucket: sum(kind.count * getattr(kind, f"{bucket}_ns") for kind in others) / count
+        - getattr(headline, f"{bucket}_ns")
+        for bucket in BUCKETS
+    }
+    most = max(apart_ns, key=lambda bucket: abs(apart_ns[bucket]))
+    sign = "+" if apart_ns[most] >= 0 else "-"
+    steps = sorted(step for kind in others for step in kind.steps)
+    numbers = ", ".join(f"#{step}" for step in steps[:_MAX_NUMBERS])
+    numbers += f" and {count - _MAX_NUMBERS} more" if count > _MAX_NUMBERS else ""
+    all_ns = sum(kind.count * kind.mean_ns for kind in kinds) / every
+    return (
+        f"{count} of {every} complete steps do other work ({numbers}): "
+        f"{units.format_milliseconds(mean_ns)} each, most apart in {most} "
+        f"({sign}{units.format_milliseconds(abs(apart_ns[most]))}); they take "
+        f"{units.format_percent(sum(kind.share for kind in others))} of the time, and all {every} "
+        f"steps take {units.format_milliseconds(all_ns)} in the mean"
+    )

@@ -11,6 +11,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.explain import explain_idle, list_unexplained_buckets
 from stepsplit.analyzer.report.headline import describe_lacks, sum_exposed_by_phase, summarize
+from stepsplit.analyzer.report.kind_rows import describe_other_steps
 from stepsplit.analyzer.report.path_shares import compute_path_shares
 from stepsplit.analyzer.report.report import SETTLES, Report, format_hosts, merge_groups
 from stepsplit.analyzer.report.step_rows import list_full_steps, select_full_steps
@@ -102,7 +103,7 @@ def describe_step(recordings: Recordings, query: RunQuery) -> ToolAnswer:
         "overlapped_ns": summary.overlapped_ns,
         "bubble_covered_ns": summary.bubble_covered_ns,
         "ambiguous_ns": summary.ambiguous_ns,
-        "other_steps": None if summary.other is None else summary.other.describe(summary),
+        "other_steps": describe_other_steps(report.step_kinds) or None,
         "mfu": report.mfu,
         "hfu": report.hfu,
         "large_parts": [f"{one.bucket}: {one.part}" for one in list_unexplained_buckets(report)],

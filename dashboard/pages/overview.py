@@ -18,6 +18,7 @@ from stepsplit.analyzer.report.headline import (
     round_parts,
     sum_exposed_by_phase,
 )
+from stepsplit.analyzer.report.kind_rows import describe_other_steps
 from stepsplit.analyzer.report.path_shares import compute_path_shares
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
@@ -101,15 +102,12 @@ def build_overview(view: View) -> list[Component]:
     short = report.gap is None
     summary = report.summary
     lacks = describe_lacks(summary.lacks if summary else ())
+    others = describe_other_steps(report.step_kinds)
     return [
         html.P(format_subtitle(report), className="subtitle"),
         *([html.P(lacks, className="mismatch")] if lacks else []),
         build_cards(report),
-        *(
-            [html.P(summary.other.describe(summary), className="note")]
-            if summary and summary.other
-            else []
-        ),
+        *([html.P(others, className="note")] if others else []),
         html.Div(
             [
                 html.Div([*build_findings(view), *([] if short else exposed)]),

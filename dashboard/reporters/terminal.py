@@ -24,6 +24,7 @@ from stepsplit.analyzer.report.headline import (
     round_shares,
     summarize,
 )
+from stepsplit.analyzer.report.kind_rows import describe_other_steps
 from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
     SETTLES,
@@ -176,12 +177,10 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
         second.append(f"{units.format_tokens_per_second(per_s)}/{device}")
         if report.mfu is not None:
             second.append(f"MFU {units.format_percent(report.mfu)}")
-    third = []
-    if summary is not None and summary.other is not None:
-        third.append(summary.other.describe(summary))
+    third = describe_other_steps(report.step_kinds)
     return [
         Text("   ".join(part for part in line if part))
-        for line in (first, second, third)
+        for line in (first, second, [third])
         if any(line)
     ]
 

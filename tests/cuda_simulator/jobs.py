@@ -40,6 +40,7 @@ COMM_STREAMS = {
 }  # fmt: skip
 ACTIVATION_STREAM, GRADIENT_STREAM = 24, 28
 SENDS_APART = 40
+PAIRS_APART = 100
 FOLDED = ("zb-v", "dualpipe-v", "dualpipe")
 RING_SEND_STREAM, RING_RECEIVE_STREAM = 44, 48
 RANKS_PER_HOST = 8
@@ -779,6 +780,8 @@ class _Process:
         stream = ACTIVATION_STREAM if channel == "activation" else GRADIENT_STREAM
         # Around a ring of stages a send must not wait behind a receive.
         stream += SENDS_APART if op == "send" else 0
+        # Both ends of a rank's two chunks meet each neighbor: torch has a communicator per pair.
+        stream += PAIRS_APART if is_folded and rank > self.stage else 0
         return self.message(op, "pp", peer, channel, stream, 8_388_608, job.message_ns)
 
     def _run_pipeline(self) -> list[_Work]:

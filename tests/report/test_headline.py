@@ -22,7 +22,9 @@ from stepsplit.analyzer.report.headline import (
     summarize,
 )
 from stepsplit.analyzer.report.io import read_report
+from stepsplit.analyzer.report.kind_rows import build_kind_rows, describe_other_steps
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.split.step_kinds import KindCalls, StepKind
 from stepsplit.analyzer.units import choose_part_unit_ns, format_parts, format_signed_parts
 from stepsplit.dashboard.pages.components import build_cards
 from stepsplit.dashboard.pages.overview import build_exposed_table
@@ -245,20 +247,24 @@ def test_steps_of_another_kind_are_counted_and_their_difference_is_named() -> No
         for rank in (0, 1)
         for step in range(1, 7)
     ]
-    summary = summarize([*rows, build_step(0, 7, "partial", compute=9_000)], ())
-    assert summary is not None and summary.other is not None
-    other = summary.other
-    assert (summary.step_ns, other.steps, other.step_ns) == (120, (3, 6), 178)
-    assert sum(other.buckets_ns) == other.step_ns
+    calls = (KindCalls("dp_replicate", "all_reduce", 2),)
+    evaluates = (*calls, KindCalls("dp_replicate", "all_gather", 2))
+    kinds = [
+        StepKind("headline", (1, 2, 4, 5), calls, 10.0),
+        StepKind("other 1", (3, 6), evaluates, 16.0, period=3),
+    ]
+    rows.append(build_step(0, 7, "partial", compute=9_000))
+    usual, other = build_kind_rows(kinds, rows, on_device=True)
+    assert (usual.mean_ns, other.count, other.steps, other.mean_ns) == (120, 2, (3, 6), 178)
+    assert sum(getattr(other, f"{bucket}_ns") for bucket in BUCKETS) == other.mean_ns
     assert other.share == pytest.approx(2 * 178 / (2 * 178 + 4 * 120))
-    assert other.all_steps_ns == (2 * 178 + 4 * 120) // 6
-    assert other.describe(summary) == (
+    assert (usual.extra, other.extra) == ("", "1 all_gather on dp_replicate, 6 compute kernels")
+    assert describe_other_steps([usual, other]) == (
         "2 of 6 complete steps do other work (#3, #6): 0.00 ms each, most apart in compute "
         "(+0.00 ms); they take 42.6 % of the time, and all 6 steps take 0.00 ms in the mean"
     )
 
 
-def test_without_a_full_step_none_is_of_another_kind() -> None:
-    rows = [build_step(0, step, "other", compute=100) for step in (1, 2)]
-    summary = summarize(rows, ())
-    assert summary is not None and summary.other is None
+def test_of_one_kind_of_steps_nothing_is_said() -> None:
+    assert build_kind_rows((), [build_step(0, 1)], on_device=True) == ()
+    assert describe_other_steps(()) == ""

@@ -55,10 +55,11 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
         counted = one.rows & context.counted
         steps = ", ".join(map(str, context.list_steps(one.rows)))
         more, usual = one.kernels
-        known = context.split.ranks[one.index].trace.shapes.known_work
-        what = f"kernels of other {f'{known} or ' if known else ''}names"
+        trace = context.split.ranks[one.index].trace
+        known, kernels = trace.shapes.known_work, "kernels" if trace.on_device else "ops"
+        what = f"{kernels} of other {f'{known} or ' if known else ''}names"
         if more > usual:
-            what = f"{more:,.0f} kernels instead of {usual:,.0f}"
+            what = f"{more:,.0f} {kernels} instead of {usual:,.0f}"
         yield replay_remedy(
             context,
             one.restore,

@@ -33,6 +33,9 @@ _MOSTLY = 0.5
 """Kernels that exceed their usual time by this share of what their step does explain it, and so do
 more kernels than usual."""
 
+_MORE_KERNELS = 1.1
+"""So many times the kernels of a usual step are more work, however much its time varies."""
+
 _FEW = 4
 """A standard deviation from so few rank steps may be half of what it is."""
 
@@ -83,8 +86,10 @@ class UnusualSteps(Struct, frozen=True):
 
 
 def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
-    """Find the ranks that compute longer in fewer than half of their steps; on a device only: on a
-    CPU other processes are a reason as well."""
+    """Find the ranks that compute longer in fewer than half of their steps.
+
+    On a CPU only if they run more ops in them: of equal ones other processes are a reason as well.
+    """
     rows = np.flatnonzero(context.counted)
     place = np.unique(context.graph.steps.step[rows], return_inverse=True)[1]
     count = int(place.max(initial=-1)) + 1
@@ -94,7 +99,7 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     is_known = np.isfinite(compute)
     if not (is_known.any(axis=1).all() and is_known.any(axis=0).all()):
         return ()
-    if len(compute) < 2 or count < _MIN_STEPS or not context.split.ranks[0].trace.on_device:
+    if len(compute) < 2 or count < _MIN_STEPS:
         return ()
     # By how much each rank exceeds its median step, without what the median rank has in the same
     # step: of two ranks, the one that exceeds its usual step by less.
@@ -105,13 +110,26 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     sigma = SIGMA_OF_MAD * float(np.median(apart)) if len(apart) else 0.0
     sigma *= 1 + _FEW / max(len(apart), 1)
     slow = beyond > max(_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS * sigma)
+    numbers = np.unique(context.graph.steps.step[rows])
+    for index in np.flatnonzero((beyond > _SLOW_STEP_RATIO).any(axis=1)).tolist():
+        # What a rank runs more needs no spread between steps to be seen.
+        compute = collect_compute(
+            context.split.ranks[index].trace, context.split.ranks[index].windows
+        )
+        kernels = np.bincount(
+            np.searchsorted(numbers, compute.step[np.isin(compute.step, numbers)]), minlength=count
+        )
+        is_more = kernels >= _MORE_KERNELS * np.median(kernels)
+        slow[index] |= is_more & (beyond[index] > _SLOW_STEP_RATIO)
     found = []
     segments: WorkSegments | None = None
     for index in np.flatnonzero(slow.any(axis=1)).tolist():
         if 2 * int(slow[index].sum()) >= count:
             continue
         segments = segments or WorkSegments.measure(context.graph, "compute")
-        found.append(_describe(context, index, rows, place, beyond[index], slow[index], segments))
+        one = _describe(context, index, rows, place, beyond[index], slow[index], segments)
+        if context.split.ranks[index].trace.on_device or not one.equal_work:
+            found.append(one)
     return tuple(found)
 
 

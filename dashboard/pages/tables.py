@@ -114,7 +114,7 @@ def build_name_cell(name: str) -> Cell:
 MAX_ROWS = 500
 """Rows of a table on a page; report.json has all of them."""
 
-_EXPORTED_ROWS = 40
+EXPORTED_ROWS = 40
 
 
 class DataTable(Component):
@@ -161,7 +161,7 @@ class DataTable(Component):
             )
             for one, below in zip(self.heads, first, strict=True)
         ]
-        body = [html.Tr([_build_td(cell) for cell in row]) for row in self.cells[:_EXPORTED_ROWS]]
+        body = [html.Tr([_build_td(cell) for cell in row]) for row in self.cells[:EXPORTED_ROWS]]
         left = len(self.cells) - len(body)
         if left > 0:
             words = f"{left:,} more rows in the dashboard and in report.json"

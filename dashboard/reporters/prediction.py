@@ -25,7 +25,7 @@ from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.analyzer.model.unstated import describe_unstated
 from stepsplit.dashboard.reporters.console import Text
-from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
+from stepsplit.dashboard.reporters.tables import AXIS_SHORT, MOST_STAGES, build_table
 
 # The screen of model: step time, split, memory, pipeline and communication.
 
@@ -160,7 +160,7 @@ def _build_pipeline_line(job: JobConfig, prediction: Prediction) -> Text:
 
 # The tables of a prediction: buckets, stages, communication.
 
-MOST_STAGES, MOST_KINDS = 6, 10
+MOST_KINDS = 10
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations", "transient", "other")
 

@@ -132,6 +132,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 # Tables without lines.
 
+MOST_STAGES = 6
+"""Columns for stages of a pipeline that fit on a screen of 80 characters."""
+
 AXIS_SHORT = {"dp_replicate": "dp repl", "dp_shard": "dp shard"}
 
 _WORDS = ("op", "phase")

@@ -46,6 +46,7 @@ from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.parts import build_all_parts, build_parts_section
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
+    MOST_STAGES,
     build_table,
     format_clock_error,
     format_coverage,
@@ -406,19 +407,24 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
     line = f"pipeline {schedule}, {pipeline.microbatches} microbatches: bubble fraction "
     line += units.format_percent(pipeline.bubble_fraction)
     line += f", ideal {units.format_percent(ideal)}" if ideal is not None else ""
-    table = build_table("stage", *(str(stage.stage) for stage in pipeline.stages))
-    ranks = _list_ranks_by_stage(report, len(pipeline.stages))
+    # The first, the last and the stages with the largest bubbles, then the others in order.
+    count = len(pipeline.stages)
+    by_bubble = sorted(range(count), key=lambda at: -pipeline.stages[at].bubble_ns)
+    first = dict.fromkeys((0, count - 1, *by_bubble[:2], *range(count)))
+    places = sorted(list(first)[:MOST_STAGES])
+    shown = [pipeline.stages[at] for at in places]
+    table = build_table("stage", *(str(stage.stage) for stage in shown))
+    ranks = _list_ranks_by_stage(report, count)
+    ranks = [ranks[at] for at in places] if ranks else []
     if ranks:
         full = select_full_steps(report.steps)
         compute_ns = [[row.compute_ns for row in full if row.rank in own] for own in ranks]
-        shown = (units.format_milliseconds(mean(ns)) if ns else "" for ns in compute_ns)
-        table.add_row("compute", *shown)
+        table.add_row(
+            "compute", *(units.format_milliseconds(mean(ns)) if ns else "" for ns in compute_ns)
+        )
+    table.add_row("bubble", *(units.format_milliseconds(stage.bubble_ns) for stage in shown))
     table.add_row(
-        "bubble", *(units.format_milliseconds(stage.bubble_ns) for stage in pipeline.stages)
-    )
-    table.add_row(
-        "bubble fraction",
-        *(units.format_percent(stage.bubble_fraction) for stage in pipeline.stages),
+        "bubble fraction", *(units.format_percent(stage.bubble_fraction) for stage in shown)
     )
     memory = report.memory or ()
     peaks = [
@@ -427,6 +433,8 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
     ]
     if any(peaks):
         table.add_row("peak memory", *(units.format_gibibytes(n) if n else "" for n in peaks))
+    if count > len(shown):
+        table.caption = f"{count - len(shown)} more in report.json"
     return Group(Text(line), table)
 
 

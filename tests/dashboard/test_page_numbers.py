@@ -15,7 +15,14 @@ from simulator.noise import Noise
 from simulator.planted import PLANTED, planted, scenario_of
 from simulator.style import Style
 from support.ground_truth import SEED
-from support.page_text import read_cards, read_chart_text, read_page, read_tables, read_text
+from support.page_text import (
+    read_cards,
+    read_chart_text,
+    read_export,
+    read_page,
+    read_tables,
+    read_text,
+)
 from support.report_builders import analysis
 from support.samples import SAMPLES
 
@@ -35,8 +42,10 @@ from stepsplit.dashboard.pages.history import METRICS
 from stepsplit.dashboard.pages.overview import build_caveats
 from stepsplit.dashboard.pages.run_pages import RUN_PAGES, build_run_page
 from stepsplit.dashboard.pages.runs import build_runs_page
+from stepsplit.dashboard.pages.tables import EXPORTED_ROWS
 from stepsplit.dashboard.store.metrics import METRIC_NAMES, build_headline, compute_job_fingerprint
 from stepsplit.dashboard.store.run_row import RunRow
+from stepsplit.dashboard.web.html_export import export_html
 
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())
 RUN = "abcdef012345"
@@ -76,6 +85,23 @@ def check(report: Report, tables: Tables) -> None:
     pages = build_pages(report, tables)
     check_words(pages)
     check_numbers(report, pages)
+    check_export(report, tables)
+
+
+def check_export(report: Report, tables: Tables) -> None:
+    """The exported page has each card and each row of its pages, with the same numbers."""
+    view = View("a run", report, tables)
+    export = read_export(export_html(view))
+    assert NO_NUMBER.findall(export) == []
+    export = "".join(export.split())
+    for page in RUN_PAGES:
+        if page.chapter is not None and page.has_data(report):
+            content = page.build(view, AddressQuery())
+            for label, (value, note) in read_cards(content).items():
+                assert "".join(f"{label}{value}{note}".split()) in export, page.key
+            # Of a long table the export has the first rows.
+            for row in (row for table in read_tables(content) for row in table[:EXPORTED_ROWS]):
+                assert "".join("".join(row.values()).split()) in export, page.key
 
 
 def check_words(pages: dict[str, object]) -> None:

@@ -22,6 +22,7 @@ from simulator.planted import PLANTED, planted, scenario_of
 from simulator.style import Style
 from support.builders import CpuTrace
 from support.ground_truth import SEED
+from support.page_text import read_export
 from support.required import shared_repro
 from support.samples import SAMPLES, read_golden
 
@@ -34,6 +35,7 @@ from stepsplit.analyzer.report.step_rows import list_full_steps, select_full_ste
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.overview import build_overview
 from stepsplit.dashboard.reporters.terminal import build_report_screen
+from stepsplit.dashboard.web.html_export import export_html
 
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())
 OF_PEERS = {cause.code for cause in CAUSES if cause.of_peers}
@@ -140,18 +142,20 @@ def check_sums(report: Report) -> None:
 
 
 def check_text(report: Report) -> None:
-    """Screen and page say the same, each finding with its saving, and what is missing first."""
+    """Screen, page and export say the same, each finding with its saving, and what is missing
+    first."""
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(build_report_screen(report))
     screen = " ".join(console.export_text().split())
     page = json.dumps(build_overview(View("run", report, None)), cls=PlotlyJSONEncoder)
     texts = re.findall(r'"children": "((?:[^"\\]|\\.)*)"', page)
     page = " ".join(json.loads(f'"{one}"') for one in texts)
+    export = read_export(export_html(View("run", report, None)))
     assert report.summary is not None
     unit_ns = units.choose_part_unit_ns(report.summary.step_ns)
     (step,) = round_parts([report.summary.step_ns], unit_ns)
     lacks = describe_lacks(report.summary.lacks)
-    for text in (screen, page):
+    for text in (screen, page, export):
         assert units.format_parts(step, unit_ns) in text
         assert lacks in text
         for one in report.findings:

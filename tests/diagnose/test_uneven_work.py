@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cuda_simulator.jobs import Cause, ExtraKernels, Job, MoreWork, SlowKernel, Throttling
 from cuda_simulator.simulate import simulate
-from support.builders import GpuTrace
+from support.builders import CpuTrace, GpuTrace
 from support.required import shared_repro
 
 from stepsplit.analyzer import Finding, analyze
@@ -213,3 +213,29 @@ def test_two_equally_slow_ranks_are_blamed() -> None:
     report = analyze(shared_repro("causes3/two_slow_blame") / "with")
     blamed = {row.rank for row in report.blame if row.caused_ns > 100_000}
     assert blamed == {1, 2}
+
+
+def test_on_a_cpu_a_rank_that_runs_more_ops_in_some_steps_is_named_though_all_steps_vary(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 evaluates before its third and sixth step; other processes take time of both ranks."""
+    slower = (1.0, 1.5, 1.1, 1.9, 1.3, 1.0, 1.7, 1.2)
+    for rank in (0, 1):
+        trace, at = CpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]), 0.0
+        for step, times in enumerate(slower):
+            begin, took = at, 100 * times
+            evaluates = step in (2, 5)
+            for _ in range(30 if evaluates and rank == 0 else 10):
+                trace.op("aten::mm", at, at + took)
+                at += took
+            arrived = begin + (30 if evaluates else 10) * took
+            trace.all_reduce(at, at, arrived + 50, group="0", seq=step, tid=77)
+            at = arrived + 50
+            trace.step(step, begin, at)
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    first = report.findings[0]
+    assert (first.code, first.ranks, first.steps) == ("uneven_ranks", (0,), (2, 5))
+    assert first.message.endswith("in its others: 30 ops instead of 10")
+    # Of its 3.3 and 3.0 ms, its usual step keeps 1.4.
+    assert first.gain_ns == (1_900_000 + 1_600_000) / 8

@@ -29,7 +29,7 @@ def train(
             for _ in range(KERNELS):
                 trace.kernel("gemm", at, at + 5)
                 at += 5
-            trace.all_reduce(at, at + 10, Seq=10 * step)
+            trace.all_reduce(at, at + 10, nelems=200_000, Seq=100 * step)
             at += 10
             extra = more.get(step, 0)
             if extra and only in (None, rank):
@@ -40,7 +40,7 @@ def train(
             elif extra:
                 at += 5 * extra
             for call in range(gathers if extra else 0):
-                seq = {"Seq": 10 * step + 1 + call}
+                seq = {"Seq": 100 * step + 1 + call}
                 trace.collective("AllGather", "_allgather_base", at, at + 4, **seq)
                 at += 4
             trace.step(step, begin, at)
@@ -74,6 +74,11 @@ def test_every_nth_step_evaluates(every: int, steps: int, gathers: int, tmp_path
     )
     extra_ns = (100_000 + 4_000 * gathers) * len(evaluating)
     assert found.gain_ns == extra_ns // steps
+
+
+def test_calls_of_other_steps_alone_are_no_small_collectives_of_each_step(tmp_path: Path) -> None:
+    report = train(tmp_path, dict.fromkeys((1, 4, 7), 20), steps=9, gathers=40)
+    assert {one.code for one in report.findings} == {"other_steps"}
 
 
 def test_two_kinds_beyond_the_usual_step(tmp_path: Path) -> None:

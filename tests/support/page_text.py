@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
 from typing import Any
 
 from dash import dcc
@@ -70,6 +71,32 @@ def read_tables(page: Any) -> list[list[dict[str, str]]]:
         for table in find(page, DataTable)
         for heads in [[read_text(getattr(one, "content", one)) for one in table.heads]]
     ]
+
+
+def read_export(page: str) -> str:
+    """The words of an exported page, with single spaces."""
+    reader = _ExportReader()
+    reader.feed(page)
+    return " ".join(" ".join(reader.texts).split())
+
+
+class _ExportReader(HTMLParser):
+    """Collects the texts outside of scripts and styles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.skips = False
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.skips = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.skips = False
+
+    def handle_data(self, data: str) -> None:
+        if not self.skips:
+            self.texts.append(data)
 
 
 def _list_texts(part: Any, spoken: Sequence[str] = _SPOKEN) -> Iterator[str]:

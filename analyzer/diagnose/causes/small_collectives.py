@@ -42,7 +42,8 @@ def find_small_collectives(context: CauseContext) -> Iterator[Remedy]:
     The gain is that of the same bytes in buckets of torch's default size.
     """
     table = context.graph.kernels
-    own = np.flatnonzero(find_sync_kernels(context) & ~_find_metrics(context))
+    counted = np.append(context.counted, False)[table.step]
+    own = np.flatnonzero(counted & find_sync_kernels(context) & ~_find_metrics(context))
     own = own[context.split.matched.message_bytes[table.row[own]] > 0]
     group = context.split.matched.group[table.row[own]]
     times = compute_times(context.graph)

@@ -666,6 +666,22 @@ def test_bytes_tell_gradients_from_extra_reductions(
     assert ("extra_reductions" in codes) is is_extra
 
 
+@pytest.mark.parametrize(("sent", "is_extra"), [(10_000, False), (11_000, True)])
+def test_an_optimizer_of_a_part_of_the_gradients_says_how_large_the_others_are(
+    sent: int, is_extra: bool, tmp_path: Path
+) -> None:
+    """ZeRO-2 of two ranks, whose 10,000 gradients are reduced in one call after the backward."""
+    for rank in (0, 1):
+        trace = ddp_step(rank, (650.0, 650.0, 740.0, sent))
+        trace.annotation("Optimizer.step#Adam.step", 900, 1000).op("aten::mm", 645, 650)
+        trace.write(tmp_path)
+        place = RankInfo(rank, rank, "host0", 1, "cpu")
+        memory = MemoryState(weights_bytes=40_000, gradients_bytes=20_000)
+        write_record(tmp_path, RankRecord("job", place, 2, "gloo", memory=memory))
+    codes = [one.code for one in analyze(tmp_path).findings]
+    assert ("extra_reductions" in codes) is is_extra
+
+
 def test_a_recorded_job_that_reduces_more_than_its_gradients() -> None:
     """Its own timers say 33 ms (median 38) of 124."""
     first = analyze(shared_repro("users3/post_backward_allreduce") / "red").findings[0]

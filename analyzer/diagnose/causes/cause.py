@@ -18,7 +18,14 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import Change, StepGains
-from stepsplit.analyzer.report.report import Basis, BasisKind, EventRef, Finding, Settle
+from stepsplit.analyzer.report.report import (
+    MIN_GAIN_SHARE,
+    Basis,
+    BasisKind,
+    EventRef,
+    Finding,
+    Settle,
+)
 from stepsplit.analyzer.trace import Bool
 
 _NEARLY_ALL, _SEVERAL = 0.9, 3
@@ -135,8 +142,10 @@ def replay_remedy(
     if len(by_step) > 1:
         spread_ns = round(float(by_step.std(ddof=1)))
         most = int(by_step.argmax())
-        # A step with nearly all of it, of several, is named; less than its spread is not known.
-        if names_steps or len(by_step) < _SEVERAL:
+        # A step with nearly all of it, of several, is named; less than its spread is not known. Of
+        # what a replay alone hardly changes, as where another cause masks it, neither is said.
+        least_ns = MIN_GAIN_SHARE * context.mean_ns
+        if names_steps or len(by_step) < _SEVERAL or gain_ns < least_ns:
             pass
         elif by_step[most] >= _NEARLY_ALL * np.maximum(by_step, 0).sum() > 0:
             message += f"; nearly all of it in step {numbers[most]}"

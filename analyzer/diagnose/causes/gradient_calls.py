@@ -22,6 +22,7 @@ from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import OP_CODE, Bool
+from stepsplit.collectors.formats.rank_record import MemoryState
 
 REDUCTION_OPS = ("all_reduce", "reduce_scatter")
 
@@ -95,14 +96,18 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
         call = table.call[mine]
         reduced = size[mine[counted[mine] & sums[mine] & in_backward[call]]].sum() / steps
         later = counted[mine] & all_reduces[mine] & after[call]
+        if not later.any():
+            continue
+        groups = np.unique(context.split.matched.group[table.row[mine[later]]]).tolist()
+        members = max(len(context.split.matched.groups[one].ranks) for one in groups)
         known = [
-            one.memory.gradients_bytes or one.memory.weights_bytes or 0
+            _count_gradient_bytes(one.memory, members)
             for one in context.list_records(index)
             if one.memory is not None
         ]
         weights = float(max(known, default=0))
         gradients = max(reduced, weights)
-        if not gradients or not later.any():
+        if not gradients:
             continue
         total = size[mine[later]].sum() / steps
         is_done = abs(reduced - weights) <= _SAME_BYTES * weights
@@ -114,6 +119,15 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
         most = max(most, gradients)
     shared = context.split.matched.shared[table.row]
     return ExtraSums(found | ((shared >= 0) & np.isin(shared, shared[found])), most)
+
+
+def _count_gradient_bytes(memory: MemoryState, members: int) -> int:
+    """The gradients of a rank; 0 if unknown. Where its optimizer has the part of one of so many
+    members, as with ZeRO-1 and 2, those of all parts: as many bytes as weights, or twice that."""
+    own, weights = memory.gradients_bytes or 0, memory.weights_bytes or 0
+    whole = own * members
+    apart = min(abs(whole - weights), abs(whole - 2 * weights))
+    return whole if own < weights and apart < _SAME_BYTES * weights else own or weights
 
 
 def classify_issue(rank: RankSplit) -> tuple[Bool, Bool]:

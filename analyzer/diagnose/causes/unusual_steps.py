@@ -111,14 +111,12 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     sigma *= 1 + _FEW / max(len(apart), 1)
     slow = beyond > max(_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS * sigma)
     numbers = np.unique(context.graph.steps.step[rows])
+    # What a rank runs more needs no spread between steps to be seen.
     for index in np.flatnonzero((beyond > _SLOW_STEP_RATIO).any(axis=1)).tolist():
-        # What a rank runs more needs no spread between steps to be seen.
-        compute = collect_compute(
-            context.split.ranks[index].trace, context.split.ranks[index].windows
-        )
-        kernels = np.bincount(
-            np.searchsorted(numbers, compute.step[np.isin(compute.step, numbers)]), minlength=count
-        )
+        rank = context.split.ranks[index]
+        step = collect_compute(rank.trace, rank.windows).step
+        at = np.searchsorted(numbers, step[np.isin(step, numbers)])
+        kernels = np.bincount(at, minlength=count)
         is_more = kernels >= _MORE_KERNELS * np.median(kernels)
         slow[index] |= is_more & (beyond[index] > _SLOW_STEP_RATIO)
     found = []

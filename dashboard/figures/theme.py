@@ -118,8 +118,8 @@ FORWARD, BACKWARD, WEIGHT = "#A9D5F0", "#3D8CC2", "#17507D"
 
 INK, MUTED, GRID, PAPER = "#1B2430", "#5B6675", "#E3E7EC", "#FFFFFF"
 
-FAINT = "rgba({},{},{},0.25)".format(*bytes.fromhex(GRAY.light[1:]))
-"""The area between the shortest and the longest of something."""
+SPREAD = "rgba({},{},{},0.35)".format(*bytes.fromhex(SKY.light[1:]))
+"""The area that holds most of something."""
 
 WORSE, BETTER = VERMILION.light, GREEN.light
 """Colors of a longer and of a shorter time than the reference."""

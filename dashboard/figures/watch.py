@@ -63,9 +63,10 @@ def _build_figure(title: str, axis: TimeAxis, marks: Sequence[EventMark] = ()) -
     height = _HEIGHT + _LANE_HEIGHT * len(lanes)
     figure = theme.build_blank_figure(height, "", title)
     first, last = _convert_to_dates([axis.first_unix_s, axis.last_unix_s])
-    # The range stays as the user has zoomed it while new data arrives.
+    # A dragged range is a choice of the address, which assets/watch.js makes: one of time only.
     length_s = axis.last_unix_s - axis.first_unix_s
-    figure.update_layout(uirevision=f"{length_s:.0f}", margin=_MARGIN)
+    figure.update_layout(margin=_MARGIN, dragmode="zoom")
+    figure.update_yaxes(fixedrange=True)
     tick_s, words = next((one for one in _TICKS if one[0] >= length_s / 5), _TICKS[-1])
     figure.update_xaxes(
         type="date", range=[str(first), str(last)], hoverformat="%Y-%m-%d %H:%M",
@@ -108,28 +109,42 @@ def _draw_marks(own: Sequence[EventMark], number: int) -> go.Scatter:
     )
 
 
-# Step times: the median over the ranks, and the band from the shortest to the longest step.
+# Step times: the median over the ranks, its spread, and the shortest and the longest step.
 
 
 @dataclass(frozen=True, slots=True)
 class StepCurve:
-    """Step times of one start of the job, in ns, by slots of time; NaN where there is a gap."""
+    """Step times of one start of the job, in ns, by slots of time; NaN where there is a gap.
+
+    p10_ns and p90_ns: of the medians of parts of the slot; the median itself where there are none.
+    """
 
     unix_s: Float64
     low_ns: Float64
     median_ns: Float64
     high_ns: Float64
+    p10_ns: Float64
+    p90_ns: Float64
     notes: tuple[str, ...]
 
 
 def draw_step_times(
     lines: Sequence[StepCurve], marks: Sequence[EventMark], axis: TimeAxis
 ) -> go.Figure:
-    """The median step over time with the band of all steps; a line for each start of the job."""
+    """The median step over time with its spread, and thin lines for the shortest and the longest
+    step; a line for each start of the job."""
     figure = _build_figure("ms", axis, marks)
     for line in lines:
         when = _convert_to_dates(line.unix_s)
         figure.add_trace(_draw_band(line))
+        for name, own in (("shortest step", line.low_ns), ("longest step", line.high_ns)):
+            figure.add_trace(
+                go.Scatter(
+                    name=name, mode="lines", x=when, y=theme.convert_to_ms(own),
+                    line={"color": theme.MUTED, "width": 0.8, "dash": "dot"}, connectgaps=False,
+                    hoverinfo="skip", showlegend=False,
+                )
+            )  # fmt: skip
         figure.add_trace(
             go.Scatter(
                 name="median step",
@@ -154,24 +169,24 @@ def draw_step_times(
 
 
 def _draw_band(line: StepCurve) -> go.Scatter:
-    """The area between the shortest and the longest step, as a polygon for each part without a
-    gap: a fill between two lines is wrong where these have gaps."""
+    """The area of the spread, as a polygon for each part without a gap: a fill between two lines is
+    wrong where these have gaps."""
     known = np.isfinite(line.median_ns)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], known, [False]]).astype(np.int8)))
     when, ms = [], []
     for first, end in edges.reshape(-1, 2).tolist():
         part = line.unix_s[first:end]
         when.append(np.concatenate([part, part[::-1], part[:1]]))
-        low, high = line.low_ns[first:end], line.high_ns[first:end]
+        low, high = line.p10_ns[first:end], line.p90_ns[first:end]
         ms.append(np.concatenate([high, low[::-1], [np.nan]]))
     return go.Scatter(
-        name="shortest to longest step",
+        name="spread of the median",
         mode="lines",
         x=_convert_to_dates(np.concatenate(when)),
         y=theme.convert_to_ms(np.concatenate(ms)),
         line={"color": theme.MUTED, "width": 0},
         fill="toself",
-        fillcolor=theme.FAINT,
+        fillcolor=theme.SPREAD,
         connectgaps=False,
         hoverinfo="skip",
         showlegend=False,

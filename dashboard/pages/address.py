@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from urllib.parse import urlencode
 
 
@@ -17,6 +18,17 @@ class AddressQuery:
         """The parameter as a non-negative integer; None if absent or invalid."""
         value = self.values.get(name, "")
         return int(value) if value.isascii() and value.isdigit() and len(value) < 12 else None
+
+    def parse_time_s(self, name: str) -> int | None:
+        """The parameter, such as 2026-11-29 03:00 of UTC, in s since 1970; None if absent or
+        invalid."""
+        try:
+            at = datetime.fromisoformat(self.values.get(name, "").strip())
+        except ValueError:
+            return None
+        at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+        # No date could be shown of others.
+        return int(at.timestamp()) if 1971 <= at.year <= 9998 else None
 
     def find_text(self, name: str) -> str | None:
         """The parameter as text; None if absent or empty."""
@@ -39,7 +51,12 @@ def build_page_url(run_id: str, page: str = "", **chosen: object) -> str:
     return f"/run/{run_id}" + (f"/{page}" if page else "") + format_query(chosen)
 
 
+def format_time(unix_s: float) -> str:
+    """As AddressQuery.parse_time_s reads it, in whole minutes."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M")
+
+
 def format_query(chosen: Mapping[str, object]) -> str:
     """The URL query of the selected options, leaving out empty ones."""
     values = {name: str(value) for name, value in chosen.items() if value not in (None, "")}
-    return f"?{urlencode(values, safe=',')}" if values else ""
+    return f"?{urlencode(values, safe=',:')}" if values else ""

@@ -23,6 +23,7 @@ from stepsplit.analyzer.units import (
     format_percent,
 )
 from stepsplit.dashboard.figures import theme
+from stepsplit.dashboard.pages.address import AddressQuery, format_time
 from stepsplit.dashboard.pages.tables import ChartData, Content
 from stepsplit.dashboard.store.metrics import JobFingerprint
 from stepsplit.dashboard.store.run_row import RunRow
@@ -197,6 +198,14 @@ def build_text_field(name: str, value: str, label: str, hint: str = "") -> html.
     return html.Label(
         [html.Span(label, className=shown), html.Span(field, **_build_data_attributes(name, ""))]
     )
+
+
+def build_time_fields(chosen: AddressQuery, first_s: float, last_s: float) -> list[html.Label]:
+    """Fields of a range of time, from and to, with the shown one in s since 1970 as their hint."""
+    return [
+        build_text_field(key, chosen.find_text(key) or "", f"{key}, UTC", format_time(at_s))
+        for key, at_s in (("from", first_s), ("to", last_s))
+    ]
 
 
 def _build_data_attributes(name: str, default: str) -> Any:

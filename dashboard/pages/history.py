@@ -20,7 +20,7 @@ from stepsplit.dashboard.figures.communication import (
     draw_history,
     draw_job_histories,
 )
-from stepsplit.dashboard.pages.address import AddressQuery, build_page_url
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_time
 from stepsplit.dashboard.pages.components import (
     JobRun,
     build_empty_card,
@@ -28,6 +28,7 @@ from stepsplit.dashboard.pages.components import (
     build_menu,
     build_section,
     build_text_field,
+    build_time_fields,
     label_jobs,
 )
 from stepsplit.dashboard.pages.level_changes import MAX_RUNS, LevelChange, find_level_changes
@@ -83,11 +84,18 @@ class JobPoints:
 
 @dataclass(frozen=True, slots=True)
 class HistoryView:
-    """What is shown of a metric: its runs by job, most runs first, and the budget."""
+    """What is shown of a metric: its runs by job, most runs first, the budget, and the range of
+    time; what is typical is said by all runs."""
 
     metric: HistoryMetric
     jobs: tuple[JobPoints, ...]
     budget: float | None
+    first_ns: float = 0
+    last_ns: float = math.inf
+
+    def is_shown(self, point: MetricPoint) -> bool:
+        """Whether the run is of the range of time that is chosen."""
+        return self.first_ns <= point.created_unix_ns <= self.last_ns
 
     def scale_values(self, job: JobPoints) -> list[float]:
         """The values of the job in the displayed unit."""
@@ -116,12 +124,17 @@ def build_history_page(
     jobs = group_by_job(points)
     wanted = chosen.find_text("job")
     shown = jobs if wanted is None else [job for job in jobs if job.key == wanted]
+    first_s, last_s = chosen.parse_time_s("from"), chosen.parse_time_s("to")
     view = HistoryView(
-        METRICS[choose_metric(chosen)], tuple(shown), _parse_number(chosen.find_text("budget"))
+        METRICS[choose_metric(chosen)],
+        tuple(shown),
+        _parse_number(chosen.find_text("budget")),
+        (first_s or 0) * 1e9,
+        math.inf if last_s is None else last_s * 1e9,
     )
     controls = _build_controls(jobs, tags, chosen)
-    if sum(len(job.points) for job in view.jobs) < MIN_POINTS:
-        hint = "A history needs at least two runs: upload more, or choose other menus."
+    if sum(view.is_shown(point) for job in view.jobs for point in job.points) < MIN_POINTS:
+        hint = "A history needs at least two runs: upload more, or choose other menus or times."
         return [controls, build_empty_card("Too few runs", hint)]
     drawn = view.jobs[:MAX_JOBS]
     changes = [(job, find_level_changes(view.scale_values(job))) for job in drawn]
@@ -162,6 +175,13 @@ def _build_figure(view: HistoryView, changed: Sequence[LevelChange]) -> html.Sec
             levels.append(Level(max(0, len(job.points) - MAX_RUNS), changed[0].before))
             levels += [Level(one.at, one.after, _format_change(one)) for one in changed]
         figure = draw_history(view.build_points(job), title, view.budget, levels)
+    when = [one.created_unix_ns for job in view.jobs for one in job.points]
+    ends_ns = max(view.first_ns, min(when)), min(view.last_ns, max(when))
+    if view.first_ns > min(when) or view.last_ns < max(when):
+        figure.update_xaxes(range=[format_time(ns / 1e9) for ns in (ends_ns[0], ends_ns[1] + 6e10)])
+    figure.update_layout(dragmode="zoom")
+    figure.update_yaxes(fixedrange=True)
+    note += "; drag in the chart to choose a range of time"
     return build_section(
         view.metric.label.capitalize(), note, build_graph("history", figure, "/run/{key}")
     )
@@ -182,6 +202,9 @@ def _build_controls(
         build_menu("tag", tag_options, tag if tag in tag_options else "", ""),
         build_text_field("budget", chosen.find_text("budget") or "", "budget", "none"),
     ]
+    when = [one.created_unix_ns / 1e9 for job in jobs for one in job.points]
+    if when:
+        menus += build_time_fields(chosen, min(when), max(when))
     note = "finished runs only; choose a job and a tag to compare like with like"
     return build_section("Metric and runs", note, html.Div(menus, className="choices"))
 
@@ -202,7 +225,10 @@ def _build_changes(
     view: HistoryView, changes: Sequence[tuple[JobPoints, Sequence[LevelChange]]]
 ) -> html.Section:
     note = "significant changes that last three runs or more; for information, not used by check"
-    found = [(job, one) for job, changed in changes for one in changed]
+    found = [
+        (job, one) for job, changed in changes for one in changed
+        if view.is_shown(job.points[one.at])
+    ]  # fmt: skip
     if not found:
         number = sum(min(len(job.points), MAX_RUNS) for job, _ in changes)
         of_jobs = f" of {len(changes):,} jobs" if view.has_jobs else ""
@@ -241,7 +267,9 @@ def _build_value_cell(value: float, metric: HistoryMetric) -> Cell:
 
 def _build_table(view: HistoryView) -> html.Section:
     """The newest runs of all shown jobs; typical is what the runs of the same job have."""
-    places = [(job, i) for job in view.jobs for i in range(len(job.points))]
+    places = [
+        (job, i) for job in view.jobs for i, one in enumerate(job.points) if view.is_shown(one)
+    ]
     places.sort(key=lambda place: place[0].points[place[1]].created_unix_ns, reverse=True)
     values = {job.key: view.scale_values(job) for job in view.jobs}
     rows = [_build_row(view, job, values[job.key], i) for job, i in places]
@@ -283,4 +311,4 @@ def _build_page(request: PageRequest) -> PageContent:
     return PageContent(html.Div([html.H1("History"), *build_history_page(own, known, chosen)]))
 
 
-PAGE = StorePage("History", "/history", _build_page)
+PAGE = StorePage("History", "/history", _build_page, charts=("history",))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from statistics import median
-from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 from dash import dcc, html
-from dash.development.base_component import Component
 
 from stepsplit.analyzer.units import (
     format_date,
@@ -32,10 +30,9 @@ from stepsplit.dashboard.figures.watch import (
     draw_split_over_time,
     draw_step_times,
 )
-from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url
 from stepsplit.dashboard.pages.components import (
     COLOR,
-    build_aria_label,
     build_card,
     build_collapsed,
     build_empty_card,
@@ -54,7 +51,13 @@ from stepsplit.dashboard.pages.tables import (
     build_table,
     build_time_cell,
 )
-from stepsplit.dashboard.store.alerts import TRIES, UNTIL_END_NS, WatchAlert
+from stepsplit.dashboard.pages.watch_alerts import (
+    build_alerts_section,
+    build_incidents_section,
+    list_incidents,
+)
+from stepsplit.dashboard.pages.watch_range import ShownRange, build_range_controls, choose_range
+from stepsplit.dashboard.store.alerts import WatchAlert
 from stepsplit.dashboard.store.ids import is_watch_name
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import (
@@ -69,6 +72,7 @@ from stepsplit.dashboard.store.watch import (
 from stepsplit.dashboard.store.watch_slots import (
     DAY_S,
     HOUR_S,
+    LEVELS_S,
     MINUTE_S,
     TEN_MINUTES_S,
     RankGrid,
@@ -78,40 +82,9 @@ from stepsplit.dashboard.store.watch_slots import (
 
 _SECOND_NS = 10**9
 
-# The range of time, by a URL parameter.
-
-
-@dataclass(frozen=True, slots=True)
-class RangeChoice:
-    """A range of time: its label, length, the level of its slots, and the bins of bar charts."""
-
-    label: str
-    length_s: int
-    level_s: int
-    bin_s: int
-
-
-RANGES: Mapping[str, RangeChoice] = {
-    "1h": RangeChoice("1 h", HOUR_S, MINUTE_S, MINUTE_S),
-    "1d": RangeChoice("1 d", DAY_S, TEN_MINUTES_S, TEN_MINUTES_S),
-    "7d": RangeChoice("7 d", 7 * DAY_S, HOUR_S, HOUR_S),
-    "30d": RangeChoice("30 d", 30 * DAY_S, HOUR_S, 4 * HOUR_S),
-    "1y": RangeChoice("1 y", 365 * DAY_S, DAY_S, 3 * DAY_S),
-}
-
-
-def choose_range(run: WatchedRun, chosen: AddressQuery) -> str:
-    """The range of time named in the URL; by default a day, or an hour for a young run."""
-    name = chosen.find_text("range")
-    if name is not None and name in RANGES:
-        return name
-    age_ns = run.newest_unix_ns - run.starts[0].first_unix_ns
-    return "1h" if age_ns < 2 * HOUR_S * _SECOND_NS else "1d"
-
-
 # What the page shows, read from the store.
 
-_LAST_EVENTS, _LAST_SAMPLES = 1_000, 20
+_LAST_EVENTS, _LAST_SAMPLES, _LAST_ALERTS, _SHOWN_ALERTS = 1_000, 20, 500, 20
 
 _SILENT_NS = 5 * 60 * _SECOND_NS
 """A run or host without a batch for so long is silent."""
@@ -119,13 +92,17 @@ _SILENT_NS = 5 * 60 * _SECOND_NS
 
 @dataclass(frozen=True, slots=True)
 class WatchView:
-    """A watched run in a range of time; first_hour is None unless its start is longer ago."""
+    """A watched run in a range of time.
+
+    shorter_steps: the slots that those of steps are made of, as far as they are kept; none of the
+    shortest. first_hour is None unless its start is longer ago.
+    """
 
     run: WatchedRun
     now_unix_ns: int
-    choice: RangeChoice
-    within: WatchRange
+    shown: ShownRange
     steps: tuple[StepSlot, ...]
+    shorter_steps: tuple[StepSlot, ...]
     splits: tuple[SplitSlot, ...]
     waits: RankGrid
     lateness: RankGrid
@@ -137,19 +114,16 @@ class WatchView:
     @property
     def axis(self) -> TimeAxis:
         """The range of time of all charts."""
-        return TimeAxis(self.within.first_unix_s, self.within.last_unix_s)
+        return TimeAxis(self.shown.within.first_unix_s, self.shown.within.last_unix_s)
 
 
 def read_watch_view(
     watches: WatchStore, run: WatchedRun, chosen: AddressQuery, now_unix_ns: int
 ) -> WatchView:
     """Reads what the page of a watched run shows; a run that ended is shown until its end."""
-    choice = RANGES[choose_range(run, chosen)]
-    last_s = min(now_unix_ns, run.newest_unix_ns + choice.level_s * _SECOND_NS) // _SECOND_NS
-    begin_ns = max((last_s - choice.length_s) * _SECOND_NS, run.starts[0].first_unix_ns)
-    # The first slot is whole.
-    first_s = compute_slot_start(begin_ns, choice.level_s)
-    within = WatchRange(first_s, last_s, choice.level_s)
+    shown = choose_range(run, chosen, now_unix_ns)
+    within, bin_s = shown.within, shown.bin_s
+    shorter = [level_s for level_s in LEVELS_S if level_s < within.level_s]
     # Several hosts may report one event of the whole job.
     events: dict[object, StoredEvent] = {}
     for one in watches.read_events(run.id, within, _LAST_EVENTS):
@@ -157,10 +131,11 @@ def read_watch_view(
         key = (one.incarnation, event.kind, event.step, event.rank, event.text)
         events.setdefault(key, one)
     return WatchView(
-        run, now_unix_ns, choice, within,
-        watches.read_steps(run.id, within), watches.read_splits(run.id, within),
-        watches.read_waits(run.id, within, choice.bin_s),
-        watches.read_lateness(run.id, within, choice.bin_s),
+        run, now_unix_ns, shown,
+        watches.read_steps(run.id, within),
+        watches.read_steps(run.id, replace(within, level_s=shorter[-1])) if shorter else (),
+        watches.read_splits(run.id, within),
+        watches.read_waits(run.id, within, bin_s), watches.read_lateness(run.id, within, bin_s),
         tuple(events.values()),
         watches.list_samples(run.id, _LAST_SAMPLES),
         watches.read_steps(run.id, run.newest_minutes), read_first_hour(watches, run),
@@ -238,12 +213,16 @@ def _build_state(run: WatchedRun, now_unix_ns: int) -> html.Span:
 
 
 def build_watch_page(
-    view: WatchView, chosen: AddressQuery, alerts: html.Section | None = None
+    view: WatchView, chosen: AddressQuery, alerts: Sequence[WatchAlert] = (), may_act: bool = False
 ) -> html.Div:
-    """The live page of a watched run, with its open alerts at the top."""
+    """The live page of a watched run, with its open alerts at the top, and what happened.
+
+    alerts: the newest ones, open or ended; may_act: with buttons.
+    """
     run, start = view.run, view.run.start
     state = _build_state(run, view.now_unix_ns)
-    head = html.Div([html.H1(run.name), state, _build_ranges(run, chosen)], className="heading")
+    ranges = build_range_controls(run, chosen, view.shown, view.now_unix_ns)
+    head = html.Div([html.H1(run.name), state, ranges], className="heading")
     n_hosts = len(run.current_hosts)
     which = "first start" if len(run.starts) == 1 else f"start {len(run.starts)} of the job"
     facts = [
@@ -252,15 +231,20 @@ def build_watch_page(
         f"step {run.last_step:,}",
     ]
     subtitle = html.P("  ·  ".join(facts), className="subtitle")
-    parts = [head, subtitle, *([] if alerts is None else [alerts]), _build_watch_cards(view)]
+    opened = [one for one in alerts if one.ended_unix_ns is None][:_SHOWN_ALERTS]
+    urgent = build_alerts_section(opened, view.now_unix_ns, may_act=may_act)
+    incidents = list_incidents(alerts, view.events, _list_gaps_s(view), view.shown)
+    happened = build_incidents_section(incidents, run.name, chosen, view.shown)
+    parts = [head, subtitle, *([] if urgent is None else [urgent]), _build_watch_cards(view)]
     if not view.steps and not view.splits:
-        hint = f"No batch has data of this {view.choice.label}; choose a longer range."
-        return html.Div([*parts, build_empty_card("No data in this range", hint)])
+        hint = f"No batch has data of this {view.shown.label}; choose a longer or another one."
+        return html.Div([*parts, build_empty_card("No data in this range", hint), happened])
     as_share, sums = chosen.find_text("unit") != "ms", _sum_samples(view)
     return html.Div(
         [
             *parts,
             _build_steps_section(view),
+            happened,
             _build_split_section(view, sums, as_share),
             *_build_exposed_section(view, sums),
             # By the unprofiled steps of all ranks, and by samples.
@@ -280,18 +264,6 @@ def build_watch_page(
             _build_hosts(view),
         ]
     )  # fmt: skip
-
-
-def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
-    current, others = choose_range(run, chosen), dict(chosen.values)
-    links = []
-    for name, choice in RANGES.items():
-        href = f"/watch/{quote(run.name)}{format_query({**others, 'range': name})}"
-        words: list[Content] = [choice.label, html.Span(" (shown)", className="unseen")]
-        is_current = name == current
-        look = "button on" if is_current else "button"
-        links.append(dcc.Link(words if is_current else words[:1], href=href, className=look))
-    return html.Nav(links, className="ranges", **build_aria_label("range of time"))
 
 
 def _build_watch_cards(view: WatchView) -> html.Div:
@@ -363,16 +335,28 @@ _IN_SPLIT = ("capture", "no_data", "sampling_ended")
 
 
 def _build_steps_section(view: WatchView) -> html.Section:
+    level_s = view.shown.level_s
+    within: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for slot in view.shorter_steps:
+        start_s = slot.start_unix_s // level_s * level_s
+        within[slot.incarnation, start_s].append(slot.summary.median_step_ns)
     lines = [
-        _build_step_curve(list(slots), view.choice.level_s)
+        _build_step_curve(list(slots), level_s, within)
         for _, slots in groupby(
             sorted(view.steps, key=lambda s: (s.incarnation, s.start_unix_s)),
             key=lambda s: s.incarnation,
         )
     ]
-    marks = [_build_mark(one) for one in view.events] + _list_silence_marks(view)
+    marks = [_build_mark(one) for one in view.events]
+    for gap_s in _list_gaps_s(view):
+        begin, end = (format_date(at_s * _SECOND_NS) for at_s in gap_s)
+        text = f"no step times have arrived, from {begin} to {end}"
+        marks.append(EventMark(_LANES["no_data"], sum(gap_s) / 2, text, True))
     marks.sort(key=lambda one: (list(_LANES.values()).index(one.lane), one.unix_s))
-    note = "median over the ranks; the band goes from the shortest to the longest step of any rank"
+    note = "median over the ranks; thin lines are the shortest and the longest step of any rank"
+    if view.shorter_steps:
+        parts = _PART_NAMES[view.shown.level_s]
+        note += f"; the band holds 8 of 10 medians of the {parts} in each point"
     if view.steps:
         longest = max(slot.summary.max_step_ns for slot in view.steps)
         note += f" (longest {format_milliseconds(longest)})"
@@ -387,18 +371,12 @@ def _find_gap_s(starts_s: Sequence[int], level_s: int) -> float:
     return 3.0 * max(usual, level_s)
 
 
-def _list_silence_marks(view: WatchView) -> list[EventMark]:
-    """Marks of the times of which no step times have arrived."""
-    level_s = view.choice.level_s
+def _list_gaps_s(view: WatchView) -> list[tuple[int, int]]:
+    """Begin and end of the times of which no step times have arrived."""
+    level_s = view.shown.level_s
     starts = sorted({slot.start_unix_s for slot in view.steps})
     gap_s = _find_gap_s(starts, level_s)
-    marks = []
-    for one, other in pairwise(starts):
-        if other - one > gap_s:
-            begin, end = (format_date(at * _SECOND_NS) for at in (one + level_s, other))
-            text = f"no step times have arrived, from {begin} to {end}"
-            marks.append(EventMark(_LANES["no_data"], (one + level_s + other) / 2, text, True))
-    return marks
+    return [(one + level_s, other) for one, other in pairwise(starts) if other - one > gap_s]
 
 
 def _build_mark(one: StoredEvent) -> EventMark:
@@ -409,31 +387,40 @@ def _build_mark(one: StoredEvent) -> EventMark:
     return EventMark(_LANES[event.kind], event.unix_ns / 1e9, text, event.kind in _PROBLEMS)
 
 
-def _build_step_curve(slots: Sequence[StepSlot], level_s: int) -> StepCurve:
-    """The slots of one start as a line, which ends where a slot has no steps."""
-    rows: list[tuple[float, float, float, float]] = []
+_PART_NAMES = {TEN_MINUTES_S: "minutes", HOUR_S: "ten minutes", DAY_S: "hours"}
+"""The slots that a slot of this length is made of."""
+
+
+def _build_step_curve(
+    slots: Sequence[StepSlot], level_s: int, within: Mapping[tuple[int, int], Sequence[int]]
+) -> StepCurve:
+    """The slots of one start as a line, which ends where a slot has no steps.
+
+    within: the medians of the shorter slots by start of the job and start of the slot.
+    """
+    rows: list[tuple[float, ...]] = []
     notes: list[str] = []
     gap_s = _find_gap_s([slot.start_unix_s for slot in slots], level_s)
     for slot in slots:
         at, summary = slot.start_unix_s + level_s / 2, slot.summary
         if rows and at - rows[-1][0] > gap_s:
-            rows.append((rows[-1][0] + level_s, np.nan, np.nan, np.nan))
+            rows.append((rows[-1][0] + level_s, *[np.nan] * 5))
             notes.append("")
         low, middle, high = summary.min_step_ns, summary.median_step_ns, summary.max_step_ns
-        rows.append((at, low, middle, high))
-        notes.append(_describe_steps(summary))
-    unix_s, low_ns, median_ns, high_ns = np.array(rows, dtype=np.float64).T
-    return StepCurve(unix_s, low_ns, median_ns, high_ns, tuple(notes))
-
-
-def _describe_steps(summary: StepSummary) -> str:
-    low, high = format_milliseconds(summary.min_step_ns), format_milliseconds(summary.max_step_ns)
-    slowest = format_milliseconds(summary.slowest_median_ns)
-    return (
-        f"<b>median {format_milliseconds(summary.median_step_ns)}</b><br>"
-        f"{low} to {high}<br>{summary.steps:,} steps of {summary.ranks:,} ranks<br>"
-        f"slowest rank {summary.slowest_rank}: median {slowest}"
-    )
+        medians = within.get((slot.incarnation, slot.start_unix_s), [])
+        # Of one part there is no spread.
+        spread = np.percentile(medians, [10, 90]).tolist() if len(medians) > 1 else [middle] * 2
+        rows.append((at, low, middle, high, *spread))
+        low_ms, middle_ms, high_ms, slowest = (
+            format_milliseconds(ns) for ns in (low, middle, high, summary.slowest_median_ns)
+        )
+        notes.append(
+            f"<b>median {middle_ms}</b><br>{low_ms} to {high_ms}<br>"
+            f"{summary.steps:,} steps of {summary.ranks:,} ranks<br>"
+            f"slowest rank {summary.slowest_rank}: median {slowest}"
+        )
+    unix_s, low_ns, median_ns, high_ns, p10_ns, p90_ns = np.array(rows, dtype=np.float64).T
+    return StepCurve(unix_s, low_ns, median_ns, high_ns, p10_ns, p90_ns, tuple(notes))
 
 
 # The split of the samples.
@@ -449,9 +436,9 @@ class _SampleSums:
 
 
 def _sum_samples(view: WatchView) -> _SampleSums:
-    bin_s = view.choice.bin_s
-    first_s = view.within.first_unix_s // bin_s * bin_s
-    number = (view.within.last_unix_s - first_s) // bin_s + 1
+    bin_s = view.shown.bin_s
+    first_s = view.shown.within.first_unix_s // bin_s * bin_s
+    number = (view.shown.within.last_unix_s - first_s) // bin_s + 1
     totals, counts = np.zeros((7, number)), np.zeros(number)
     exposed: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = defaultdict(
         lambda: np.zeros(number)
@@ -639,93 +626,7 @@ def _build_hosts(view: WatchView) -> html.Section:
     return html.Section(build_collapsed(f"{len(rows):,} hosts", table), className="card")
 
 
-# Open alerts.
-
-
-_TITLES = {
-    "step_time": "step time",
-    "silent": "silent",
-    "overhead": "overhead",
-    "dropped": "dropped",
-}
-
-_SILENCES = (("1 h", 1), ("1 day", 24), ("until it ends", None))
-
-
-def build_alerts_section(
-    alerts: Sequence[WatchAlert], now_unix_ns: int, *, may_act: bool
-) -> html.Section | None:
-    """The open alerts of a run, the newest first; None if there are none.
-
-    may_act: with the buttons; assets/watch.js handles clicks.
-    """
-    if not alerts:
-        return None
-    number = f"{len(alerts)} open alert{'s' if len(alerts) > 1 else ''}"
-    rows = [_build_alert(one, now_unix_ns, may_act=may_act) for one in alerts]
-    return html.Section(
-        [html.H2(number), html.Ul(rows, className="alerts")], className="card alert"
-    )
-
-
-def _build_alert(alert: WatchAlert, now_unix_ns: int, *, may_act: bool) -> html.Li:
-    known = alert.acknowledged_unix_ns is not None
-    pill = html.Span(_TITLES[alert.metric], className="pill" if known else "pill failed")
-    where = [] if alert.rank is None else [f"rank {alert.rank}"]
-    since = f"since {format_date(alert.since_unix_ns)}"
-    since += f", step {alert.step:,}" if alert.step else ""
-    parts: list[Component] = [
-        html.Div([pill, html.Strong(alert.text)], className="alert-text"),
-        html.Div("  ·  ".join([since, *where, *filter(None, [alert.cause])]), className="note"),
-        html.Div("  ·  ".join(_describe_state(alert, now_unix_ns)), className="note"),
-    ]
-    if may_act:
-        buttons: list[Any] = []
-        if alert.acknowledged_unix_ns is None:
-            buttons.append(_build_button("Acknowledge", alert, {"data-action": "acknowledge"}))
-        if not alert.is_silenced(now_unix_ns):
-            buttons.append(html.Span("Silence:", className="note"))
-            for label, hours in _SILENCES:
-                asked = {
-                    "data-action": "silence",
-                    "data-hours": "" if hours is None else str(hours),
-                }
-                buttons.append(_build_button(label, alert, asked))
-        parts.append(html.Div(buttons, className="alert-buttons"))
-    return html.Li(parts)
-
-
-def _describe_state(alert: WatchAlert, now_unix_ns: int) -> list[str]:
-    """Who knows of it, whether its run is silenced, and what became of its webhook."""
-    states = []
-    if alert.acknowledged_unix_ns is not None:
-        when = format_date(alert.acknowledged_unix_ns)
-        states.append(f"acknowledged by {alert.acknowledged_by}, {when}")
-    if alert.is_silenced(now_unix_ns):
-        until_ns = alert.silenced_until_unix_ns
-        assert until_ns is not None
-        until = "it ends" if until_ns == UNTIL_END_NS else format_date(until_ns)
-        states.append(f"webhooks of this run are silenced until {until}")
-    if alert.delivered_unix_ns is not None:
-        states.append(f"webhook sent {format_date(alert.delivered_unix_ns)}")
-    elif alert.failure:
-        then = "trying again" if alert.due_unix_ns is not None else "given up"
-        states.append(f"webhook failed {alert.tries} of {TRIES} times, {then}: {alert.failure}")
-    return states
-
-
-def _build_button(label: str, alert: WatchAlert, asked: dict[str, str]) -> html.Button:
-    attributes: Any = {"data-alert": str(alert.id), "data-run": alert.run, **asked}
-    if asked["data-action"] == "silence":
-        attributes["aria-label"] = f"Silence webhooks of this run for {label}".replace(
-            "for until", "until"
-        )
-    return html.Button(label, type="button", className="button", **attributes)
-
-
 # The entry.
-
-_SHOWN_ALERTS = 20
 
 
 def _build_live(request: PageRequest) -> PageContent | None:
@@ -740,7 +641,7 @@ def _build_live(request: PageRequest) -> PageContent | None:
     # Changes when the page is to be drawn again: each minute, and in the shortest range with each
     # batch.
     minute = now_ns // (60 * _SECOND_NS)
-    number = sum(run.batches for run in runs if choose_range(run, chosen) == "1h")
+    number = sum(run.batches for run in runs if choose_range(run, chosen, now_ns).name == "1h")
     newest = f"{minute}.{number}"
     if newest == request.mark:
         return None
@@ -748,9 +649,9 @@ def _build_live(request: PageRequest) -> PageContent | None:
         page = build_watch_list(runs, now_ns, store.alerts.count_open())
         return PageContent(page, fingerprint=newest)
     view = read_watch_view(store.watches, run, chosen, now_ns)
-    opened = store.alerts.list_alerts(run.name, _SHOWN_ALERTS, is_open=True)
-    alerts = build_alerts_section(opened, now_ns, may_act=request.rights.edit)
-    return PageContent(build_watch_page(view, chosen, alerts), fingerprint=newest)
+    alerts = store.alerts.list_alerts(run.name, _LAST_ALERTS)
+    page = build_watch_page(view, chosen, alerts, may_act=request.rights.edit)
+    return PageContent(page, fingerprint=newest)
 
 
 def _build_page(request: PageRequest) -> PageContent | None:

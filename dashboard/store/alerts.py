@@ -137,11 +137,25 @@ class AlertStore:
         own = (WATCH_ALERTS.c.id == alert_id, WATCH_ALERTS.c.acknowledged_unix_ns.is_(None))
         self._update(own, values)
 
+    def undo_acknowledge(self, alert_id: int) -> None:
+        """Takes back that somebody knows of the alert; while it is open, it is delivered if it has
+        not been."""
+        table = WATCH_ALERTS.c
+        own = (table.id == alert_id, table.acknowledged_unix_ns.is_not(None))
+        none = (table.ended_unix_ns, table.delivered_unix_ns, table.due_unix_ns)
+        unsent = (*own, *(one.is_(None) for one in none))
+        self._update(unsent, {"due_unix_ns": self._now_ns()})
+        self._update(own, {"acknowledged_unix_ns": None, "acknowledged_by": None})
+
     def silence(self, alert_id: int, hours: float | None) -> None:
         """Stops the webhooks of the alert's run for so long; None for until the alert ends."""
         until_ns = UNTIL_END_NS if hours is None else self._now_ns() + int(hours * _HOUR_NS)
         is_open = WATCH_ALERTS.c.ended_unix_ns.is_(None)
         self._update((WATCH_ALERTS.c.id == alert_id, is_open), {"silenced_until_unix_ns": until_ns})
+
+    def end_silence(self, alert_id: int) -> None:
+        """Has the webhooks of the alert's run go on, unless another alert silences them."""
+        self._update((WATCH_ALERTS.c.id == alert_id,), {"silenced_until_unix_ns": None})
 
     def list_unended(self) -> frozenset[tuple[str, Metric]]:
         """The run and metric of each alert that has not ended, or that waits to be opened."""

@@ -413,7 +413,7 @@ class Api:
 
     def act_on_alert(self, name: str, alert_id: int) -> Response:
         """POST {action, hours}: acknowledges an alert, or silences its run for so many hours, by
-        default until the alert ends."""
+        default until the alert ends; unacknowledge and unsilence undo it."""
         request.max_content_length = JSON_BYTES
         watch = self._find_watch(name)
         if not find_sender().may_write(watch.sender):
@@ -424,17 +424,20 @@ class Api:
         if alert is None:
             raise HttpError(404, "alert not found")
         action = parse_alert_action(read_json())
-        if action.is_silence and alert.ended_unix_ns is not None:
+        if action.verb == "silence" and alert.ended_unix_ns is not None:
             raise HttpError(409, "this alert has ended; only an open one can be silenced")
-        if action.is_silence:
-            self.store.alerts.silence(alert.id, action.hours)
-        else:
-            self.store.alerts.acknowledge(alert.id, current_user().name)
-        how = "" if not action.is_silence else f", {action.describe()}"
-        record_action(
-            self.store.audit, "alert silenced" if action.is_silence else "alert acknowledged",
-            f"{name}, alert {alert.id}{how}",
-        )  # fmt: skip
+        alerts = self.store.alerts
+        match action.verb:
+            case "acknowledge":
+                alerts.acknowledge(alert.id, current_user().name)
+            case "unacknowledge":
+                alerts.undo_acknowledge(alert.id)
+            case "silence":
+                alerts.silence(alert.id, action.hours)
+            case "unsilence":
+                alerts.end_silence(alert.id)
+        target = f"{name}, alert {alert.id}{action.describe_length()}"
+        record_action(self.store.audit, action.describe(), target)
         return Response(status=204)
 
     def _find_watch(self, name: str) -> WatchedRun:

@@ -7,7 +7,18 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from dash import Dash, Input, Output, State, callback_context, dcc, html, no_update, set_props
+from dash import (
+    ClientsideFunction,
+    Dash,
+    Input,
+    Output,
+    State,
+    callback_context,
+    dcc,
+    html,
+    no_update,
+    set_props,
+)
 from dash.exceptions import DependencyException, PreventUpdate
 from flask import Flask, Response, current_app, make_response, request
 from plotly import graph_objects as go
@@ -82,7 +93,7 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     _add_page_callbacks(app, contents)
     for page in store_pages.STORE_PAGES:
         if page.charts:
-            _add_run_link(app, store, page)
+            _add_chart_actions(app, store, page)
     _refuse_odd_callbacks(server, app)
     # Of Dash, for the address of a script that it does not have.
     server.register_error_handler(DependencyException, lambda _: NotFound())
@@ -185,8 +196,14 @@ def _add_page_callbacks(app: Dash, contents: PageBuilder) -> None:
         return live.children, live.fingerprint
 
 
-def _add_run_link(app: Dash, store: Store, page: StorePage) -> None:
-    """Opens a run on a click on a chart of the page."""
+def _add_chart_actions(app: Dash, store: Store, page: StorePage) -> None:
+    """Opens a run on a click on a chart of the page, and shows a range of time that is dragged."""
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("watch", "zoom"),
+        Output("url", "search", allow_duplicate=True),
+        *(Input(chart, "relayoutData", allow_optional=True) for chart in page.charts),
+        prevent_initial_call=True,
+    )
 
     @app.callback(
         Output("url", "pathname", allow_duplicate=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast, get_args
 
 import orjson
 from flask import request
@@ -120,20 +120,35 @@ _MOST_HOURS = 24 * 30
 
 _ALERT_HINT = (
     'send JSON such as {"action": "acknowledge"} or {"action": "silence", "hours": 24}; hours is'
-    f" above 0 and at most {_MOST_HOURS}, or null for until the alert ends"
+    f" above 0 and at most {_MOST_HOURS}, or null for until the alert ends; unacknowledge and"
+    " unsilence undo them"
 )
+
+
+AlertVerb = Literal["acknowledge", "unacknowledge", "silence", "unsilence"]
 
 
 @dataclass(frozen=True, slots=True)
 class AlertAction:
-    """To acknowledge an alert, or to silence its run; hours is None for until the alert ends."""
+    """What to do with an alert; hours is for how long to silence its run, None for until the alert
+    ends."""
 
-    is_silence: bool
+    verb: AlertVerb
     hours: float | None = None
 
     def describe(self) -> str:
-        """For how long."""
-        return "until it ends" if self.hours is None else f"for {self.hours:g} h"
+        """What was done, in the words of the audit; then for how long, if it silences."""
+        done = {
+            "acknowledge": "alert acknowledged", "unacknowledge": "acknowledgement undone",
+            "silence": "alert silenced", "unsilence": "silence ended",
+        }  # fmt: skip
+        return done[self.verb]
+
+    def describe_length(self) -> str:
+        """For how long it silences; "" if it does not."""
+        if self.verb != "silence":
+            return ""
+        return ", until it ends" if self.hours is None else f", for {self.hours:g} h"
 
 
 def parse_alert_action(body: object) -> AlertAction:
@@ -142,11 +157,11 @@ def parse_alert_action(body: object) -> AlertAction:
     action, hours = fields.get("action"), fields.get("hours")
     is_number = isinstance(hours, int | float) and not isinstance(hours, bool)
     is_valid = hours is None or (is_number and 0 < hours <= _MOST_HOURS)
-    if action not in ("acknowledge", "silence") or not set(fields) <= {"action", "hours"}:
+    if action not in get_args(AlertVerb) or not set(fields) <= {"action", "hours"}:
         raise HttpError(400, _ALERT_HINT)
-    if not is_valid or (action == "acknowledge" and hours is not None):
+    if not is_valid or (action != "silence" and hours is not None):
         raise HttpError(400, _ALERT_HINT)
-    return AlertAction(action == "silence", hours)
+    return AlertAction(cast("AlertVerb", action), hours)
 
 
 # Name and role of a token.

@@ -28,7 +28,7 @@ from benchmarks.table import in_markdown
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample, encode_batch
 from stepsplit.collectors.formats.watch_notes import RankWindow
-from stepsplit.dashboard.pages.watch import RANGES
+from stepsplit.dashboard.pages.watch_range import RANGES
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 

@@ -297,6 +297,35 @@ def test_what_is_acknowledged_is_not_sent(clocked: Clocked) -> None:
     assert clocked.alerts.claim_delivery() is None, "acknowledged during the first try"
 
 
+def test_an_acknowledgement_and_a_silence_are_undone(clocked: Clocked) -> None:
+    clocked.add(change(2_000, clocked.now_ns))
+    (first,) = clocked.list_open()
+    clocked.alerts.undo_acknowledge(first.id)
+    assert clocked.list_open() == (first,), "there was none"
+
+    clocked.alerts.acknowledge(first.id, "token ann")
+    clocked.wait(5)
+    clocked.alerts.undo_acknowledge(first.id)
+    assert [one.acknowledged_by for one in clocked.list_open()] == [None]
+    claimed = clocked.alerts.claim_delivery()
+    assert claimed is not None and claimed.id == first.id
+    clocked.alerts.record_delivery(claimed)
+    clocked.alerts.acknowledge(first.id, "token ann")
+    clocked.alerts.undo_acknowledge(first.id)
+    assert clocked.alerts.claim_delivery() is None, "it was sent before"
+
+    clocked.alerts.silence(first.id, None)
+    clocked.wait(60)
+    clocked.add(change(9_000, clocked.now_ns, 150))
+    clocked.wait(5)
+    assert clocked.alerts.claim_delivery() is not None, "the first has ended, and its silence"
+    (second,) = clocked.list_open()
+    clocked.alerts.silence(second.id, 24)
+    assert second.id and clocked.list_open()[0].is_silenced(clocked.now_ns)
+    clocked.alerts.end_silence(second.id)
+    assert not clocked.list_open()[0].is_silenced(clocked.now_ns)
+
+
 def test_what_was_due_while_no_server_ran_is_not_sent_hours_later(clocked: Clocked) -> None:
     clocked.add(change(2_000, clocked.now_ns))
     clocked.wait(90)
@@ -454,13 +483,14 @@ def test_the_api_lists_acknowledges_and_silences_alerts(store: Store) -> None:
     path = f"/api/v1/watch/{RUN}/alerts"
 
     bodies: list[dict[str, Any]] = [
-        {"action": "acknowledge"}, {"action": "silence", "hours": 24}, {"action": "silence"},
+        {"action": "acknowledge"}, {"action": "unacknowledge"}, {"action": "acknowledge"},
+        {"action": "silence", "hours": 24}, {"action": "unsilence"}, {"action": "silence"},
     ]  # fmt: skip
     statuses = [
         client.post(f"{path}/{number}", json=body, headers=headers).status_code for body in bodies
     ]
 
-    assert statuses == [204, 204, 204]
+    assert statuses == [204] * 6
     (row,) = (client.get(path, headers=headers).json or {})["alerts"]
     wanted = {
         "id": number, "metric": "step_time", "step": 2_000, "before": 0.1, "after": 0.12,
@@ -468,12 +498,15 @@ def test_the_api_lists_acknowledges_and_silences_alerts(store: Store) -> None:
         "delivered": None, "failure": "", "tries": 0,
     }  # fmt: skip
     assert {name: row[name] for name in wanted} == wanted
-    entries = [(one.action, one.user_name, one.target) for one in store.audit.list_entries(3)]
+    entries = [(one.action, one.user_name, one.target) for one in store.audit.list_entries(6)]
     assert entries == [
-        ("alert silenced", "token ann", f"{RUN}, alert {number}, until it ends"),
-        ("alert silenced", "token ann", f"{RUN}, alert {number}, for 24 h"),
-        ("alert acknowledged", "token ann", f"{RUN}, alert {number}"),
-    ]
+        (action, "token ann", f"{RUN}, alert {number}{length}")
+        for action, length in (
+            ("alert silenced", ", until it ends"), ("silence ended", ""),
+            ("alert silenced", ", for 24 h"), ("alert acknowledged", ""),
+            ("acknowledgement undone", ""), ("alert acknowledged", ""),
+        )
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -481,7 +514,8 @@ def test_the_api_lists_acknowledges_and_silences_alerts(store: Store) -> None:
     [
         None, [], {}, {"action": "delete"}, {"action": "silence", "hours": 0},
         {"action": "silence", "hours": True}, {"action": "silence", "hours": 1e9},
-        {"action": "acknowledge", "hours": 1}, {"action": "silence", "url": "http://x"},
+        {"action": "acknowledge", "hours": 1}, {"action": "unsilence", "hours": 1},
+        {"action": "silence", "url": "http://x"},
     ],
 )  # fmt: skip
 def test_other_requests_are_refused_with_the_right_one(store: Store, body: Any) -> None:

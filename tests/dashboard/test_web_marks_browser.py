@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.browser_builders import running_server
+from support.browser_builders import ServedRuns, serving_runs
 from support.report_builders import analysis, make_run_of_many_ranks
 from support.samples import SAMPLES
 from support.turns import PAGES
 
 from stepsplit.analyzer import examine
-from stepsplit.dashboard.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 
@@ -39,24 +38,13 @@ _CENTER = """(plot) => {
 }"""
 
 
-@dataclass(frozen=True)
-class Served:
-    url: str
-    ids: dict[str, str]
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("marks")
-    store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
-    ids = {}
-    for name in ("h100_pp2", "tp2_pp2_dp2", "built_tp_pp_dp_slow_rank"):
-        made = examine([SAMPLES / name])
-        ids[name] = store.import_report(name, made.report, made.tables)
-    ids["many"] = store.import_report("many", make_run_of_many_ranks(), analysis().tables)
-    store.close()
-    with running_server(folder) as url:
-        yield Served(url, ids)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
+    names = ("h100_pp2", "tp2_pp2_dp2", "built_tp_pp_dp_slow_rank")
+    runs = {name: examine([SAMPLES / name]) for name in names}
+    runs["many"] = replace(analysis(), report=make_run_of_many_ranks())
+    with serving_runs(tmp_path_factory.mktemp("marks"), runs) as made:
+        yield made
 
 
 def click_mark(page: Any, chart: str) -> str:
@@ -95,7 +83,7 @@ def click_mark(page: Any, chart: str) -> str:
     ],
 )
 def test_a_mark_of_a_run_leads_to_its_timeline(
-    served: Served, browser: Any, run: str, path: str, chart: str, leads: str
+    served: ServedRuns, browser: Any, run: str, path: str, chart: str, leads: str
 ) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     run_id = served.ids[run]
@@ -109,7 +97,7 @@ def test_a_mark_of_a_run_leads_to_its_timeline(
     page.locator(f"#{chart}").wait_for()
 
 
-def test_a_mark_of_several_runs_leads_to_one(served: Served, browser: Any) -> None:
+def test_a_mark_of_several_runs_leads_to_one(served: ServedRuns, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     a, b = served.ids["h100_pp2"], served.ids["tp2_pp2_dp2"]
     page.goto(f"{served.url}/compare?baseline={a}&candidate={b}")
@@ -118,7 +106,7 @@ def test_a_mark_of_several_runs_leads_to_one(served: Served, browser: Any) -> No
     assert click_mark(page, "history").removeprefix(f"{served.url}/run/") in served.ids.values()
 
 
-def test_a_rank_in_a_table_leads_to_its_timeline(served: Served, browser: Any) -> None:
+def test_a_rank_in_a_table_leads_to_its_timeline(served: ServedRuns, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     for path in ("collectives", "compute", "memory"):
         page.goto(f"{served.url}/run/{served.ids['h100_pp2']}/{path}")
@@ -129,7 +117,7 @@ def test_a_rank_in_a_table_leads_to_its_timeline(served: Served, browser: Any) -
         page.wait_for_selector("#timeline-view[data-drawn]")
 
 
-def test_the_numbers_of_a_chart_lead_there_too(served: Served, browser: Any) -> None:
+def test_the_numbers_of_a_chart_lead_there_too(served: ServedRuns, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.goto(f"{served.url}/run/{served.ids['tp2_pp2_dp2']}")
     page.wait_for_selector("#by-rank .point")
@@ -140,7 +128,7 @@ def test_the_numbers_of_a_chart_lead_there_too(served: Served, browser: Any) -> 
 
 
 def test_a_finding_shows_the_ranks_that_wait_and_the_one_they_wait_for(
-    served: Served, browser: Any
+    served: ServedRuns, browser: Any
 ) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.goto(f"{served.url}/run/{served.ids['built_tp_pp_dp_slow_rank']}")
@@ -157,7 +145,7 @@ def test_a_finding_shows_the_ranks_that_wait_and_the_one_they_wait_for(
 
 
 @pytest.mark.parametrize("chart", ["by-group", "busy-ranks"])
-def test_a_mark_of_many_ranks_leads_to_them(served: Served, browser: Any, chart: str) -> None:
+def test_a_mark_of_many_ranks_leads_to_them(served: ServedRuns, browser: Any, chart: str) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.goto(f"{served.url}/run/{served.ids['many']}")
     url = click_mark(page, chart)

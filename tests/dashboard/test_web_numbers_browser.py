@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 
 import msgspec
 import pytest
-from support.browser_builders import running_server
+from support.browser_builders import ServedRuns, serving_runs
+from support.samples import SAMPLES
 from support.turns import PAGES
 
 from stepsplit.analyzer import examine
-from stepsplit.dashboard.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
-SAMPLES = Path(__file__).parents[2] / "sample_traces"
 FIRST_VIEW_BYTES, PAGE_DATA_BYTES = 2_200_000, 150_000
 
 
-@dataclass(frozen=True)
-class Served:
-    """A dashboard and the ids of its runs by the names of their samples."""
-
-    url: str
-    ids: dict[str, str]
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("numbers")
-    store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
-    ids = {}
-    for name in ("pp2_m2", "pp2_m8", "tp2_pp2"):
-        made = examine([SAMPLES / name])
-        ids[name] = store.import_report(name, made.report, made.tables)
-    quiet = msgspec.structs.replace(made.report, findings=())
-    ids["quiet"] = store.import_report("quiet", quiet, made.tables)
-    store.close()
-    with running_server(folder) as url:
-        yield Served(url, ids)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
+    runs = {name: examine([SAMPLES / name]) for name in ("pp2_m2", "pp2_m8", "tp2_pp2")}
+    made = runs["tp2_pp2"]
+    runs["quiet"] = replace(made, report=msgspec.structs.replace(made.report, findings=()))
+    with serving_runs(tmp_path_factory.mktemp("numbers"), runs) as both:
+        yield both
 
 
-def test_the_largest_parts_are_listed_where_no_fix_is_known(served: Served, browser) -> None:  # type: ignore[no-untyped-def]
+def test_the_largest_parts_are_listed_where_no_fix_is_known(served: ServedRuns, browser) -> None:  # type: ignore[no-untyped-def]
     page = browser.new_page()
     page.goto(f"{served.url}/run/{served.ids['quiet']}")
     section = page.locator("section.card", has_text="Top bottlenecks")
@@ -58,7 +42,9 @@ def test_the_largest_parts_are_listed_where_no_fix_is_known(served: Served, brow
     assert shares == sorted(shares, reverse=True) and min(shares) >= 5
 
 
-def test_runs_with_other_microbatches_are_compared_by_microbatch(served: Served, browser) -> None:  # type: ignore[no-untyped-def]
+def test_runs_with_other_microbatches_are_compared_by_microbatch(
+    served: ServedRuns, browser
+) -> None:  # type: ignore[no-untyped-def]
     page = browser.new_page()
     few, many = served.ids["pp2_m2"], served.ids["pp2_m8"]
     page.goto(f"{served.url}/compare?baseline={few}&candidate={many}")
@@ -73,7 +59,7 @@ def test_runs_with_other_microbatches_are_compared_by_microbatch(served: Served,
     )
 
 
-def test_waits_are_grouped_by_a_menu_and_in_the_address(served: Served, browser) -> None:  # type: ignore[no-untyped-def]
+def test_waits_are_grouped_by_a_menu_and_in_the_address(served: ServedRuns, browser) -> None:  # type: ignore[no-untyped-def]
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(f"{served.url}/run/{served.ids['tp2_pp2']}/collectives")
     rows = "document.querySelector('#waits .js-plotly-plot')._fullData[0].y.join()"
@@ -87,7 +73,7 @@ def test_waits_are_grouped_by_a_menu_and_in_the_address(served: Served, browser)
     assert page.url.endswith("/collectives?group=stage")
 
 
-def test_a_first_view_is_compressed_and_a_page_small(served: Served, browser) -> None:  # type: ignore[no-untyped-def]
+def test_a_first_view_is_compressed_and_a_page_small(served: ServedRuns, browser) -> None:  # type: ignore[no-untyped-def]
     page = browser.new_page()
     sizes: list[int] = []
     session = page.context.new_cdp_session(page)

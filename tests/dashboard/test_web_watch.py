@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 from flask.testing import FlaskClient
+from support.page_text import read_tables
 from support.report_builders import analysis
 from support.watch_builders import (
     MS,
@@ -22,9 +25,14 @@ from support.watch_builders import (
     window,
 )
 
+from stepsplit.analyzer.units import format_date
 from stepsplit.analyzer.watch.records import WatchBatch, encode_batch
+from stepsplit.dashboard.pages.address import AddressQuery, format_time
+from stepsplit.dashboard.pages.watch import build_watch_page, read_watch_view
+from stepsplit.dashboard.pages.watch_range import choose_range
 from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.store.watch import WatchedRun, WatchStart
 from stepsplit.dashboard.web.server import create_server
 
 WATCH = "/api/v1/watch"
@@ -224,6 +232,69 @@ def test_the_page_shows_open_alerts_and_what_became_of_their_webhook(
     over = event("change", minutes_ago(9), "again", 2_000, is_over=True, **levels)
     _send(client, batch(id="over", events=(over,)))
     assert "open alert" not in json.dumps(_open(client, f"/watch/{RUN}"))
+
+
+def test_what_happened_at_night_is_listed_with_begin_end_size_cause_and_rank(
+    store: Store, client: FlaskClient
+) -> None:
+    began, over = minutes_ago(300), minutes_ago(240)
+    slower = event(
+        "change", began, "steps take 120 ms since step 2000, 100 ms before", 2_000,
+        before_ns=100.0 * MS, after_ns=120.0 * MS, rank=3,
+    )  # fmt: skip
+    cause = event("change", began, "rank 3 is a straggler", 2_000, rank=3)
+    ended = event("change", over, "again as before", 2_000, before_ns=120.0 * MS,
+                  after_ns=100.0 * MS, is_over=True)  # fmt: skip
+    pause = event("pause", minutes_ago(200), "a step of 9.1 s, 22 times the median", 2_500)
+    steps = [window(rank, minutes_ago(at)) for rank in range(4) for at in (310, 180, 2)]
+    _send(client, batch(unix_ns=began + 60 * 10**9, events=(slower, cause)))
+    _send(client, batch(id="2", unix_ns=over, events=(ended,)))
+    _send(client, batch(id="3", events=(pause,), windows=tuple(steps)))
+
+    watch = store.watches.find_watch(RUN)
+    assert watch is not None
+
+    def list_rows(search: str) -> list[dict[str, str]]:
+        chosen = AddressQuery(dict(parse_qsl(search)))
+        view = read_watch_view(store.watches, watch, chosen, time.time_ns())
+        page = build_watch_page(view, chosen, store.alerts.list_alerts(RUN, 100))
+        tables = [one for one in read_tables(page) if one and "lasted" in one[0]]
+        return tables[0] if tables else []
+
+    rows = list_rows("range=1d")
+    alert = next(one for one in rows if one["what"] == "step time")
+    assert (alert["change"], alert["size"]) == ("+20.0 %", "100 ms to 120 ms a step")
+    assert (alert["cause"], alert["rank"]) == ("rank 3 is a straggler", "3")
+    assert alert["begin"] == format_date(began) and alert["end"]
+    assert [one["size"] for one in rows if one["what"] == "pause"] == [pause.text]
+
+    # Only what touches the range; a pause is a point of time, an alert is not.
+    at = format_time((began + over) / 2e9)
+    assert list_rows(f"from={at}&to={format_time(over / 1e9)}") == [alert]
+    assert list_rows(f"to={format_time(began / 1e9 - 3_600)}") == []
+
+
+@pytest.mark.parametrize(
+    ("search", "level_s"),
+    [
+        ("range=1h", 60), ("range=1d", 600), ("range=7d", 3_600), ("range=1y", 86_400),
+        ("from=2026-01-29 03:00&to=2026-01-29 05:00", 60),
+        # Minutes are kept for four days, ten minutes for two weeks, hours for 100 days.
+        ("from=2026-01-20 03:00&to=2026-01-20 05:00", 600),
+        ("from=2026-01-10 03:00&to=2026-01-10 05:00", 3_600),
+        ("from=2025-08-10&to=2025-08-11", 86_400),
+        ("from=nonsense&to=0001-01-01", 600), ("from=2026-01-29 05:00&to=2026-01-29 03:00", 60),
+    ],
+)  # fmt: skip
+def test_a_range_has_the_finest_slots_that_are_kept(search: str, level_s: int) -> None:
+    now_s = 1_769_731_200  # 2026-01-30 00:00
+    start = WatchStart(0, 4, (now_s - 400 * 86_400) * 10**9, now_s * 10**9, None)
+    run = WatchedRun(1, RUN, 0, 0, now_s * 10**9, 1, 1, None, (start,), (), {})
+    shown = choose_range(run, AddressQuery(dict(parse_qsl(search))), now_s * 10**9)
+    within = shown.within
+    assert within.level_s == level_s and shown.bin_s % level_s == 0
+    assert within.first_unix_s % level_s == 0 and within.first_unix_s < within.last_unix_s
+    assert (within.last_unix_s - within.first_unix_s) / shown.bin_s <= 200
 
 
 def _list_notes(client: FlaskClient) -> list[str]:

@@ -86,6 +86,37 @@ def test_a_range_is_chosen_by_its_button(url: str, browser: Any) -> None:
     _wait_for_charts(page)
 
 
+def test_a_dragged_range_is_that_of_all_charts_and_in_the_address(url: str, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(url + PAGE)
+    _wait_for_charts(page)
+    count = "() => document.querySelector('#watch-steps .js-plotly-plot').data.at(-1).x.length"
+    before = page.evaluate(count)
+
+    box = page.locator("#watch-steps .nsewdrag").first.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.6 * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], middle + 9, steps=8)
+    page.mouse.up()
+
+    page.wait_for_url("**?from=*&to=*")
+    _wait_for_charts(page)
+    page.get_by_role("link", name="later").wait_for()
+    ranges = {
+        chart: page.locator(f"#{chart} .js-plotly-plot").evaluate("one => one.layout.xaxis.range")
+        for chart in CHARTS
+    }
+    assert len({tuple(one) for one in ranges.values()}) == 1
+    assert page.evaluate(count) > 0.1 * before + 5, "a finer resolution"
+    assert page.locator("#choose-from").input_value() in page.url.replace("+", " ")
+    # Out again, by the way back of the browser too.
+    page.get_by_role("link", name="zoom out").click()
+    page.wait_for_function("before => location.search !== before", arg="")
+    page.locator(".ranges a", has_text="1 d").click()
+    page.wait_for_url("**?range=1d")
+
+
 @pytest.mark.parametrize("chart", ["watch-split", "watch-lateness"])
 def test_a_click_opens_the_run_of_the_nearest_sample(
     url: str, folder: Path, browser: Any, chart: str

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from stepsplit.analyzer.analysis import Analysis
+from stepsplit.dashboard.store.store import Store
 from support.required import absent
 
 if TYPE_CHECKING:
@@ -140,6 +143,26 @@ def running_server(folder: Path, analyze: str = "known_analysis") -> Iterator[st
             process.terminate()
         for process in (server, worker):
             process.communicate(timeout=30)
+
+
+@dataclass(frozen=True)
+class ServedRuns:
+    """A dashboard and the ids of its runs by their names."""
+
+    url: str
+    ids: Mapping[str, str]
+
+
+@contextmanager
+def serving_runs(folder: Path, analyses: Mapping[str, Analysis]) -> Iterator[ServedRuns]:
+    """A dashboard with these runs."""
+    store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
+    ids = {
+        name: store.import_report(name, made.report, made.tables) for name, made in analyses.items()
+    }
+    store.close()
+    with running_server(folder) as url:
+        yield ServedRuns(url, ids)
 
 
 def _python(folder: Path, program: str) -> subprocess.Popen[str]:

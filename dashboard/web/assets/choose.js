@@ -30,7 +30,7 @@
     if (location.pathname === "/") query.delete("page");
     if (value === "" || value === usualOf(part)) query.delete(name);
     else query.set(name, value);
-    const search = query.size ? "?" + String(query).replaceAll("%2C", ",") : "";
+    const search = query.size ? "?" + String(query).replaceAll("%2C", ",").replaceAll("%3A", ":") : "";
     if (search !== location.search) go(search);
   }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.diagnosis import diagnose
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.parts.breakdown import break_down
+from stepsplit.analyzer.readers.file_kinds import FileRole
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording, read_recording_files
 from stepsplit.analyzer.readers.recording_files import open_recording
@@ -134,9 +136,9 @@ def examine_or_find_hang(
     mesh: Mesh | None = None,
     draft_job: bool = False,
 ) -> Analysis | Hang:
-    """As `examine`; if there are Flight Recorder dumps but no traces, returns the state of the
-    calls in these dumps. workers may be a cluster. With draft_job the analysis has a job.toml of
-    the recording."""
+    """As `examine`; if there are no traces but Flight Recorder dumps, states of ranks or logs of a
+    hang, returns what they show of it. workers may be a cluster. With draft_job the analysis has a
+    job.toml of the recording."""
     draft = _make_draft(job) if draft_job else None
     return _read_and_build(places, workers, progress, rules, _make_comparison(job), mesh, draft)
 
@@ -172,10 +174,14 @@ def _read_and_build(
     draft: _JobDrafter | None,
 ) -> Analysis | Hang:
     with open_recording(places) as files:
-        if files.only_dumps:
+        if not files.list_files(FileRole.TRACE):
             from stepsplit.analyzer.diagnose.hang.find import read_calls
 
-            return read_calls(places)
+            # Dumps, states of ranks, logs of watchdogs or an answer of NCCL's RAS; without any, and
+            # without a trace, reading the recording says what is missing.
+            has_dumps = bool(files.list_files(FileRole.FLIGHT))
+            with nullcontext() if has_dumps else suppress(DataError):
+                return read_calls(places)
         recording = read_recording_files(files, workers, progress, rules)
     return _build_analysis(recording, compare, mesh, draft)
 

@@ -39,11 +39,6 @@ class RecordingFiles(Struct, frozen=True):
     refused: tuple[DataError, ...]
     notes: tuple[Note, ...]
 
-    @property
-    def only_dumps(self) -> bool:
-        """Whether there are Flight Recorder dumps but no traces."""
-        return bool(self.list_files(FileRole.FLIGHT)) and not self.list_files(FileRole.TRACE)
-
     def list_files(self, role: FileRole) -> list[tuple[FileKind[Any], Source]]:
         """The files of this role, by kind and in order."""
         return [(kind, source) for kind in self.list_kinds(role) for source in self.by_kind[kind]]

@@ -54,11 +54,13 @@ from stepsplit.dashboard.pages.tables import (
 from stepsplit.dashboard.pages.watch_alerts import (
     build_alerts_section,
     build_incidents_section,
+    build_stop_section,
     list_incidents,
 )
 from stepsplit.dashboard.pages.watch_range import ShownRange, build_range_controls, choose_range
 from stepsplit.dashboard.store.alerts import WatchAlert
 from stepsplit.dashboard.store.ids import is_watch_name
+from stepsplit.dashboard.store.run_row import RunRow
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import (
     SplitSlot,
@@ -201,10 +203,15 @@ def _build_list_row(
     ]
 
 
+def _is_silent(run: WatchedRun, now_unix_ns: int) -> bool:
+    is_old = now_unix_ns - run.received_unix_ns > _SILENT_NS
+    return is_old and run.start.ended_unix_ns is None
+
+
 def _build_state(run: WatchedRun, now_unix_ns: int) -> html.Span:
     if run.start.ended_unix_ns is not None:
         return html.Span("ended", className="pill")
-    if now_unix_ns - run.received_unix_ns > _SILENT_NS:
+    if _is_silent(run, now_unix_ns):
         return html.Span("silent", className="pill failed")
     return html.Span("live", className="pill done")
 
@@ -213,11 +220,17 @@ def _build_state(run: WatchedRun, now_unix_ns: int) -> html.Span:
 
 
 def build_watch_page(
-    view: WatchView, chosen: AddressQuery, alerts: Sequence[WatchAlert] = (), may_act: bool = False
+    view: WatchView,
+    chosen: AddressQuery,
+    alerts: Sequence[WatchAlert] = (),
+    hangs: Sequence[RunRow] = (),
+    *,
+    may_act: bool = False,
 ) -> html.Div:
     """The live page of a watched run, with its open alerts at the top, and what happened.
 
-    alerts: the newest ones, open or ended; may_act: with buttons.
+    alerts: the newest ones, open or ended; hangs: runs of dumps, the newest first; may_act: with
+    buttons.
     """
     run, start = view.run, view.run.start
     state = _build_state(run, view.now_unix_ns)
@@ -235,7 +248,13 @@ def build_watch_page(
     urgent = build_alerts_section(opened, view.now_unix_ns, may_act=may_act)
     incidents = list_incidents(alerts, view.events, _list_gaps_s(view), view.shown)
     happened = build_incidents_section(incidents, run.name, chosen, view.shown)
-    parts = [head, subtitle, *([] if urgent is None else [urgent]), _build_watch_cards(view)]
+    silent_s = None
+    if _is_silent(run, view.now_unix_ns):
+        silent_s = (view.now_unix_ns - run.newest_unix_ns) / _SECOND_NS
+    parts = [
+        head, subtitle, *build_stop_section(run, hangs, silent_s),
+        *([] if urgent is None else [urgent]), _build_watch_cards(view),
+    ]  # fmt: skip
     if not view.steps and not view.splits:
         hint = f"No batch has data of this {view.shown.label}; choose a longer or another one."
         return html.Div([*parts, build_empty_card("No data in this range", hint), happened])
@@ -650,7 +669,8 @@ def _build_live(request: PageRequest) -> PageContent | None:
         return PageContent(page, fingerprint=newest)
     view = read_watch_view(store.watches, run, chosen, now_ns)
     alerts = store.alerts.list_alerts(run.name, _LAST_ALERTS)
-    page = build_watch_page(view, chosen, alerts, may_act=request.rights.edit)
+    hangs = [one for one in store.list_runs() if one.is_hang] if _is_silent(run, now_ns) else []
+    page = build_watch_page(view, chosen, alerts, hangs, may_act=request.rights.edit)
     return PageContent(page, fingerprint=newest)
 
 

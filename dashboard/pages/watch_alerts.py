@@ -10,7 +10,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.units import format_date, format_milliseconds, format_signed_percent
-from stepsplit.dashboard.pages.address import AddressQuery
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url
 from stepsplit.dashboard.pages.components import build_section
 from stepsplit.dashboard.pages.tables import (
     Cell,
@@ -21,7 +21,8 @@ from stepsplit.dashboard.pages.tables import (
 )
 from stepsplit.dashboard.pages.watch_range import ShownRange, build_range_url
 from stepsplit.dashboard.store.alerts import TRIES, UNTIL_END_NS, WatchAlert
-from stepsplit.dashboard.store.watch import StoredEvent
+from stepsplit.dashboard.store.run_row import RunRow
+from stepsplit.dashboard.store.watch import StoredEvent, WatchedRun
 
 _SECOND_NS = 10**9
 
@@ -111,6 +112,40 @@ def _build_button(label: str, alert: WatchAlert, asked: dict[str, str]) -> html.
             "for until", "until"
         )
     return html.Button(label, type="button", className="button", **attributes)
+
+
+# A job that has stopped.
+
+
+def build_stop_section(
+    run: WatchedRun, hangs: Sequence[RunRow], silent_s: float | None
+) -> list[html.Section]:
+    """What to do if no data arrives any more: how to find the rank that the others wait for, and
+    the dumps that were uploaded since.
+
+    hangs: runs of dumps, the newest first; silent_s: for how long no data has arrived, None if the
+    job has said that it ends, or if data arrives.
+    """
+    own = [one for one in hangs if one.created_unix_ns >= run.newest_unix_ns - 3_600 * _SECOND_NS]
+    if silent_s is None:
+        return []
+    host = run.current_hosts[0].host
+    steps: list[Content] = [
+        html.Span(["While it still runs, on ", html.Code(host), ": ", html.Code("stepsplit hang"),
+                   " names the rank that the others wait for, with its stack."]),
+        html.Span(["Upload its answer (", html.Code("stepsplit hang --out FOLDER"),
+                   "), the Flight Recorder dumps or the logs of NCCL's watchdog ",
+                   dcc.Link("on Runs", href="/"), ": they are a run of their own."]),
+    ]  # fmt: skip
+    parts: list[Component] = [html.Ul([html.Li(one) for one in steps])]
+    if own:
+        links = [
+            html.Li([dcc.Link(one.name, href=build_page_url(one.id)), f": {one.error}"])
+            for one in own[:5]
+        ]
+        parts += [html.P("Uploaded since its last data:"), html.Ul(links)]
+    note = f"no data for {silent_s / 60:,.0f} min, and no word that it ends"
+    return [build_section("The job may have stopped", note, *parts)]
 
 
 # What happened in the range: alerts, and what needs none.

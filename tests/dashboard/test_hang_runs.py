@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
 from support.required import shared_trace
 from support.store_builders import ask_page, claimed, found, queued
+from support.watch_builders import RUN, batch, minutes_ago, window
 
 from stepsplit.analyzer.diagnose.hang.find import read_calls
 from stepsplit.analyzer.diagnose.hang.result import from_json, to_json
@@ -81,6 +83,42 @@ def test_a_run_of_dumps_has_no_report_and_is_not_compared(
     for path, search in ((f"/run/{run_id}/timeline", ""), ("/compare", f"?baseline={run_id}")):
         assert "cannot be" not in ask_page(client, path, search)
     assert not store.complete_next_run(), "its job is known to be unknown"
+
+
+def test_logs_and_states_without_dumps_are_a_run_of_a_hang_too(
+    client: FlaskClient, store: Store
+) -> None:
+    line = (
+        "[rank1]:[E603 17:48:01.006 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective"
+        " operation timeout: WorkNCCL(SeqNum=24, OpType=ALLREDUCE, NumelIn=19, NumelOut=19,"
+        " Timeout(ms)=600000) ran for 600071 milliseconds before timing out."
+    )
+    files = {"job.log": line.encode()}
+    run_id = queued(store, "hung", **files)
+    assert process_job(store, claimed(store), analyze_upload) == "done"
+    run, _ = found(store, run_id), store.load_hang(run_id)
+    assert run.is_hang and "all_reduce 24" in ask_page(client, f"/run/{run_id}")
+
+    other = queued(store, "none", **{"notes.txt": b"step 3 loss 2.1"})
+    assert process_job(store, claimed(store), analyze_upload) == "failed"
+    assert "trace" in str(found(store, other).error), "what is missing of a recording"
+
+
+def test_a_watched_job_that_has_stopped_leads_to_its_dumps(
+    client: FlaskClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.watches.add_batch(batch(windows=(window(0, minutes_ago(1)),)))
+    assert "may have stopped" not in ask_page(client, f"/watch/{RUN}")
+    run_id = queued(store, "hung", **DUMPS)
+    process_job(store, claimed(store), analyze_upload)
+
+    later_ns = time.time_ns() + 20 * 60 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: later_ns)
+    page = ask_page(client, f"/watch/{RUN}")
+
+    for words in ("may have stopped", "stepsplit hang --out FOLDER", run_id):
+        assert words in page
+    assert "has not called all_reduce 5" in page
 
 
 def test_dumps_of_a_real_hang(client: FlaskClient, store: Store) -> None:

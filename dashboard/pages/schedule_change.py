@@ -11,6 +11,7 @@ import numpy as np
 from dash import html
 from dash.development.base_component import Component
 
+from stepsplit.analyzer.diagnose.hang.sentences import format_ranks
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule_graph import Costs
@@ -197,7 +198,8 @@ _MESSAGES = {"": (1.0, "as measured"), "half": (0.5, "twice as fast"), "free": (
 def build_change_section(
     view: View, measured: MeasuredPipeline, chosen: AddressQuery
 ) -> list[html.Section]:
-    """Menus of microbatches, schedule, stages and messages, and the step that they would make."""
+    """Menus of microbatches, schedule, stages, messages and stragglers, and the step that they
+    would make."""
     if not view.run_id or view.report.pipeline is None:
         return []
     number = chosen.parse_int("microbatches") or measured.microbatches
@@ -221,6 +223,17 @@ def build_change_section(
         build_menu("messages", {key: words for key, (_, words) in _MESSAGES.items()},
                    messages if messages in _MESSAGES else "", ""),
     ]  # fmt: skip
+    # Findings that name ranks; their savings are those of the replay, as on the overview.
+    stragglers = {
+        ",".join(map(str, one.ranks)): one for one in reversed(view.report.findings)
+        if 0 < len(one.ranks) <= _MOST_STRAGGLERS and one.gain_ns > 0
+    }  # fmt: skip
+    without = stragglers.get(chosen.find_text("without") or "")
+    if stragglers:
+        names = {key: f"without {format_ranks(one.ranks)}" for key, one in stragglers.items()}
+        options = {"": "as measured", **dict(reversed(names.items()))}
+        wanted = chosen.find_text("without") if without else ""
+        menus.append(build_menu("without", options, wanted or "", "", "straggler"))
     costs = measured.equal_costs if stages == "equal" else measured.costs
     note = "the measured passes in another schedule, by simulation; as many samples in a step"
     parts: Sequence[Component]
@@ -235,10 +248,31 @@ def build_change_section(
     if number > measured.microbatches:
         words = "if kernels are as efficient on smaller microbatches, which they may not be"
         parts = [*parts, html.P(words, className="note")]
+    if without is not None:
+        share = without.gain_ns / compute_mean_step_ns(view.report.steps)
+        named = f"without {format_ranks(without.ranks)}"
+        parts = [
+            *parts,
+            html.Div(
+                build_card(
+                    named, format_signed_milliseconds(-without.gain_ns),
+                    f"{format_signed_percent(-share)} of the mean step, by replay",
+                ),
+                className="cards",
+            ),
+            html.P(
+                f"{without.message}. By replay of the recording as it ran: the saving does not add"
+                " up with that of another schedule.",
+                className="note",
+            ),
+        ]  # fmt: skip
     return [build_section("What if", note, html.Div(menus, className="choices"), *parts)]
 
 
 _MOST_MICROBATCHES = 4_096
+
+_MOST_STRAGGLERS = 4
+"""More ranks than that are no stragglers."""
 
 
 def _build_change_cards(report: Report, now: PipelineTime, new: PipelineTime) -> list[html.Div]:

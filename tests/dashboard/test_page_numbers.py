@@ -4,6 +4,7 @@ what is shown are numbers and words, not gaps in the data or names of fields."""
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from simulator.kineto import write_recording
 from simulator.noise import Noise
 from simulator.planted import PLANTED, planted, scenario_of
 from simulator.style import Style
+from support.databases import make_sqlite
 from support.ground_truth import SEED
+from support.hang_dumps import write_dump
 from support.page_text import (
     read_cards,
     read_chart_text,
@@ -25,10 +28,12 @@ from support.page_text import (
 )
 from support.report_builders import analysis
 from support.samples import SAMPLES
+from support.watch_builders import STORY, batch, event, list_story
 
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.diagnose.causes import CAUSES
+from stepsplit.analyzer.diagnose.hang.find import read_calls
 from stepsplit.analyzer.report import report as rows
 from stepsplit.analyzer.report.report import ComparedStage, Gap, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
@@ -38,13 +43,23 @@ from stepsplit.dashboard.figures.run import draw_split_by_rank
 from stepsplit.dashboard.pages.address import Address, AddressQuery
 from stepsplit.dashboard.pages.compare import compare_page
 from stepsplit.dashboard.pages.components import View
-from stepsplit.dashboard.pages.history import METRICS
+from stepsplit.dashboard.pages.hang import build_hang_page
+from stepsplit.dashboard.pages.history import METRICS, build_history_page
 from stepsplit.dashboard.pages.overview import build_caveats
+from stepsplit.dashboard.pages.run_actions import RunRights
 from stepsplit.dashboard.pages.run_pages import RUN_PAGES, build_run_page
 from stepsplit.dashboard.pages.runs import build_runs_page
 from stepsplit.dashboard.pages.tables import EXPORTED_ROWS
-from stepsplit.dashboard.store.metrics import METRIC_NAMES, build_headline, compute_job_fingerprint
+from stepsplit.dashboard.pages.watch import build_watch_list, build_watch_page, read_watch_view
+from stepsplit.dashboard.store.metrics import (
+    METRIC_NAMES,
+    MetricPoint,
+    build_headline,
+    collect_metrics,
+    compute_job_fingerprint,
+)
 from stepsplit.dashboard.store.run_row import RunRow
+from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import export_html
 
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())
@@ -227,6 +242,87 @@ def test_every_page_of_a_simulated_job(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_every_page_of_many_simulated_jobs(name: str, seed: int, tmp_path: Path) -> None:
     check(*simulate_job(name, tmp_path, seed))
+
+
+@pytest.mark.parametrize("name", ["h100_pp2", "tp2_pp2_dp2", "built_ddp_host_stall"])
+def test_the_history_has_the_numbers_of_the_list(name: str) -> None:
+    report = examine([SAMPLES / name]).report
+    numbers = build_headline(report)
+    row = RunRow(RUN, name, 10**18, "done", None, numbers, job=compute_job_fingerprint(report))
+    columns = {"columns": "step,collective,skew,bubble,idle,mfu,memory"}
+    (listed,) = read_tables(build_runs_page([row], AddressQuery(columns)))[0]
+    heads = {"step_ns": "step", "skew": "of which skew", "bubble": "bubble", "idle": "idle",
+             "mfu": "MFU"}  # fmt: skip
+    n_compared = 0
+    for metric, value in collect_metrics(report, numbers).items():
+        if value is None or metric not in METRICS:
+            continue
+        points = [MetricPoint(RUN, name, 10**18 + n, value, row.job) for n in range(2)]
+        page = build_history_page(points, [], AddressQuery({"metric": metric}))
+        assert NO_NUMBER.findall(read_page(page)) == [], metric
+        (shown, other) = read_tables(page)[-1]
+        label = METRICS[metric].label
+        assert shown[label] == other[label]
+        seen = listed.get(heads.get(metric, ""), "")
+        if seen:
+            # The list may have fewer digits.
+            ours, theirs = (
+                float(text.split()[0].replace(",", "")) for text in (shown[label], seen)
+            )
+            digits = len(seen.split()[0].partition(".")[2])
+            assert ours == pytest.approx(theirs, abs=0.51 * 10**-digits), metric
+            n_compared += 1
+    assert n_compared >= 3
+
+
+def test_a_watched_run_has_the_same_numbers_on_its_page_and_in_the_list(tmp_path: Path) -> None:
+    store = Store.open(make_sqlite(tmp_path / "runs.db"), tmp_path / "artifacts")
+    now_ns = time.time_ns()
+    for one in list_story(now_ns, hours=5):
+        store.watches.add_batch(one)
+    (run,) = store.watches.list_watches()
+    began_ns = now_ns - 20 * 60 * 10**9
+    store.watches.add_batch(
+        batch(run=STORY, incarnation=run.start.incarnation, world_size=run.start.world_size,
+              unix_ns=now_ns, id="more", events=(event("change", began_ns, "slower", 90_000,
+              before_ns=4.1e8, after_ns=4.9e8, rank=5),))
+    )  # fmt: skip
+    (run,) = store.watches.list_watches()
+    alerts = store.alerts.list_alerts(run.name, 9)
+    view = read_watch_view(store.watches, run, AddressQuery(), now_ns)
+    page = build_watch_page(view, AddressQuery(), alerts)
+    listing = build_watch_list([run], now_ns, store.alerts.count_open())
+    store.close()
+
+    check_words({"watch": page, "list": listing})
+    ((row,),) = read_tables(listing)
+    cards, text = read_cards(page), read_text(page)
+    overhead, (interval, _), (dropped, _) = (
+        cards[name] for name in ("overhead of samples", "interval of samples", "dropped")
+    )
+    assert row["overhead"] == f"{overhead[0]} of {overhead[1].removeprefix('budget ')}"
+    assert row["sample each"] == f"{interval} steps" and row["dropped"] == dropped
+    assert f"step {row['last step']}" in text and f"{row['ranks']} ranks on" in text
+    assert f"{row['open alerts']} open alert" in text
+    happened = next(one for one in read_tables(page) if one and "lasted" in one[0])
+    (alert,) = [one for one in happened if one["what"] == "step time"]
+    assert (alert["size"], alert["rank"]) == ("410 ms to 490 ms a step", "5")
+
+
+def test_a_hang_has_the_same_words_on_its_page_and_in_the_list(tmp_path: Path) -> None:
+    for number, (seqs, state) in enumerate(((5, "started"), (4, "completed"))):
+        (tmp_path / f"trace_{number}").write_bytes(write_dump(seqs, state))
+    hang = read_calls([tmp_path])
+    run = RunRow(RUN, "hung", 10**18, "done", hang.verdict, None)
+    page, listing = build_hang_page(hang, run, RunRights()), build_runs_page([run], AddressQuery())
+
+    check_words({"hang": page, "runs": listing})
+    assert hang.verdict in read_text(page) and hang.verdict in read_text(listing)
+    calls, ranks = read_tables(page)
+    assert [(one["waiting"], one["missing"]) for one in calls] == [("rank 0", "rank 1")]
+    assert [one["rank"] for one in ranks] == ["rank 1", "rank 0"]
+    for rank in ranks:
+        assert f"{calls[0]['call']} of {calls[0]['group']}" in rank["state"]
 
 
 def test_metrics_have_a_label() -> None:

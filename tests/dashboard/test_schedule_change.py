@@ -12,6 +12,7 @@ from support.report_builders import MS
 from support.samples import SAMPLES
 
 from stepsplit.analyzer import examine
+from stepsplit.analyzer.units import format_signed_milliseconds
 from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.communication import build_pipeline_page
 from stepsplit.dashboard.pages.components import View
@@ -134,3 +135,27 @@ def test_a_pipeline_of_an_unknown_schedule_has_its_measured_bubble_only() -> Non
     words = read_text(build_verdict(pipeline, None))
     assert "50.2 % of the pipeline window is bubble; the schedule is unknown" in words
     assert "Verdict" in read_text(build_pipeline_page(replace(view, report=report), AddressQuery()))
+
+
+def test_the_straggler_is_left_out_by_the_replay_of_its_finding() -> None:
+    view = load("built_tp_pp_dp_slow_rank")
+    finding = next(one for one in view.report.findings if one.ranks)
+    (rank,) = finding.ranks
+
+    def show(**chosen: str) -> object:
+        return build_change_section(view, measure(view), AddressQuery(chosen))
+
+    (menu,) = [one for one in find(show(), html.Select) if getattr(one, "data-choice") == "without"]
+    assert [one.value for one in menu.children][:2] == ["", str(rank)]
+    before, after = read_cards(show()), read_cards(show(without=str(rank)))
+    label = f"without rank {rank}"
+    assert label not in before and before.items() <= after.items(), "the schedule stays"
+    assert after[label][0] == format_signed_milliseconds(-finding.gain_ns)
+    assert finding.message in read_text(show(without=str(rank)))
+    assert read_cards(show(without="99")) == before
+    assert not find_menu(load("pp2_m2"), "without")
+
+
+def find_menu(view: View, name: str) -> list[object]:
+    section = build_change_section(view, measure(view), AddressQuery())
+    return [one for one in find(section, html.Select) if getattr(one, "data-choice") == name]

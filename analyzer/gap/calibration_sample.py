@@ -19,10 +19,10 @@ from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, JobConfi
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import find_preset, list_hardware_names, load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
+from stepsplit.analyzer.model.host_time import compute_launch_time
 from stepsplit.analyzer.model.layer_time import (
     Gemm,
     build_head_gemm,
-    compute_launch_time,
     list_attention_gemms,
     list_expert_gemms,
     list_mlp_gemms,

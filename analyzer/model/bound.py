@@ -13,12 +13,8 @@ from stepsplit.analyzer.model.comm_volume import list_shared_ops
 from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, JobConfig
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed, find_wide_peak
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.layer_time import (
-    FUSED_BACKWARD,
-    LayerPass,
-    compute_chunk_passes,
-    select_framework_costs,
-)
+from stepsplit.analyzer.model.host_time import compute_layer_host_ns
+from stepsplit.analyzer.model.layer_time import FUSED_BACKWARD, LayerPass, compute_chunk_passes
 from stepsplit.analyzer.model.memory_states import compute_stage_activations
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import StageParameters
@@ -197,7 +193,6 @@ def list_compute_parts(job: JobConfig, stage: StageTime, split: Split) -> tuple[
     gemm, attention = round(gemm_ns), round(attention_ns)
     hardware = job.hardware
     peak, wide = hardware.peak_flops_per_s(job.training.dtype), find_wide_peak(job)
-    host_ns = hardware.efficiency.host_ns or select_framework_costs(job).host_ns
     memory = hardware.memory_bytes_per_s
     rest_ns = split.compute_ns - gemm - attention - optimizer_ns
     parts = (
@@ -207,7 +202,7 @@ def list_compute_parts(job: JobConfig, stage: StageTime, split: Split) -> tuple[
         ),
         ComputePart("memory-bound", rest_ns, bytes_per_s, memory, "bytes_per_s"),
         ComputePart("optimizer", optimizer_ns, bytes_per_s, memory, "bytes_per_s"),
-        ComputePart("host", split.idle_ns, host_ns, None, "ns_per_layer"),
+        ComputePart("host", split.idle_ns, compute_layer_host_ns(job), None, "ns_per_layer"),
     )
     return tuple(part for part in parts if part.ns > 0 or part.name == "GEMM")
 

@@ -18,7 +18,7 @@ from stepsplit.analyzer.model.config_decode import (
     select_fields,
 )
 from stepsplit.analyzer.model.config_limits import NonNegative
-from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
+from stepsplit.analyzer.model.host_time import compute_launch_time, is_host_bound
 from stepsplit.analyzer.model.memory import is_within_memory
 from stepsplit.analyzer.model.memory_states import (
     find_known_unfused,

@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.hardware_config import (
     list_attention_kernels,
     load_attention_rate,
 )
+from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.profile import SECTIONS, Feature, Origin
 
@@ -238,7 +239,7 @@ are taken; operations of an eager model of transformers need 1 ms (measured_jobs
 
 def _list_host_times(job: JobConfig) -> Iterable[Change]:
     """Processors of half and twice the speed, and the slowest launches that were measured."""
-    host_ns = job.hardware.efficiency.host_ns or job.profile.times.host_ns
+    host_ns = compute_layer_host_ns(job)
     return [{"host_ns": host_ns / 2}, {"host_ns": max(2 * host_ns, SLOW_HOST_NS)}]
 
 

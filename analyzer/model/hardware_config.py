@@ -107,6 +107,17 @@ def decode_hardware(
     }
     if base is not None and "clock" not in stated and "power_watts" in stated:
         decoded["clock"] = base.clock * compute_power_clock(stated["power_watts"], base.power_watts)
+    if "clock" not in stated and "clock_mhz" in stated:
+        peak_mhz = stated.get("peak_mhz", known.peak_mhz)
+        reached = load_device(family).clocked_gemm
+        if peak_mhz and reached:
+            # The family's fraction has the clocks of its own runs in it, this one does not.
+            share = stated["clock_mhz"] / peak_mhz
+            decoded["clock"] = reached * share / decoded["efficiency"].gemm
+        else:
+            hint = "state peak_mhz, the clock of the peaks" if reached else "state clock, a ratio"
+            problem = f"what GEMMs of {known.name} reach at a clock is not known"
+            mistakes.append(table.build_error("clock_mhz", problem, hint))
     if "gemms" in stated:
         decoded["gemms"] = _decode_gemms(table, dict(peaks_flops_per_s), mistakes)
     return replace(known, **{**select_fields(HardwareConfig, stated), **decoded})
@@ -180,6 +191,8 @@ _MULTIPROCESSORS = PlausibleRange(1, 1e4, "multiprocessors")
 
 _CLOCK = PlausibleRange(0.05, 20, "times the family's speed")
 
+_MEGAHERTZ = PlausibleRange(100, 10_000, "MHz", "GHz", 1e3)
+
 _POWER = PlausibleRange(20, 5_000, "W", "kW", 1e3)
 
 _NVLS = PlausibleRange(0.01, 10, "times the link's rate")
@@ -226,6 +239,9 @@ def _check_units(
         ("multiprocessors", _MULTIPROCESSORS),
         ("clock", _CLOCK),
         ("power_watts", _POWER),
+        ("clock_mhz", _MEGAHERTZ),
+        ("peak_mhz", _MEGAHERTZ),
+        ("host_call_ns", _LAUNCH),
         ("nvls", _NVLS),
         ("host_update_bytes_per_s", _HOST_UPDATE),
         ("gpus_per_node", _GPUS),

@@ -228,98 +228,6 @@ def _time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     )
 
 
-# Launch time of a model stage on the host, and how long the device waits for it.
-
-HOST = Formula(
-    "step.host",
-    "idle = max(0, launches of a pass - its compute and exposed communication); the backward"
-    " launches as much as the forward, plus the recomputation; a CPU cannot launch while it"
-    " computes, so all its launches are idle",
-    "own; constants of the framework, or calibrated",
-)
-
-HOST_BOUND_RATIO = 0.7
-"""Launch time over compute time from which a pass counts as host-bound."""
-
-
-EXPERT_LAUNCHES = 3
-"""Kernels of a layer with experts over those of a dense one: router, sorting, permutation."""
-
-
-EXPERT_LAUNCH = Formula(
-    "step.expert_launches",
-    "w (1 + n/32) per layer with n experts on the rank forward, twice that backward, in fp8 n/16:"
-    " its many small kernels are launched after the host has read the counts of tokens; with CUDA"
-    " graphs of layers w n/32, in fp8 n/16; 0 if one CUDA graph replays the step",
-    "NVIDIA, Megatron-Core MoE report, arXiv:2603.07685, section 6 (host-bound experts); w: fitted",
-)
-
-DOUBLING_EXPERTS = 32
-"""Experts of a rank whose own launches take as long as all others of a layer, in 16 bits."""
-
-
-def compute_expert_wait(job: JobConfig, expert_layers: int) -> LayerPass:
-    """Time that one microbatch waits for the launches of experts (EXPERT_LAUNCH)."""
-    if job.model.experts is None or job.training.cuda_graph == "step":
-        return LayerPass(0.0, 0.0, 0.0)
-    if job.runs_transformers and not has_fp32_experts(job):
-        # One grouped_mm of torch, which reads the counts of tokens on the device.
-        return LayerPass(0.0, 0.0, 0.0)
-    local = divide_ceil(job.model.experts.count, job.parallel.ep)
-    casts = 2 if job.training.is_quantized else 1
-    launches = local * casts / DOUBLING_EXPERTS
-    if job.training.cuda_graph != "layers":
-        launches += 1
-    wait_ns = job.hardware.efficiency.expert_ns * expert_layers * launches
-    formulas = (EXPERT_LAUNCH,) if wait_ns else ()
-    return LayerPass(wait_ns, 2 * wait_ns, 0.0, formulas=formulas)
-
-
-def compute_launch_time(job: JobConfig, layers: int, expert_layers: int = 0) -> LayerPass:
-    """Host time to launch one microbatch of a number of layers, some of them with experts.
-
-    CUDA graphs of layers leave the experts to the host, one graph of the step leaves nothing.
-    """
-    graph = job.training.cuda_graph
-    if graph == "step":
-        return LayerPass(0.0, 0.0, 0.0)
-    experts_launched = (EXPERT_LAUNCHES - 1) * expert_layers
-    launched: float = experts_launched if graph == "layers" else layers + experts_launched
-    if graph == "none":
-        # Adapters of so many layers.
-        dense_layers = layers - expert_layers
-        dense = sum(one.count for one in list_adapters(job))
-        mixture = sum(one.count for one in list_adapters(job, expert=True))
-        launched += ADAPTER_LAUNCHES * (dense_layers * dense + expert_layers * mixture)
-    layer_ns = (job.hardware.efficiency.host_ns or select_framework_costs(job).host_ns) * launched
-    recompute_ns = 0.0 if job.training.recompute in ("none", "selective") else layer_ns
-    return LayerPass(layer_ns, layer_ns + recompute_ns, 0.0)
-
-
-ADAPTER_LAUNCHES = 0.08
-"""Operations of an adapter over those of a layer: seven adapters add 28 to the 36 of transformers'
-Llama forward, and 31 to the 69 backward."""
-
-
-def compute_host_wait(device: LayerPass, host: LayerPass, is_cpu: bool = False) -> LayerPass:
-    """Device idle time of a pass because the host launches more slowly.
-
-    alone: one processor (a CPU) is both, and does not compute while it launches.
-    """
-    if is_cpu:
-        return host
-    backward_ns = device.input_ns + device.weight_ns
-    return LayerPass(
-        max(0.0, host.forward_ns - device.forward_ns), max(0.0, host.input_ns - backward_ns), 0.0
-    )
-
-
-def is_host_bound(device: LayerPass, host: LayerPass) -> bool:
-    """Whether launching takes about as long as computing."""
-    compute_ns = device.forward_ns + device.input_ns + device.weight_ns
-    return host.forward_ns + host.input_ns > HOST_BOUND_RATIO * compute_ns
-
-
 # Compute time of one layer and microbatch on one rank.
 
 FUSED_BACKWARD = 2.5
@@ -686,14 +594,12 @@ class FrameworkCosts:
     """Constants of a framework.
 
     accumulate_bytes are moved per parameter and microbatch for
-    gradient accumulation, unit_bytes for the copies around FSDP's collectives, or by autocast.
-    host_ns is the host's launch time of one layer's forward, an estimate (about 30 kernels of 10
-    us). loss_bytes are moved per logit, forward and backward.
+    gradient accumulation, unit_bytes for the copies around FSDP's collectives, or by autocast,
+    loss_bytes per logit, forward and backward.
     """
 
     accumulate_bytes: float
     unit_bytes: float
-    host_ns: float
     loss_bytes: tuple[float, float] = LOSS_BYTES
 
 
@@ -711,17 +617,13 @@ def select_framework_costs(job: JobConfig) -> FrameworkCosts:
         unit_bytes = unit_bytes / 2 + unit_bytes / 2 / m
     if job.runs_transformers:
         unit_bytes = costs.cast_bytes if is_autocast(job) else 0.0
-    host_ns, loss_bytes = costs.host_ns, LOSS_BYTES
-    if job.runs_transformers and not training.compile:
-        host_ns = costs.eager_host_ns or costs.host_ns
     is_upcast = {
         "never": False,
         "unfused": not training.fused_loss,
         "transformers": job.runs_transformers,
     }
-    if is_upcast[costs.upcasts_loss] and not training.compile:
-        loss_bytes = UPCAST_LOSS_BYTES
-    return FrameworkCosts(accumulate_bytes, unit_bytes, host_ns, loss_bytes)
+    wide = is_upcast[costs.upcasts_loss] and not training.compile
+    return FrameworkCosts(accumulate_bytes, unit_bytes, UPCAST_LOSS_BYTES if wide else LOSS_BYTES)
 
 
 # Ring attention computes its result in pieces, which it has to merge.

@@ -19,11 +19,8 @@ from stepsplit.analyzer.model.confidence import decide_confidence
 from stepsplit.analyzer.model.config import Experts, JobConfig, ParallelConfig
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.device_speed import compute_device_speed
-from stepsplit.analyzer.model.layer_time import (
-    compute_chunk_passes,
-    compute_expert_wait,
-    compute_launch_time,
-)
+from stepsplit.analyzer.model.host_time import compute_expert_wait, compute_launch_time
+from stepsplit.analyzer.model.layer_time import compute_chunk_passes
 from stepsplit.analyzer.model.memory import (
     compute_peak_bytes,
     is_peak_within_memory,

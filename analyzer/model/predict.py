@@ -15,6 +15,7 @@ from stepsplit.analyzer.model import (
     comm_volume,
     device_speed,
     elementwise,
+    host_time,
     layer_time,
     memory,
     memory_peak,
@@ -349,7 +350,7 @@ ORDER = (
     step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
     optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,
     offload.HOST_UPDATE, offload.TRANSFERS,
-    layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS, BOUND,
+    host_time.HOST, host_time.HOST_CALLS, host_time.EXPERT_LAUNCH, step_time.STRAGGLERS, BOUND,
 )  # fmt: skip
 
 

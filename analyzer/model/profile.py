@@ -273,9 +273,10 @@ class FrameworkTimes:
     """What the framework's own operations cost.
 
     Args:
-        host_ns: Host time to launch the forward of a layer, about 30 kernels of 10 us.
-        eager_host_ns: The same where a model of transformers runs operation by operation; 0: as
-            host_ns.
+        host_calls: Calls of the host to launch the forward of a dense layer in 16 bits, each as
+            long as one of torch's Linear (step.host_calls).
+        eager_host_calls: The same where a model of transformers runs operation by operation; 0: as
+            host_calls.
         accumulation: What adds up the gradients of microbatches: the GEMM itself ("gemm"), nothing
             that takes time ("free"), FSDP's reduction ("reduction"), or a kernel.
         accumulate_bytes: Bytes of such a kernel per parameter; 0: three times the gradient.
@@ -287,8 +288,8 @@ class FrameworkTimes:
         least_error: Error that 9 of 10 runs stay below, where no band of published runs tells.
     """
 
-    host_ns: float
-    eager_host_ns: NonNegative = 0.0
+    host_calls: Natural
+    eager_host_calls: Natural = 0
     accumulation: Literal["gemm", "free", "reduction", "kernel"] = "kernel"
     accumulate_bytes: NonNegative = 0.0
     unit_copy_bytes: NonNegative = 0.0
@@ -360,7 +361,7 @@ class FrameworkProfile:
 
     rows names the published runs on which numbers were fitted. inferred: what is taken to run this
     framework if it names none (see infer_framework). by_release and
-    assumed list the features ("times.host_ns") that depend on the framework's release, and those
+    assumed list the features ("times.host_calls") that depend on the framework's release, and those
     that no document states. variants is what differs of saved, by the name of its table.
     """
 
@@ -384,7 +385,7 @@ class FrameworkProfile:
     variants: Mapping[str, Mapping[str, float | bool]]
 
     def find_origin(self, feature: str) -> Origin:
-        """Where the value of a feature ("times.host_ns") comes from, if the job names the
+        """Where the value of a feature ("times.host_calls") comes from, if the job names the
         framework."""
         if feature in self.assumed:
             return Origin.ASSUMED
@@ -517,6 +518,7 @@ class DeviceBehavior:
         cudnn: Whether cuDNN's is faster, for frameworks that call it.
         stores_scores: Whether attention was not fused yet in the time of the family
             (FrameworkDefaults.stores_scores).
+        clocked_gemm: Fraction of the peak at their clock that large GEMMs reach; 0: not known.
         multiprocessor_bytes_per_ns: What a multiprocessor asks for with torch's own kernels; 0: not
             measured.
     """
@@ -525,6 +527,7 @@ class DeviceBehavior:
     attention_kernel: str = "flash-2"
     cudnn: bool = False
     stores_scores: bool = False
+    clocked_gemm: NonNegative = 0.0
     multiprocessor_bytes_per_ns: NonNegative = 0.0
 
 

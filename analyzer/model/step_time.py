@@ -13,17 +13,20 @@ from stepsplit.analyzer.model.comm_volume import is_kept_gathered, is_reduced_ev
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.host_time import (
+    HOST,
+    HOST_CALLS,
+    compute_expert_wait,
+    compute_host_wait,
+    compute_launch_time,
+)
 from stepsplit.analyzer.model.layer_time import (
     AUTOCAST,
     BUCKET_COPIES,
     BUCKET_PASSES,
-    HOST,
     UNIT_COPIES,
     LayerPass,
     compute_chunk_passes,
-    compute_expert_wait,
-    compute_host_wait,
-    compute_launch_time,
     select_framework_costs,
 )
 from stepsplit.analyzer.model.memory_states import (
@@ -293,6 +296,7 @@ def compute_stage_time(
             *list_optimizer_formulas(job),
             *(TRANSFERS,) * bool(job.offloaded),
             HOST,
+            *(() if job.hardware.efficiency.host_ns else (HOST_CALLS,)),
         ),
     )
 

@@ -44,7 +44,7 @@ ALONE = (
     "parameters.total", "parameters.stage", "parameters.layer", "flops.C1", "flops.mfu",
     "memory.states_megatron", "memory.activations", "memory.logits", "memory.layer_gradient",
     "memory.peak", "memory.reserved", "step.kernel", "step.accumulate", "step.optimizer",
-    "step.host", "step.bound",
+    "step.host", "step.host_calls", "step.bound",
 )  # fmt: skip
 EACH = (
     "comm.wire", "comm.choice", "comm.ring", "comm.tree", "comm.nvls", "step.exposed",

@@ -12,6 +12,7 @@ from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, Schedule, TrainingConfig
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
+from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.layer_time import LayerPass, time_dense_layer
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import count_stage_parameters
@@ -228,7 +229,7 @@ def test_a_pass_takes_the_longest_of_what_runs_at_once() -> None:
     one = job(layout=layout, framework="megatron")
     sends = timed("fsdp", "dp_shard", "forward", 1_000, 1_000.0, "all_gather")
     found = middle(one, sends)
-    host_ns, computes_ns = 2 * 250e3, found.passes[0].forward_ns
+    host_ns, computes_ns = 2 * compute_layer_host_ns(one), found.passes[0].forward_ns
     assert computes_ns < host_ns
     assert found.compute_chunk_cost(0).forward_ns == pytest.approx(sends.time.ns, rel=0.01)
 

@@ -47,6 +47,24 @@ def test_a_limit_above_it_changes_nothing_and_a_stated_clock_wins() -> None:
     assert gemm_of("h100-sxm", "power_watts = 350\nclock = 0.9")[2] == 0.9
 
 
+def test_a_measured_clock_sets_what_gemms_reach() -> None:
+    """0.95 of the peak at that clock, which is 989.4 TFLOP/s at 1,830 MHz."""
+    rate, peak, _ = gemm_of("h100-sxm", "clock_mhz = 1400")
+    # What GEMMs move does not slow down.
+    assert 0.8 * 0.95 * 1400 / 1830 < rate / peak < 0.95 * 1400 / 1830
+    assert gemm_of("h100-sxm", "clock_mhz = 1400\nclock = 0.9")[2] == 0.9
+    slower = gemm_of("h100-sxm", "clock_mhz = 1400\npeak_mhz = 2000")[2]
+    assert slower == pytest.approx(0.95 * 1400 / 2000 / 0.7567)
+
+
+def test_a_clock_says_nothing_where_the_gemms_at_one_are_not_known() -> None:
+    message = "hardware.clock_mhz: what GEMMs of b200-sxm reach at a clock is not known; state clock"
+    with pytest.raises(DataError, match=message):
+        parse_job(JOB.format("b200-sxm", "clock_mhz = 1500"))
+    with pytest.raises(DataError, match="1.5 GHz are 1500 MHz"):
+        parse_job(JOB.format("h100-sxm", "clock_mhz = 1.5"))
+
+
 def test_the_h100_of_500_w_is_that_of_700_w_with_a_limit() -> None:
     preset, limited = load_hardware("h100-sxm-500w"), parse_job(
         JOB.format("h100-sxm", "power_watts = 500\nmemory_bytes_per_s = 2.4e12")

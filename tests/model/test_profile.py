@@ -45,7 +45,7 @@ NEW = """
 source = "a framework of our own: as Megatron-LM, but with gradients in 16 bits"
 aliases = ["our-own"]
 same_layers_as = "megatron"
-assumed = ["times.host_ns"]
+assumed = ["times.host_calls"]
 [mine.defaults]
 fused_loss = true
 [mine.messages]
@@ -57,7 +57,7 @@ logits_saved = 4.0
 logits_working = 2.0
 logits_working_split = 2.0
 [mine.times]
-host_ns = 250e3
+host_calls = 20
 """
 
 Add = Callable[[str], None]
@@ -104,12 +104,12 @@ def test_a_typo_in_an_entry_is_one_line_that_names_file_key_and_fix(add: Add) ->
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("host_ns = 250e3", "host_ns = -1.0", "mine.times.host_ns: -1.0 is not a valid number"),
-        ("host_ns = 250e3", "zeroes_gradients = true", "mine.times.host_ns: missing"),
+        ("host_calls = 20", "host_calls = -1", "mine.times.host_calls: -1 is not a valid count"),
+        ("host_calls = 20", "zeroes_gradients = true", "mine.times.host_calls: missing"),
         ('source = "', 'sources = "', "mine.sources: unknown key; write"),
-        ("times.host_ns", "times.hosts", "mine.assumed: 'times.hosts' is not a feature; write"),
+        ("times.host_calls", "times.hosts", "mine.assumed: 'times.hosts' is not a feature; write"),
         ('same_layers_as = "megatron"', "", "mine.saved: missing; give saved, or the framework"),
-        ("host_ns = 250e3", 'host_ns = 1.0\naccumulation = "gem"', "'gem' is unknown; write gemm"),
+        ("host_calls = 20", 'host_calls = 1\naccumulation = "gem"', "'gem' is unknown; write gemm"),
     ],
 )
 def test_every_mistake_of_an_entry_is_named(add: Add, old: str, new: str, message: str) -> None:
@@ -135,7 +135,7 @@ def test_each_feature_has_its_origin_and_the_key_that_would_state_it() -> None:
         name: (found[name].value, found[name].origin, found[name].key)
         for name in (
             "fused_loss", "zero", "overlap", "early_stop", "messages.copies_sequence",
-            "messages.torch_ring", "times.host_ns", "gemm", "memory",
+            "messages.torch_ring", "times.host_calls", "gemm", "memory",
         )
     }  # fmt: skip
     assert printed == {
@@ -145,7 +145,7 @@ def test_each_feature_has_its_origin_and_the_key_that_would_state_it() -> None:
         "early_stop": (True, Origin.RELEASE, "training.early_stop"),
         "messages.copies_sequence": (True, Origin.FRAMEWORK, "training.framework"),
         "messages.torch_ring": (True, Origin.RELEASE, "training.framework"),
-        "times.host_ns": (400e3, Origin.ASSUMED, "training.framework"),
+        "times.host_calls": (30, Origin.ASSUMED, "training.framework"),
         "gemm": (0.5, Origin.STATED, "hardware.efficiency.gemm"),
         "memory": (0.75, Origin.FITTED, "hardware.efficiency.memory"),
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from datetime import date, time
 from functools import lru_cache
@@ -69,8 +70,50 @@ def read_table(path: str | Path) -> TomlTable:
 
 
 def parse_table(where: str | Path, text: bytes) -> TomlTable:
-    """Parses TOML text; where is the file name in errors. Raises DataError."""
-    return TomlTable(str(where), "", parse_toml(where, text))
+    """Parses TOML text; where is the file name in errors. Raises DataError: with all lines that are
+    not TOML by themselves, if there are any."""
+    try:
+        return TomlTable(str(where), "", parse_toml(where, text))
+    except DataError:
+        _list_broken_lines(where, text.decode("utf-8", "replace")).raise_all()
+        raise
+
+
+_ASSIGNMENT = re.compile(r"""\s*([\w.-]+)\s*=\s*([^\s#].*?)\s*(?:\#.*)?""")
+
+_OPENS = re.compile(r"""[\[{]|\"{3}|'{3}""")
+"""How values begin that may go on in further lines."""
+
+_SEVERAL = re.compile(r"""\s*[\w.-]+\s*=\s*("[^"]*"|[^\s,;]+)\s*[,;]?\s+[\w.-]+\s*=.*""")
+
+_MOST_LINES = 10_000
+
+
+def _list_broken_lines(where: str | Path, text: str) -> Mistakes:
+    """What is wrong with each line that assigns a key, for a parser stops at the first."""
+    mistakes = Mistakes()
+    for number, line in enumerate(text.splitlines()[:_MOST_LINES], 1):
+        found = _ASSIGNMENT.fullmatch(line)
+        if found is None or _OPENS.match(found[2]) or len(found[2]) > _MOST_SHOWN:
+            continue
+        with suppress(ValueError, RecursionError):
+            tomllib.loads(line)
+            continue
+        place, (key, value) = f"line {number}: {found[1]}", found.groups()
+        if _SEVERAL.fullmatch(line):
+            problem, hint = "is followed by another key", "write one key in each line"
+        elif value.lower() in ("true", "false"):
+            problem, hint = f"{value} is not TOML", f"write {key} = {value.lower()}"
+        elif value[0].isdigit():
+            problem, hint = f"{value} is no number", "write digits alone"
+        else:
+            problem, hint = f"{value} is not TOML", f'write {key} = "{value}" for a word'
+        mistakes.append(DataError(where, f"{place} {problem}", hint))
+    return mistakes
+
+
+_MOST_SHOWN = 60
+"""Characters of a value that an error repeats; longer ones are left to the parser's own words."""
 
 
 # Tables as TOML text.

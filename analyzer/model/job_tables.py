@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepsplit.analyzer.errors import DataError, UsageError, parse_toml, read_file
+from stepsplit.analyzer.errors import DataError, UsageError, read_file
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
     find_nearest_words,
     format_toml_lines,
     join_choices,
+    parse_table,
 )
 from stepsplit.analyzer.model.job_files import KINDS
 from stepsplit.analyzer.model.job_files.job_file import JobFile, JobFileKind, JobTablesBuilder
@@ -24,6 +25,9 @@ JOB_KIND = "job"
 """The word of --from for a job.toml."""
 
 SETTINGS = "--set"
+
+TRANSFORMERS_UNFUSED = ("norms", "rotary", "activation")
+"""What models of transformers run as separate operations: all but attention's softmax."""
 
 _EXCLUSIVE = {
     "training": (("global_batch", "microbatches"),),
@@ -83,13 +87,13 @@ def read_job_tables(
     files = [JobFile(str(path), read_file(path)) for path in paths]
     kinds = [_find_kind(file, kind if file is files[0] else "") for file in files]
     if len(files) == 1 and kinds[0] is None and not settings:
-        return JobSource(place_keys(parse_table_of(files[0]), keys))
+        return JobSource(place_keys(parse_table(files[0].path, files[0].content), keys))
     merged: dict[str, Any] = {}
     where, notes = files[0].path, list[str]()
     for file, own in zip(files, kinds, strict=True):
         if own is None:
-            mistakes = Mistakes()
-            normalized = replace_key_aliases(place_keys(parse_table_of(file), keys), mistakes)
+            table, mistakes = place_keys(parse_table(file.path, file.content), keys), Mistakes()
+            normalized = replace_key_aliases(table, mistakes)
             mistakes.raise_all()
             where = file.path if "hardware" in normalized.table.values else where
             notes += normalized.notes
@@ -105,6 +109,15 @@ def read_job_tables(
             notes += _describe(file, own, builder)
             _merge(merged, stated)
     notes += _merge_settings(merged, settings, keys)
+    eager_under = {name for own in kinds if own is not None for name in own.eager_under}
+    training = merged.get("training", {})
+    is_eager = isinstance(training, dict) and training.get("framework") in eager_under
+    if is_eager and not {"unfused", "compile"} & training.keys():
+        training["unfused"] = list(TRANSFORMERS_UNFUSED)
+        notes.append(
+            f"training: {', '.join(TRANSFORMERS_UNFUSED)} as unfused, as transformers runs them;"
+            " unfused = [] if kernels of a library (Liger) replace them"
+        )
     if any(kinds):
         _check_required(files, merged, ("parallel",) if is_planned else ())
     silent = (frozenset[str]() if own is None else own.unsaid for own in kinds)
@@ -115,7 +128,7 @@ def read_job_tables(
 def place_keys(table: TomlTable, keys: Mapping[str, Collection[str]]) -> TomlTable:
     """The table of a file without any tables, with each key in the one that it belongs to.
 
-    Raises DataError for a key that belongs to none or to several.
+    Raises DataError with all keys that belong to none or to several.
     """
     values = table.values
     has_tables = any(isinstance(value, dict) for value in values.values())
@@ -124,18 +137,17 @@ def place_keys(table: TomlTable, keys: Mapping[str, Collection[str]]) -> TomlTab
     if not values or has_tables or others or not isinstance(values.get("model", ""), str):
         return table
     sections: dict[str, dict[str, Any]] = {}
+    mistakes = Mistakes()
     for name, value in values.items():
         try:
             section, key = _find_key(name, keys)
         except UsageError as error:
             problem, _, hint = str(error).removeprefix(f"{SETTINGS} ").partition("; ")
-            raise DataError(table.where, problem, hint) from None
-        sections.setdefault(section, {})[key] = value
+            mistakes.append(DataError(table.where, problem, hint))
+        else:
+            sections.setdefault(section, {})[key] = value
+    mistakes.raise_all()
     return TomlTable(table.where, table.name, sections)
-
-
-def parse_table_of(file: JobFile) -> TomlTable:
-    return TomlTable(file.path, "", parse_toml(file.path, file.content))
 
 
 def _find_kind(file: JobFile, kind: str) -> JobFileKind | None:

@@ -214,7 +214,10 @@ def test_recomputation_is_open_where_no_file_has_a_word_for_it(tmp_path: Path) -
 
     assert find_open() == (["training.recompute"], "medium")
     assert "training.recompute" not in find_open(settings=[*settings, "recompute=none"])[0]
-    assert "training.recompute" not in find_open(write(tmp_path, "job.toml", JOB))[0]
+    fused = [*settings, "unfused=[]"]
+    assert (
+        "training.recompute" not in find_open(write(tmp_path, "job.toml", JOB), settings=fused)[0]
+    )
 
 
 def test_what_transformers_fills_in_is_asked_for(tmp_path: Path) -> None:
@@ -482,3 +485,17 @@ def test_sizes_of_experts_and_latent_attention_are_typed(tmp_path: Path) -> None
     model = read_job(write(tmp_path, "config.json", DEEPSEEK), settings=REST).model
     assert model.experts == Experts(256, 8, 2048, 2048, 3)
     assert model.latent == LatentAttention(1536, 512, 128, 64, 128)
+
+
+def test_deepspeed_runs_a_model_of_transformers_operation_by_operation(tmp_path: Path) -> None:
+    """Unless the job says which of its operations are fused."""
+    model, engine = tmp_path / "config.json", tmp_path / "ds.json"
+    model.write_text(json.dumps(LLAMA))
+    engine.write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
+    usual = ("gpu=h100", "gpus=8", "seq_len=4096", "micro_batch=1", "global_batch=8")
+    eager = read_job(model, engine, settings=usual)
+    fused = read_job(model, engine, settings=(*usual, "unfused=[]"))
+    assert eager.training.unfused == {"norms", "rotary", "activation"}
+    assert (eager.training.framework, fused.training.unfused) == ("deepspeed", frozenset())
+    assert any("as transformers runs them" in note for note in eager.notes)
+    assert predict(eager).split.step_ns > 1.1 * predict(fused).split.step_ns

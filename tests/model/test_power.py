@@ -58,10 +58,12 @@ def test_a_measured_clock_sets_what_gemms_reach() -> None:
 
 
 def test_a_clock_says_nothing_where_the_gemms_at_one_are_not_known() -> None:
-    message = "hardware.clock_mhz: what GEMMs of b200-sxm reach at a clock is not known; state clock"
+    message = (
+        "hardware.clock_mhz: what GEMMs of b200-sxm reach at a clock is not known; state clock"
+    )
     with pytest.raises(DataError, match=message):
         parse_job(JOB.format("b200-sxm", "clock_mhz = 1500"))
-    with pytest.raises(DataError, match="1.5 GHz are 1500 MHz"):
+    with pytest.raises(DataError, match=r"1\.5 GHz are 1500 MHz"):
         parse_job(JOB.format("h100-sxm", "clock_mhz = 1.5"))
 
 

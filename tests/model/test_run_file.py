@@ -466,6 +466,14 @@ def test_every_error_is_one_line() -> None:
     [
         (b"[model", "not valid TOML (Expected ']'"),
         (b"layers = 1" + b"0" * 5000, "not valid TOML (a number has over 4,300 digits)"),
+        (
+            b"[parallel]\ntp = 8 pp = 4\nzero = one # a comment\n[training]\nseq_len = 8k\n"
+            b"overlap = [\n  'dp'\n]\ncompile = True",
+            "line 2: tp is followed by another key; write one key in each line; and 3 more: "
+            'line 3: zero one is not TOML; write zero = "one" for a word | line 5: seq_len 8k is no'
+            " number; write digits alone | line 9: compile True is not TOML; write compile = true",
+        ),
+        (b"layer = 3\ntpp = 4", "layer: unknown key"),
         (b".".join([b"a"] * 20_000) + b" = 1", "has a key of more than 32 parts"),
         (b'model = { "a"' + b" . 'a b'" * 40 + b" = 1 }", "has a key of more than 32 parts"),
         (b"# " + b"a.b " * 300_000, "too large for a TOML file"),

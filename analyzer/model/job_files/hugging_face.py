@@ -218,5 +218,10 @@ def _put_latent(values: Mapping[str, Any], heads: int | None, job: JobTablesBuil
 
 
 KIND = JobFileKind(
-    "hugging-face", "Hugging Face config.json", _recognize, _read, frozenset({"training.recompute"})
+    "hugging-face",
+    "Hugging Face config.json",
+    _recognize,
+    _read,
+    frozenset({"training.recompute"}),
+    frozenset({"deepspeed"}),
 )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import JobConfig, MemoryCorrection
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory_peak import (
-    PEAK,
-    MemoryNeeds,
-    compute_needs,
-    count_native_loss_bytes,
-)
+from stepsplit.analyzer.model.memory_peak import PEAK, MemoryNeeds, compute_needs, count_open_bytes
 from stepsplit.analyzer.model.memory_states import (
     LayersByKind,
     States,
@@ -51,11 +47,13 @@ def compute_peak_bytes(
     job: JobConfig,
     states: tuple[States, ...] | None = None,
     layers: LayersByKind | None = None,
+    with_margin: bool = False,
 ) -> int:
     """The largest total_bytes of compute_memory, in less time: of equal stages only that with the
     most activations in flight is computed.
 
     states and layers are those of the job, computed here if the caller does not have them.
+    with_margin: what the peak stays below with the chance MARGIN.
     """
     layers, held = layers or compute_layers_by_kind(job), states or list_stage_states(job)
     params = count_stage_parameters(job)
@@ -65,14 +63,22 @@ def compute_peak_bytes(
         if alike not in most or in_flight > most[alike][0]:
             most[alike] = in_flight, stage
     learned, peaks = job.hardware.learned, list[int]()
+    fixed_bytes = job.profile.memory.workspace_bytes + learned.constant_bytes
+    _, high = find_peak_errors(job)
     for in_flight, stage in most.values():
         own, index = held[stage.index], stage.index
         needs = compute_needs(job, stage, params[index], layers, own.gradients_bytes)
         moment = needs.find_peak(in_flight)
         saved_bytes = round(moment.activations_bytes * learned.activations)
         moment_bytes = saved_bytes + moment.transient_bytes - moment.missing_gradients_bytes
-        peaks.append(own.total_bytes + moment_bytes)
-    return max(0, max(peaks) + job.profile.memory.workspace_bytes + learned.constant_bytes)
+        peak_bytes = max(0, own.total_bytes + moment_bytes + fixed_bytes)
+        if with_margin and peak_bytes:
+            more = 0 if learned != MemoryCorrection() else count_open_bytes(job, index)[1]
+            peak_bytes = round(
+                peak_bytes * (high * (1 + more / peak_bytes)) ** (MARGIN_WIDTH / BAND_WIDTH)
+            )
+        peaks.append(peak_bytes)
+    return max(peaks)
 
 
 def list_stage_states(job: JobConfig) -> tuple[States, ...]:
@@ -203,29 +209,63 @@ def estimate_allocated_band(
     job: JobConfig, stage: StageMemory, calibration: MemoryCalibration | None = None
 ) -> BytesBand:
     """A stage's predicted peak with its error band, from the framework or the calibration; with the
-    correction of a calibrated device the narrower of both. What a loss may need that the job leaves
-    open is in the band."""
-    known = job.profile.memory
-    low, high = CALIBRATED_BAND if calibration else (known.low, known.high)
-    if job.hardware.learned != MemoryCorrection():
-        low, high = max(low, CALIBRATED_BAND[0]), min(high, CALIBRATED_BAND[1])
-    total = stage.total_bytes
-    more = 0
+    correction of a calibrated device the narrower of both. What the job leaves open is in the
+    band."""
+    low, high = CALIBRATED_BAND if calibration else find_peak_errors(job)
+    total, less, more = stage.total_bytes, 0, 0
     if calibration is None and job.hardware.learned == MemoryCorrection():
-        more = count_native_loss_bytes(job, stage.stage)
-    return BytesBand(total, round(total * low), round((total + more) * high))
+        less, more = count_open_bytes(job, stage.stage)
+    return BytesBand(total, round((total - less) * low), round((total + more) * high))
 
 
-def is_surely_within_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
-    """Whether the job fits even if its peak is at the end of its band."""
-    highest = max(estimate_allocated_band(job, stage).high_bytes for stage in memory)
-    return is_peak_within_memory(job, highest)
+def find_peak_errors(job: JobConfig) -> tuple[float, float]:
+    """The ends of the band of a peak over the predicted one, beyond what the job leaves open."""
+    known = job.profile.memory
+    is_guess = job.model.experts is not None and not job.training.recipe
+    low, high = known.low, (known.experts_high if is_guess else 0.0) or known.high
+    if job.hardware.learned != MemoryCorrection():
+        return max(low, CALIBRATED_BAND[0]), min(high, CALIBRATED_BAND[1])
+    return low, high
+
+
+def estimate_peak_band(job: JobConfig, memory: Sequence[StageMemory]) -> BytesBand:
+    """The band of the largest peak: another stage than the largest may reach further."""
+    bands = [estimate_allocated_band(job, stage) for stage in memory]
+    return BytesBand(
+        max(band.bytes for band in bands),
+        max(band.low_bytes for band in bands),
+        max(band.high_bytes for band in bands),
+    )
 
 
 def add_allocated_band(job: JobConfig, stage: StageMemory) -> StageMemory:
     """The memory of a stage with the error band of its peak."""
     band = estimate_allocated_band(job, stage)
     return replace(stage, total_bytes_low=band.low_bytes, total_bytes_high=band.high_bytes)
+
+
+# How sure it is that a job fits.
+
+BAND_WIDTH = 1.6449
+"""Standard deviations from a predicted peak to either end of its band, which holds for 9 of 10 runs
+and is taken as lognormal on both sides."""
+
+MARGIN, MARGIN_WIDTH = 0.9, 1.2816
+"""Chance to fit that a search for layouts leaves to what it recommends, and the standard deviations
+below which a peak stays with that chance."""
+
+
+def compute_fit_chance(job: JobConfig, memory: Sequence[StageMemory]) -> float:
+    """The chance that the peak fits with what the allocator reserves and the CUDA context, 0..1."""
+    band = estimate_peak_band(job, memory)
+    room = (job.hardware.memory_bytes - CONTEXT_BYTES) / RESERVED_OVER_ALLOCATED[1] / band.bytes
+    if room <= 0:
+        return 0.0
+    end = band.high_bytes if room > 1 else band.low_bytes
+    width = abs(math.log(end / band.bytes)) / BAND_WIDTH
+    if not width:
+        return float(room >= 1)
+    return (1 + math.erf(math.log(room) / width / math.sqrt(2))) / 2
 
 
 # Calibration of the memory model on one measured run.

@@ -31,11 +31,13 @@ from stepsplit.analyzer.model.memory_states import (
     has_buckets,
     has_fp32_experts,
     is_autocast,
+    shard_states,
     uses_foreach,
 )
 from stepsplit.analyzer.model.offload import OFFLOAD
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
+    count_stage_parameters,
     count_updated_parameters,
     count_vocabulary_parameters,
     select_trained,
@@ -728,17 +730,30 @@ def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
     return round(logits * known.logits_saved), round(logits * working)
 
 
-def count_native_loss_bytes(job: JobConfig, stage: int) -> int:
-    """What the loss of a stage may need besides if the job does not say that its loss is fused, for
-    then it may be fused in a way that copies the logits."""
-    known = job.profile.memory
-    is_open = job.stated is not None and "training.fused_loss" not in job.stated
-    if not (is_open and job.training.fused_loss) or job.training.recipe:
-        return 0
-    if not list_stages(job)[stage].head:
-        return 0
-    more = known.logits_native_split if job.parallel.tp > 1 else known.logits_native
-    return round(count_logits(job) * more)
+def count_open_bytes(job: JobConfig, stage: int) -> tuple[int, int]:
+    """What the peak of a stage may need less and more, by what the job does not say.
+
+    Less: torchtitan compiles the loss too since 2025, which then saves no fp32 logits. More: a loss
+    that is said to be fused may be so in a way that copies the logits; and programs of one's own on
+    FSDP may keep the experts of a rank whole, where torchtitan shards them over its replicas.
+    """
+    less, more, known, training = 0, 0, job.profile.memory, job.training
+    if job.stated is None or training.recipe:
+        return 0, 0
+    if list_stages(job)[stage].head:
+        if training.fused_loss and "training.fused_loss" not in job.stated:
+            is_split = job.parallel.tp > 1
+            each = known.logits_native_split if is_split else known.logits_native
+            more += round(count_logits(job) * each)
+        if training.compile and not training.fused_loss:
+            less += round(count_logits(job) * known.logits_uncompiled)
+    shards = job.parallel.expert_shards
+    if job.is_fsdp and job.parallel.ep > 1 and shards > 1:
+        experts = count_stage_parameters(job)[stage].experts
+        each_bytes = compute_parameter_bytes(training)
+        held = shard_states(experts, 1, each_bytes, training, 0).total_bytes
+        more += held - held // shards
+    return less, more
 
 
 def compute_head_input_bytes(job: JobConfig) -> int:

@@ -13,7 +13,7 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import JobConfig
-from stepsplit.analyzer.model.memory import compute_peak_bytes
+from stepsplit.analyzer.model.memory import MARGIN, compute_peak_bytes
 from stepsplit.analyzer.model.plan_search import (
     FilteredLayouts,
     are_few,
@@ -60,6 +60,9 @@ def plan(
 ) -> Plan:
     """Find the fastest layouts of a job that fit on a number of GPUs.
 
+    They fit with a margin: 9 of 10 peaks with the band of the memory model are within the device's
+    memory. If none does, those that fit as predicted are compared.
+
     The search is exact: a layout is skipped only if a lower bound of its step time is above the
     slowest layout of the result.
 
@@ -92,7 +95,11 @@ def plan(
         (4, 4, '47 s')
     """
     _check_numbers(gpus, price_per_gpu_hour)
-    found = search_layouts(job, gpus, keep, top, rates or Rates(), workers)
+    known, margin = rates or Rates(), MARGIN
+    found = search_layouts(job, gpus, keep, top, known, workers, with_margin=True)
+    if not found.ranked:
+        # Nothing leaves the margin: whatever fits as predicted is better than no answer.
+        margin, found = 0.0, search_layouts(job, gpus, keep, top, known, workers)
     if not found.ranked:
         raise UsageError(_explain_no_layout(job, gpus, find_nearest(job, gpus, keep)))
     (first, best_job), *others = found.ranked
@@ -105,8 +112,9 @@ def plan(
         searched=found.counts,
         tokens=job.training.global_batch * job.training.seq_len,
         price_per_gpu_hour=price_per_gpu_hour,
-        pareto=tuple(_list_pareto(job, gpus, keep, rates or Rates(), workers)) if pareto else (),
+        pareto=tuple(_list_pareto(job, gpus, keep, known, workers)) if pareto else (),
         read_as=job.notes,
+        margin=margin,
     )
 
 
@@ -239,6 +247,7 @@ def to_json(plan: Plan) -> str:
         "cost_per_million_tokens": plan.compute_cost(plan.best, plan.gpus),
         "pareto": [_build_pareto_row(plan, point) for point in plan.pareto],
         "read_as": plan.read_as,
+        "margin": plan.margin,
     }
     parts = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
     return "{\n " + ",\n ".join(parts) + "\n}\n"
@@ -268,6 +277,7 @@ def from_json(text: str, source: object = "plan.json") -> Plan:
                     for row in body.get("pareto", ())
                 ),
                 read_as=tuple(map(str, body.get("read_as", ()))),
+                margin=float(body.get("margin", 0.0)),
             )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(source, f"not a stepsplit plan ({error})", _HINT) from None

@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.host_time import compute_expert_wait, compute_launch_time
 from stepsplit.analyzer.model.layer_time import compute_chunk_passes
 from stepsplit.analyzer.model.memory import (
+    compute_fit_chance,
     compute_peak_bytes,
     is_peak_within_memory,
     list_stage_states,
@@ -56,14 +57,22 @@ class SearchResult:
 
 
 def search_layouts(
-    job: JobConfig, gpus: int, keep: frozenset[str], top: int, rates: Rates, workers: int
+    job: JobConfig,
+    gpus: int,
+    keep: frozenset[str],
+    top: int,
+    rates: Rates,
+    workers: int,
+    with_margin: bool = False,
 ) -> SearchResult:
     """Search all layouts; the result does not depend on the number of processes.
+
+    with_margin: only those whose peak fits with the chance MARGIN.
 
     Layouts are timed in the order of their lower bounds, until the next bound is above the slowest
     layout of the result. Raises DataError if a process died.
     """
-    parts = bound_layouts(job, gpus, keep, rates, workers)
+    parts = bound_layouts(job, gpus, keep, rates, workers, with_margin)
     queue = sorted((one for part in parts for one in part.queue), key=_IN_ORDER)
     left_out_ns = min(part.left_out_ns for part in parts)
     best: dict[tuple[int, ...], TimedLayout] = {}
@@ -80,7 +89,7 @@ def search_layouts(
                 best[candidate.choice.axes] = candidate, one.job
                 ranked = _drop_dominated(best.values())[:top]
     if left_out_ns < math.inf and left_out_ns <= _find_slowest_ns(ranked, top):
-        return search_layouts(job, gpus, keep, top, rates, 1)
+        return search_layouts(job, gpus, keep, top, rates, 1, with_margin)
     return SearchResult(tuple(ranked), _count_layouts(parts, timed))
 
 
@@ -189,15 +198,20 @@ class BoundedLayouts:
 
 
 def bound_layouts(
-    job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates, workers: int
+    job: JobConfig,
+    gpus: int,
+    keep: frozenset[str],
+    rates: Rates,
+    workers: int,
+    with_margin: bool = False,
 ) -> list[BoundedLayouts]:
     """Filter and bound all layouts, in as many parts as processes, in any order.
 
     One process returns all that fit, by their bounds. Raises DataError if a process died.
     """
     if workers == 1 or are_few(list_families(job, gpus, keep)):
-        return [_bound_part(job, gpus, keep, rates, 0, 1)]
-    every_part = [(job, gpus, keep, rates, part, workers) for part in range(workers)]
+        return [_bound_part(job, gpus, keep, rates, with_margin, 0, 1)]
+    every_part = [(job, gpus, keep, rates, with_margin, part, workers) for part in range(workers)]
     found = run_calls(f"layouts on {gpus} GPUs", _bound_part, every_part, workers)
     return [part for _, part in found]
 
@@ -229,13 +243,20 @@ def are_few(families: Iterable[JobFamily]) -> bool:
 
 
 def _bound_part(
-    job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates, part: int, parts: int
+    job: JobConfig,
+    gpus: int,
+    keep: frozenset[str],
+    rates: Rates,
+    with_margin: bool,
+    part: int,
+    parts: int,
 ) -> BoundedLayouts:
     """The layouts of every parts-th combination of tp, pp, cp and ep, which share what is cached.
 
     All of them where there is one part, else the MOST_QUEUED of the lowest bounds.
     """
-    layouts, memory, bound = FilteredLayouts(), LayoutMemory(), LowerBound(rates)
+    layouts, bound = FilteredLayouts(), LowerBound(rates)
+    memory = LayoutMemory(with_margin=with_margin)
     queue: list[QueuedLayout] = []
     order: dict[tuple[int, ...], int] = {}
     for number, family in enumerate(list_families(job, gpus, keep)):
@@ -303,10 +324,12 @@ class LayoutMemory:
 
     Caches the states, which depend on the layout alone, and the activations of a layer, which
     layouts with the same tp, cp, experts and microbatch share. whole: the peak of layouts whose
-    states alone are too big is computed, too.
+    states alone are too big is computed, too. with_margin: peaks are those that the band reaches
+    with the chance MARGIN.
     """
 
     whole: bool = False
+    with_margin: bool = False
     states: dict[ParallelConfig, tuple[States, ...]] = field(default_factory=dict)
     layers: dict[_LayerKey, LayersByKind] = field(default_factory=dict)
 
@@ -324,7 +347,7 @@ class LayoutMemory:
         key = (*_make_layer_key(job), job.parallel.ep, job.parallel.expert_tp)
         if key not in self.layers:
             self.layers[key] = compute_layers_by_kind(job)
-        return compute_peak_bytes(job, states, self.layers[key])
+        return compute_peak_bytes(job, states, self.layers[key], self.with_margin)
 
 
 def _filter_family(layouts: FilteredLayouts, family: JobFamily, memory: LayoutMemory) -> None:
@@ -506,6 +529,7 @@ def build_candidate(job: JobConfig, rates: Rates) -> Candidate:
         peak_bytes=max(stage.total_bytes for stage in step.memory),
         mfu=step.compute_mfu(count_step_flops(job, CONVENTION).model),
         confidence=decide_confidence(job, step.caveats),
+        fit_chance=compute_fit_chance(job, step.memory),
     )
 
 

@@ -69,7 +69,8 @@ class Candidate:
 
     split is that of the slowest stage and exposed_ns its exposed communication by axis, largest
     first. peak_bytes is the peak of the stage with the most memory. mfu is None if the peak FLOP/s
-    at the dtype is unknown.
+    at the dtype is unknown. fit_chance: how sure it is that the peak fits, 0..1 (None in a plan
+    that an earlier version wrote).
     """
 
     choice: Choice
@@ -79,6 +80,7 @@ class Candidate:
     peak_bytes: int
     mfu: float | None
     confidence: str
+    fit_chance: float | None = None
 
     @property
     def step_ns(self) -> int:
@@ -185,6 +187,8 @@ class Plan:
         pareto: the layouts that no other beats in step time, peak memory and number of GPUs at
             once, by GPUs and step time; default (), when they were not asked for.
         read_as: what of the job's files was read as which key; default ().
+        margin: the chance with which each layout fits at least, 0..1; 0 if none has MARGIN, when
+            those that fit as predicted are compared, and when an earlier version wrote the plan.
 
     Examples:
         >>> from stepsplit.analyzer import plan, read_job
@@ -203,6 +207,7 @@ class Plan:
     price_per_gpu_hour: float | None = None
     pareto: tuple[ParetoPoint, ...] = ()
     read_as: tuple[str, ...] = ()
+    margin: float = 0.0
 
     def compute_cost(self, candidate: Candidate, gpus: int) -> float | None:
         """Price of a million tokens of training; None without a price."""
@@ -338,7 +343,8 @@ class JobFamily:
 
     def __getitem__(self, index: int) -> JobConfig:
         training = replace(self.training, micro_batch=self.micro_batches[index])
-        return JobConfig(self.job.model, self.layout, training, self.job.hardware)
+        # What the job leaves open stays so: it is in the band of the peak.
+        return replace(self.job, parallel=self.layout, training=training, notes=())
 
     def __iter__(self) -> Iterator[JobConfig]:
         return map(self.__getitem__, range(len(self)))

@@ -53,7 +53,12 @@ from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.features import KeyFeature
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
-from stepsplit.analyzer.model.memory import add_allocated_band, compute_memory, is_within_memory
+from stepsplit.analyzer.model.memory import (
+    add_allocated_band,
+    compute_fit_chance,
+    compute_memory,
+    is_within_memory,
+)
 from stepsplit.analyzer.model.offload import compute_host_updates_ns
 from stepsplit.analyzer.model.parameters import (
     Convention,
@@ -151,6 +156,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         hfu=step.compute_mfu(flops.hardware),
         tokens_per_s_per_gpu=tokens / step_ns * 1e9 / world,
         fits=is_within_memory(job, step.memory),
+        fit_chance=compute_fit_chance(job, step.memory),
         confidence=predicted.confidence,
         notes=tuple(each.text for each in caveats),
         formulas=collect_formulas(

@@ -211,6 +211,8 @@ class Prediction:
         hfu: hardware FLOPs utilization, likewise.
         tokens_per_s_per_gpu: throughput of one GPU.
         fits: whether every stage fits in the device memory.
+        fit_chance: how sure that is: the share of jobs with this band of the peak that fit, 0..1;
+            default None, as in a prediction that an earlier version wrote.
         confidence: "calibrated", "high", "medium" or "low".
         notes: the reasons for a medium or low confidence.
         formulas: the formulas used, with citations.
@@ -252,6 +254,7 @@ class Prediction:
     read_as: tuple[str, ...] = ()
     bound: Bound | None = None
     compute_parts: tuple[ComputePart, ...] = ()
+    fit_chance: float | None = None
 
 
 # Prediction <-> JSON. Scripts rely on these keys.
@@ -328,6 +331,7 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
                 read_as=tuple(map(str, body.get("read_as", ()))),
                 bound=_parse_bound(body.get("bound")),
                 compute_parts=tuple(_parse_part(row) for row in body.get("compute_parts", ())),
+                fit_chance=_read_number(body, "fit_chance") if "fit_chance" in body else None,
             )
     except (KeyError, TypeError, ValueError) as error:
         problem = f"not a stepsplit prediction ({_format_problem(error)})"
@@ -358,6 +362,7 @@ def _build_body(prediction: Prediction) -> dict[str, Any]:
         "hfu": one.hfu,
         "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
         "fits": one.fits,
+        "fit_chance": one.fit_chance,
         "formulas": [{"id": f.id, "citation": f.citation, "text": f.text} for f in one.formulas],
         "confidence": one.confidence,
         "low_ns": one.low_ns,

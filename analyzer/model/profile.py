@@ -211,6 +211,9 @@ class FrameworkMemory:
             not a kernel that works in place; 0 if there is no such choice.
         logits_native_split: The same if tensor parallelism splits the vocabulary.
         logits_compiled: Both if torch.compile compiles the loss too; none: as without.
+        logits_uncompiled: Bytes of a logit that a compiled loss does without, where only some
+            releases of the framework compile it.
+        experts_high: Upper end of the band of a model with experts whose job is no recipe; 0: high.
         pipeline_output: Bytes of each element of a stage's output that stays in flight.
         layer_gradient: Bytes for each weight of one layer that stay for gradients.
         workspace_bytes: Buffers of the GEMMs.
@@ -242,6 +245,8 @@ class FrameworkMemory:
     logits_native: NonNegative = 0.0
     logits_native_split: NonNegative = 0.0
     logits_compiled: tuple[float, ...] = ()
+    logits_uncompiled: NonNegative = 0.0
+    experts_high: NonNegative = 0.0
     pipeline_output: NonNegative = 0.0
     layer_gradient: NonNegative = 0.0
     workspace_bytes: Natural = 0

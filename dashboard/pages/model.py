@@ -225,9 +225,7 @@ def _build_cards(prediction: Prediction, job: JobConfig, gap: ComparedStage) -> 
         build_card(
             "pipeline bubble", format_percent(prediction.bubble_fraction), "of the schedule"
         ),
-        build_card(
-            "peak memory", format_memory_size(peak), "fits" if prediction.fits else "does not fit"
-        ),
+        build_card("peak memory", format_memory_size(peak), _describe_fit(prediction)),
         build_card(
             "MFU",
             "unknown" if prediction.mfu is None else format_percent(prediction.mfu),
@@ -236,6 +234,13 @@ def _build_cards(prediction: Prediction, job: JobConfig, gap: ComparedStage) -> 
         build_card("tokens", f"{prediction.tokens_per_s_per_gpu:,.0f}", "per second and GPU"),
     ]
     return html.Div(shown, className="cards")
+
+
+def _describe_fit(prediction: Prediction) -> str:
+    words, chance = "fits" if prediction.fits else "does not fit", prediction.fit_chance
+    if chance is None:
+        return words
+    return f"{words}, {format_percent(chance if prediction.fits else 1 - chance)} sure"
 
 
 # A recorded job with the changes from the URL.

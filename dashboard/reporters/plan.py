@@ -56,11 +56,14 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
             ),
         ),
         Text(search, style=_DIM),
+        _describe_margin(plan),
         Text(),
     ]
     # One line per layout.
     cost = ("1M tokens",) if plan.price_per_gpu_hour is not None else ()
-    table = build_table("", "layout", "step", "slower", "MFU", "peak memory", "confidence", *cost)
+    table = build_table(
+        "", "layout", "step", "slower", "MFU", "peak memory", "fits", "confidence", *cost
+    )
     table.columns[1].justify = "left"
     for rank, candidate in enumerate((plan.best, *(each.candidate for each in plan.runners_up)), 1):
         behind = candidate.step_ns / plan.best.step_ns - 1
@@ -71,6 +74,7 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
             units.format_signed_percent(behind) if rank > 1 else "",
             "" if candidate.mfu is None else units.format_percent(candidate.mfu),
             f"{units.format_gibibytes(candidate.peak_bytes)}",
+            _format_chance(candidate.fit_chance),
             candidate.confidence,
             *_format_cost(plan, candidate, plan.gpus),
         )
@@ -89,6 +93,20 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     heading = "to job.toml: replace [parallel], and these keys of [training]"
     parts += [Text(), Text(heading, style="bold"), *map(Text, lines)]
     return Group(*parts)
+
+
+def _describe_margin(plan: Plan) -> Text:
+    if plan.margin:
+        sure = units.format_percent(plan.margin)
+        return Text(f"layouts whose peak memory fits with {sure} or more of its band", style=_DIM)
+    return Text(
+        "no layout fits with a margin for the error of the memory model: those that fit as"
+        " predicted, which may run out of memory", style="yellow",
+    )  # fmt: skip
+
+
+def _format_chance(chance: float | None) -> str:
+    return "" if chance is None else units.format_percent(min(chance, 0.999))
 
 
 def _format_cost(plan: Plan, candidate: Candidate, gpus: int) -> tuple[str, ...]:

@@ -16,11 +16,7 @@ from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, Unit, Verdict
-from stepsplit.analyzer.model.memory import (
-    add_unallocated_bytes,
-    estimate_allocated_band,
-    is_surely_within_memory,
-)
+from stepsplit.analyzer.model.memory import MARGIN, add_unallocated_bytes, estimate_peak_band
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.analyzer.model.unstated import describe_unstated
@@ -114,7 +110,7 @@ def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
     """The peak memory of the stage that needs most, and whether it fits."""
     most = max(prediction.memory, key=lambda stage: stage.total_bytes)
     available = job.hardware.memory_bytes
-    band = estimate_allocated_band(job, most)
+    band = estimate_peak_band(job, prediction.memory)
     peak = f"peak memory {units.format_memory_size(most.total_bytes)} "
     peak += (
         f"({units.format_memory_range(band.low_bytes, band.high_bytes)}, stage {most.stage}) of "
@@ -123,15 +119,17 @@ def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
         f"{units.format_gibibytes(available)} "
         f"({units.format_percent(most.total_bytes / available)})"
     )
-    if prediction.fits and not is_surely_within_memory(job, prediction.memory):
-        return Text(f"{peak}: fits, but not at the end of the band", style="yellow")
+    chance = prediction.fit_chance
     if prediction.fits:
-        return Text(f"{peak}: fits")
+        unsure = chance is not None and chance < MARGIN
+        sure = f", {units.format_percent(chance)} sure" if chance is not None else ""
+        return Text(f"{peak}: fits{sure}", style="yellow" if unsure else "")
     # A peak below the device's memory that does not fit needs its reason.
     needed = units.format_memory_size(add_unallocated_bytes(most.total_bytes))
     why = f", {needed} with what the allocator reserves and the CUDA context"
     why = why if most.total_bytes <= available else ""
-    return Text(f"{peak}: DOES NOT FIT{why}", style="bold red")
+    sure = f", {units.format_percent(1 - chance)} sure" if chance is not None else ""
+    return Text(f"{peak}: DOES NOT FIT{sure}{why}", style="bold red")
 
 
 def _build_memo(prediction: Prediction) -> Text:

@@ -214,9 +214,9 @@ def test_recomputation_is_open_where_no_file_has_a_word_for_it(tmp_path: Path) -
 
     assert find_open() == (["training.recompute"], "medium")
     assert "training.recompute" not in find_open(settings=[*settings, "recompute=none"])[0]
-    fused = [*settings, "unfused=[]"]
+    beside, fused = write(tmp_path, "job.toml", JOB), [*settings, "unfused=[]"]
     assert (
-        "training.recompute" not in find_open(write(tmp_path, "job.toml", JOB), settings=fused)[0]
+        "training.recompute" not in find_open(beside, settings=fused)[0]
     )
 
 

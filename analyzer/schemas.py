@@ -69,6 +69,7 @@ class PredictionFile(PredictionRow, frozen=True, kw_only=True):
         read_as: what of the job's files was read as which key.
         bound: the least time of the step by physics alone; None if it is unknown.
         compute_parts: compute and host waits of the slowest stage by kinds of kernels.
+        fit_chance: how sure it is that every stage fits, 0..1; None if unknown.
     """
 
     memory: tuple[StageMemoryFile, ...]
@@ -76,6 +77,7 @@ class PredictionFile(PredictionRow, frozen=True, kw_only=True):
     read_as: tuple[str, ...] = ()
     bound: BoundFile | None = None
     compute_parts: tuple[ComputePart, ...] = ()
+    fit_chance: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,11 +72,10 @@ def compute_peak_bytes(
         saved_bytes = round(moment.activations_bytes * learned.activations)
         moment_bytes = saved_bytes + moment.transient_bytes - moment.missing_gradients_bytes
         peak_bytes = max(0, own.total_bytes + moment_bytes + fixed_bytes)
-        if with_margin and peak_bytes:
+        if with_margin:
             more = 0 if learned != MemoryCorrection() else count_open_bytes(job, index)[1]
-            peak_bytes = round(
-                peak_bytes * (high * (1 + more / peak_bytes)) ** (MARGIN_WIDTH / BAND_WIDTH)
-            )
+            width = OPEN_MARGIN_WIDTH if more else MARGIN_WIDTH
+            peak_bytes = round((peak_bytes + more) * high ** (width / BAND_WIDTH))
         peaks.append(peak_bytes)
     return max(peaks)
 
@@ -172,6 +171,10 @@ RESERVED_OVER_ALLOCATED = (1.03, 1.05, 1.09)
 CALIBRATED_BAND = (0.9, 1.1)
 """Error band of a calibrated peak: measured over predicted."""
 
+PROGRAM_BAND = (0.85, 1.15)
+"""Least error band of a program that is timed as a framework, but is not it: of 228 runs of one
+(Hagemann et al.) that fit by this band with a chance of 0.9 or more 213 ran."""
+
 CONTEXT_BYTES = 1 << 30
 """Outside PyTorch's allocator: the CUDA context and NCCL's buffers, 0.5 to 2 GiB per rank."""
 
@@ -223,6 +226,8 @@ def find_peak_errors(job: JobConfig) -> tuple[float, float]:
     known = job.profile.memory
     is_guess = job.model.experts is not None and not job.training.recipe
     low, high = known.low, (known.experts_high if is_guess else 0.0) or known.high
+    if job.training.program:
+        low, high = min(low, PROGRAM_BAND[0]), max(high, PROGRAM_BAND[1])
     if job.hardware.learned != MemoryCorrection():
         return max(low, CALIBRATED_BAND[0]), min(high, CALIBRATED_BAND[1])
     return low, high
@@ -250,19 +255,30 @@ BAND_WIDTH = 1.6449
 """Standard deviations from a predicted peak to either end of its band, which holds for 9 of 10 runs
 and is taken as lognormal on both sides."""
 
-MARGIN, MARGIN_WIDTH = 0.9, 1.2816
+MARGIN, MARGIN_WIDTH, OPEN_MARGIN_WIDTH = 0.9, 1.2816, 0.8416
 """Chance to fit that a search for layouts leaves to what it recommends, and the standard deviations
-below which a peak stays with that chance."""
+below which a peak stays with that chance; where it may need more by what is open, in half of the
+cases, below those with a chance of 0.8."""
 
 
 def compute_fit_chance(job: JobConfig, memory: Sequence[StageMemory]) -> float:
-    """The chance that the peak fits with what the allocator reserves and the CUDA context, 0..1."""
-    band = estimate_peak_band(job, memory)
-    room = (job.hardware.memory_bytes - CONTEXT_BYTES) / RESERVED_OVER_ALLOCATED[1] / band.bytes
+    """The chance that the peak fits with what the allocator reserves and the CUDA context, 0..1.
+
+    The mean of two: as predicted, and with what the job leaves open.
+    """
+    is_open = job.hardware.learned == MemoryCorrection()
+    totals = [stage.total_bytes for stage in memory]
+    more = [count_open_bytes(job, stage.stage)[1] if is_open else 0 for stage in memory]
+    peaks = max(totals), max(map(sum, zip(totals, more, strict=True)))
+    return sum(_compute_chance(job, peak_bytes) for peak_bytes in peaks) / len(peaks)
+
+
+def _compute_chance(job: JobConfig, peak_bytes: int) -> float:
+    room = (job.hardware.memory_bytes - CONTEXT_BYTES) / RESERVED_OVER_ALLOCATED[1] / peak_bytes
     if room <= 0:
         return 0.0
-    end = band.high_bytes if room > 1 else band.low_bytes
-    width = abs(math.log(end / band.bytes)) / BAND_WIDTH
+    low, high = find_peak_errors(job)
+    width = abs(math.log(high if room > 1 else low)) / BAND_WIDTH
     if not width:
         return float(room >= 1)
     return (1 + math.erf(math.log(room) / width / math.sqrt(2))) / 2

@@ -730,6 +730,12 @@ def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
     return round(logits * known.logits_saved), round(logits * working)
 
 
+GATHERED_LOGIT_BYTES = 20.0
+"""What a loss of plain torch keeps of a logit: in 16 bits as gathered over tp, in fp32, its softmax
+and the gradients of these. Of 523 runs of Hagemann et al. (arXiv:2311.05610, their spreadsheets)
+297 ran out of memory, from 80 GB less this much of a microbatch's logits on."""
+
+
 def count_open_bytes(job: JobConfig, stage: int) -> tuple[int, int]:
     """What the peak of a stage may need less and more, by what the job does not say.
 
@@ -745,6 +751,9 @@ def count_open_bytes(job: JobConfig, stage: int) -> tuple[int, int]:
             is_split = job.parallel.tp > 1
             each = known.logits_native_split if is_split else known.logits_native
             more += round(count_logits(job) * each)
+            if training.program:
+                # Whoever writes the loss in torch gathers the logits of all ranks for it.
+                more = max(more, round(job.tokens * job.padded_vocab * GATHERED_LOGIT_BYTES))
         if training.compile and not training.fused_loss:
             less += round(count_logits(job) * known.logits_uncompiled)
     shards = job.parallel.expert_shards

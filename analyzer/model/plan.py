@@ -60,8 +60,9 @@ def plan(
 ) -> Plan:
     """Find the fastest layouts of a job that fit on a number of GPUs.
 
-    They fit with a margin: 9 of 10 peaks with the band of the memory model are within the device's
-    memory. If none does, those that fit as predicted are compared.
+    The first one fits with a margin for the error of the memory model: it fits with a chance of 0.9
+    or more, if any does. Those that follow are sorted by their steps, and may be faster and less
+    sure to fit.
 
     The search is exact: a layout is skipped only if a lower bound of its step time is above the
     slowest layout of the result.
@@ -95,18 +96,21 @@ def plan(
         (4, 4, '47 s')
     """
     _check_numbers(gpus, price_per_gpu_hour)
-    known, margin = rates or Rates(), MARGIN
-    found = search_layouts(job, gpus, keep, top, known, workers, with_margin=True)
-    if not found.ranked:
-        # Nothing leaves the margin: whatever fits as predicted is better than no answer.
-        margin, found = 0.0, search_layouts(job, gpus, keep, top, known, workers)
+    known = rates or Rates()
+    found = search_layouts(job, gpus, keep, top, known, workers)
     if not found.ranked:
         raise UsageError(_explain_no_layout(job, gpus, find_nearest(job, gpus, keep)))
-    (first, best_job), *others = found.ranked
+    ranked, margin = list(found.ranked), MARGIN
+    if (ranked[0][0].fit_chance or 0.0) < MARGIN:
+        # The fastest may run out of memory: the fastest that leaves a margin comes before it.
+        sure = search_layouts(job, gpus, keep, 1, known, workers, with_margin=True).ranked
+        others = [one for one in ranked if one[0] != sure[0][0]] if sure else ranked
+        ranked, margin = [*sure, *others][:top], MARGIN if sure else 0.0
+    (first, best_job), *runners = ranked
     return Plan(
         gpus=gpus,
         best=first,
-        runners_up=tuple(build_runner_up(first, other) for other, _ in others),
+        runners_up=tuple(build_runner_up(first, other) for other, _ in runners),
         tree=build_decision_tree(job, gpus),
         places=list_placements(best_job),
         searched=found.counts,

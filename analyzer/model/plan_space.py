@@ -187,8 +187,9 @@ class Plan:
         pareto: the layouts that no other beats in step time, peak memory and number of GPUs at
             once, by GPUs and step time; default (), when they were not asked for.
         read_as: what of the job's files was read as which key; default ().
-        margin: the chance with which each layout fits at least, 0..1; 0 if none has MARGIN, when
-            those that fit as predicted are compared, and when an earlier version wrote the plan.
+        margin: the chance with which the best layout fits at least, 0..1; 0 if none leaves a
+            margin, and when an earlier version wrote the plan. A runner-up may be faster if it is
+            less sure to fit.
 
     Examples:
         >>> from stepsplit.analyzer import plan, read_job

@@ -331,7 +331,9 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
                 read_as=tuple(map(str, body.get("read_as", ()))),
                 bound=_parse_bound(body.get("bound")),
                 compute_parts=tuple(_parse_part(row) for row in body.get("compute_parts", ())),
-                fit_chance=_read_number(body, "fit_chance") if "fit_chance" in body else None,
+                fit_chance=None
+                if body.get("fit_chance") is None
+                else _read_number(body, "fit_chance"),
             )
     except (KeyError, TypeError, ValueError) as error:
         problem = f"not a stepsplit prediction ({_format_problem(error)})"

@@ -238,9 +238,9 @@ def _build_cards(prediction: Prediction, job: JobConfig, gap: ComparedStage) -> 
 
 def _describe_fit(prediction: Prediction) -> str:
     words, chance = "fits" if prediction.fits else "does not fit", prediction.fit_chance
-    if chance is None:
-        return words
-    return f"{words}, {format_percent(chance if prediction.fits else 1 - chance)} sure"
+    sure = None if chance is None else chance if prediction.fits else 1 - chance
+    # Beyond that a card has no room for a doubt that small.
+    return words if sure is None or sure >= 0.995 else f"{words}, {format_percent(sure)} sure"
 
 
 # A recorded job with the changes from the URL.

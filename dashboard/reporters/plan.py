@@ -96,13 +96,13 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
 
 
 def _describe_margin(plan: Plan) -> Text:
-    if plan.margin:
-        sure = units.format_percent(plan.margin)
-        return Text(f"layouts whose peak memory fits with {sure} or more of its band", style=_DIM)
-    return Text(
-        "no layout fits with a margin for the error of the memory model: those that fit as"
-        " predicted, which may run out of memory", style="yellow",
-    )  # fmt: skip
+    """Why the first layout may be slower than another, or that none leaves a margin."""
+    if not plan.margin:
+        words = "no layout leaves a margin for the error of the memory model: the first may run"
+        return Text(f"{words} out of memory", style="yellow")
+    sure = f"the first is the fastest that fits with {units.format_percent(plan.margin)} or more"
+    is_faster = any(one.behind_ns < 0 for one in plan.runners_up)
+    return Text(f"{sure}; those that are faster may run out of memory" if is_faster else sure)
 
 
 def _format_chance(chance: float | None) -> str:
@@ -213,6 +213,8 @@ def explain_runner_up(best: Candidate, runner_up: RunnerUp) -> str:
     ]
     more = [reason for reason in significant if reason.delta_ns > 0][:MAX_REASONS]
     less = [reason for reason in significant if reason.delta_ns < 0][-1:]
+    if not more and less:
+        return f"faster: {_format_reason(best, runner_up.candidate, less[0])}"
     if not more:
         memory = "the same memory"
         if more_bytes := runner_up.more_bytes:

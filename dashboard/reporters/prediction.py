@@ -106,6 +106,15 @@ def _build_training_line(job: JobConfig) -> Text:
     return Text("   ".join(part for part in known if part))
 
 
+NO_DOUBT = 0.995
+"""Chance to fit from which on a fit is not qualified."""
+
+
+def _format_sure(chance: float | None) -> str:
+    is_sure = chance is None or chance >= NO_DOUBT
+    return "" if is_sure else f", {units.format_percent(chance)} sure"
+
+
 def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
     """The peak memory of the stage that needs most, and whether it fits."""
     most = max(prediction.memory, key=lambda stage: stage.total_bytes)
@@ -122,13 +131,13 @@ def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
     chance = prediction.fit_chance
     if prediction.fits:
         unsure = chance is not None and chance < MARGIN
-        sure = f", {units.format_percent(chance)} sure" if chance is not None else ""
+        sure = _format_sure(chance)
         return Text(f"{peak}: fits{sure}", style="yellow" if unsure else "")
     # A peak below the device's memory that does not fit needs its reason.
     needed = units.format_memory_size(add_unallocated_bytes(most.total_bytes))
     why = f", {needed} with what the allocator reserves and the CUDA context"
     why = why if most.total_bytes <= available else ""
-    sure = f", {units.format_percent(1 - chance)} sure" if chance is not None else ""
+    sure = _format_sure(None if chance is None else 1 - chance)
     return Text(f"{peak}: DOES NOT FIT{sure}{why}", style="bold red")
 
 

@@ -215,9 +215,7 @@ def test_recomputation_is_open_where_no_file_has_a_word_for_it(tmp_path: Path) -
     assert find_open() == (["training.recompute"], "medium")
     assert "training.recompute" not in find_open(settings=[*settings, "recompute=none"])[0]
     beside, fused = write(tmp_path, "job.toml", JOB), [*settings, "unfused=[]"]
-    assert (
-        "training.recompute" not in find_open(beside, settings=fused)[0]
-    )
+    assert "training.recompute" not in find_open(beside, settings=fused)[0]
 
 
 def test_what_transformers_fills_in_is_asked_for(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def test_the_top_level_holds_the_keys_of_the_contract_then_the_rest() -> None:
     assert list(json.loads(prediction_to_json(prediction()))) == [
         "schema", "parameters", "parameters_per_stage", "memory", "model_flops", "hardware_flops",
         "communication", "pipeline", "splits", "split", "mfu", "hfu", "tokens_per_s_per_gpu",
-        "fits", "formulas", "confidence", "low_ns", "high_ns", "convention", "notes", "unstated",
-        "read_as", "bound", "compute_parts",
+        "fits", "fit_chance", "formulas", "confidence", "low_ns", "high_ns", "convention", "notes",
+        "unstated", "read_as", "bound", "compute_parts",
     ]  # fmt: skip
 
 

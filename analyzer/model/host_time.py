@@ -18,10 +18,9 @@ HOST = Formula(
 
 HOST_CALLS = Formula(
     "step.host_calls",
-    "host_ns of a layer's forward = host_call_ns (c_framework + 2 per tensor-parallel collective +"
-    " 3 per further piece of a ring + 15 in 8 or 4 bits), where a call is one of torch's Linear:"
-    " 13.5 us on a Xeon 8480C, 37.1 us on Grace; a module of Transformer Engine takes 2.7 of them,"
-    " in fp8 twice that",
+    "a layer's forward takes the host host_call_ns (c + 2 per tp collective + 3 per further piece of"
+    " a ring + 15 in 8 or 4 bits); a call is as long as torch's Linear, one of Transformer Engine's"
+    " modules 2.7 of them",
     "NVIDIA/TransformerEngine, issues 2053 and 761; counts of calls: own",
 )
 

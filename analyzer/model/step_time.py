@@ -296,7 +296,7 @@ def compute_stage_time(
             *list_optimizer_formulas(job),
             *(TRANSFERS,) * bool(job.offloaded),
             HOST,
-            *(() if job.hardware.efficiency.host_ns else (HOST_CALLS,)),
+            *(HOST_CALLS,) * (_sum_ns(idle) > 0 and not job.hardware.efficiency.host_ns),
         ),
     )
 

@@ -96,7 +96,7 @@ def decode_hardware(
     default_efficiency = known.efficiency if family == known.family else load_efficiency(family)
     peaks_flops_per_s = _decode_peaks(table, known, mistakes)
     _check_attention(table, dict(peaks_flops_per_s), mistakes)
-    decoded = {
+    decoded: dict[str, Any] = {
         "peaks_flops_per_s": peaks_flops_per_s,
         "intra": intra,
         "inter": _decode_link(table, "nodes_link", inter, mistakes),

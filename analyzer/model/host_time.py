@@ -18,9 +18,9 @@ HOST = Formula(
 
 HOST_CALLS = Formula(
     "step.host_calls",
-    "a layer's forward takes the host host_call_ns (c + 2 per tp collective + 3 per further piece of"
-    " a ring + 15 in 8 or 4 bits); a call is as long as torch's Linear, one of Transformer Engine's"
-    " modules 2.7 of them",
+    "a layer's forward takes the host host_call_ns (c + 2 per tp collective + 3 per further piece"
+    " of a ring + 15 in 8 or 4 bits); a call is as long as torch's Linear, one of Transformer"
+    " Engine's modules 2.7 of them",
     "NVIDIA/TransformerEngine, issues 2053 and 761; counts of calls: own",
 )
 

@@ -111,8 +111,9 @@ NO_DOUBT = 0.995
 
 
 def _format_sure(chance: float | None) -> str:
-    is_sure = chance is None or chance >= NO_DOUBT
-    return "" if is_sure else f", {units.format_percent(chance)} sure"
+    if chance is None or chance >= NO_DOUBT:
+        return ""
+    return f", {units.format_percent(chance)} sure"
 
 
 def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:

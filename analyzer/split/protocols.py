@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.ops import SYMMETRIC_OPS, parse_op
+from stepsplit.analyzer.readers.kineto.copy_engine import COPIES, READY
 from stepsplit.analyzer.trace import OPS, Bool, Int64, RankTrace
 
 # The names of a kernel are those of the sources, demangled or not: deep_ep::intranode::dispatch<8>
@@ -148,6 +149,15 @@ PROTOCOLS = (
                 together=True, size=re.compile(r"all_reduce\w*<[\w:]+, \d+, (\d+)\b"),
             ),
             ProtocolKernel("gather", re.compile(r"multimem_all_gather"), together=True),
+        ),
+    ),
+    # NVIDIA/nccl, src/ce_coll.cc: the two events that readers/kineto/copy_engine.py makes of its
+    # copies. Data begins to move on all members when the last one has set its flags.
+    Protocol(
+        "NCCL copy engine", "",
+        (
+            ProtocolKernel("meet", re.compile(READY), together=True),
+            ProtocolKernel("move", re.compile(COPIES)),
         ),
     ),
     # vllm-project/vllm and sgl-project/sglang, custom_all_reduce: barriers at both ends.

@@ -19,6 +19,7 @@ from stepsplit.analyzer.split.bandwidth import (
 from stepsplit.analyzer.split.clock import Alignment, Clock
 from stepsplit.analyzer.split.clock_sync import align
 from stepsplit.analyzer.split.contention import Contention, measure_contention
+from stepsplit.analyzer.split.copy_ends import extend_copy_ends
 from stepsplit.analyzer.split.coverage import Coverage, compute_coverage
 from stepsplit.analyzer.split.gaps import HeldGaps, find_held_gaps
 from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts, sum_idle_causes
@@ -142,6 +143,7 @@ def split_run(
     traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]
     matched, alignment = _match_and_align(traces)
+    traces, matched = extend_copy_ends(traces, matched, alignment)
     steps = mark_more_work(traces, unify_step_numbers(usable.steps, matched))
     arrivals = compute_arrivals(traces, matched, alignment, model)
     context = RunContext(matched, arrivals, alignment, layout, count_chunks(traces, layout))

@@ -354,11 +354,14 @@ def estimate_missing_transfers(
     """
     incomplete = (matched.key < 0) & _is_comparable(traces, matched)
     took = np.maximum(end_ns - came_ns, 0)
-    typical = _find_typical_ns(matched, took)
+    # A barrier of a call is compared with others, not with the kernels that move the data.
+    is_part = matched.carrier != np.arange(len(matched))
+    typical = _find_typical_ns(matched, took, is_part)
     rows = np.flatnonzero(incomplete)
     label = group_ids(
-        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
-    )
+        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows],
+        is_part[rows],
+    )  # fmt: skip
     fastest = group_min(label, took[rows], int(label.max(initial=-1)) + 1)[label]
     if model is not None:
         # The fastest times of these calls, by label, or the model's where they are longer than it
@@ -367,7 +370,7 @@ def estimate_missing_transfers(
         for at in np.unique(label, return_index=True)[1].tolist():
             row = int(rows[at])
             group = int(matched.group[row])
-            if group < 0 or matched.is_message[row]:
+            if group < 0 or matched.is_message[row] or is_part[row]:
                 continue
             ranks = tuple(matched.groups[group].ranks)
             found = model(OPS[matched.op[row]], int(matched.message_bytes[row]), ranks)
@@ -389,11 +392,13 @@ def _is_comparable(traces: Sequence[RankTrace], matched: MatchedCalls) -> Bool:
     return comparable
 
 
-def _find_typical_ns(matched: MatchedCalls, took: Int64) -> Int64:
-    """The median time of complete calls of the same op, size and number of members."""
+def _find_typical_ns(matched: MatchedCalls, took: Int64, is_part: Bool) -> Int64:
+    """The median time of complete calls of the same op, size and number of members, or of their
+    barriers."""
     sizes = np.array([len(group.ranks) for group in matched.groups] + [0], dtype=np.int64)
     members = np.where(matched.is_message, 2, sizes[matched.group])
-    label = group_ids(np.minimum(matched.op, OP_CODE["send"]), matched.message_bytes, members)
+    op = np.minimum(matched.op, OP_CODE["send"])
+    label = group_ids(op, matched.message_bytes, members, is_part)
     complete = np.flatnonzero((matched.key >= 0) & (matched.message_bytes >= 0))
     typical = np.full(int(label.max(initial=-1)) + 1, _NONE)
     typical[label[complete]] = _compute_percentile(label[complete], took[complete], 50)

@@ -43,6 +43,7 @@ SENDS_APART = 40
 PAIRS_APART = 100
 FOLDED = ("zb-v", "dualpipe-v", "dualpipe")
 RING_SEND_STREAM, RING_RECEIVE_STREAM = 44, 48
+_NCCL_COPY, _FLAG_NS = "Memcpy DtoD (Device -> Device)", 1_500
 RANKS_PER_HOST = 8
 
 _KERNELS = {
@@ -247,7 +248,8 @@ class Job:
     tensor_by: str = "nccl"
     """What sums activations: nccl, or symm_mem."""
     weights_by: str = "nccl"
-    """What gathers FSDP's parameters: nccl, or copy_engine."""
+    """What gathers FSDP's parameters: nccl, copy_engine (torch's symmetric memory), or nccl_copies:
+    NCCL's own use of copy engines."""
     described: bool = True
     """NCCL's kernels have arguments; those that a replayed graph launches have none."""
     ranks_per_host: int = RANKS_PER_HOST
@@ -857,6 +859,8 @@ class _Process:
     def _gather_layer(self) -> _Work:
         if self.job.weights_by == "copy_engine":
             return self._gather_by_copies()
+        if self.job.weights_by == "nccl_copies":
+            return self._gather_by_nccl_copies()
         return self.collective("dp", "_allgather_base", self.job.gather_ns, 16_777_216)
 
     def _gather_by_copies(self) -> _Work:
@@ -875,7 +879,7 @@ class _Process:
                 self.program += [
                     Kernel(
                         "Memcpy PtoP (Device -> Device)", op, stream, took_ns,
-                        host_ns=6_000, thread=self.thread,
+                        host_ns=6_000, thread=self.thread, copied_bytes=2_097_152,
                     )
                 ] * (len(ranks) - 1)  # fmt: skip
                 continue
@@ -884,6 +888,48 @@ class _Process:
                 Kernel(BARRIER, op, stream, call=call, thread=self.thread,
                        end_jitter_ns=round(abs(self.jitter.gauss(0, 800))))
             )  # fmt: skip
+        self.program.append(RecordEvent(self._new_event(), stream, self.thread))
+        return _Work(self.events)
+
+    def _gather_by_nccl_copies(self) -> _Work:
+        """As src/ce_coll.cc of NCCL: a flag to each peer and a wait for theirs, a batch of copies,
+        its own part first, and flags and a wait once more."""
+        job, group = self.job, self.group("dp")
+        peers, stream, copy = len(group.ranks) - 1, COMM_STREAMS["dp"], _NCCL_COPY
+        sequence = self.sequences.get(group.name, 0)
+        self.sequences[group.name] = sequence + 1
+        flags_ns = peers * _FLAG_NS
+        gathered = Call(
+            "_allgather_base", group, 16_777_216 // (peers + 1), 16_777_216, flags_ns, sequence,
+        )  # fmt: skip
+        self.program += [
+            RecordEvent(self._new_event(), COMPUTE_STREAM, self.thread),
+            WaitEvent(self.events, stream, self.thread),
+        ]
+        times = job.transfer_times("dp", group.ranks)
+        took_ns = job.gather_ns * times / peers
+        for phase in ("ready", "done"):
+            first = phase == "ready"
+            call = replace(gathered, phase=f"copies {phase}", role="flag")
+            self.program += [
+                Kernel(
+                    copy, "record_param_comms" if first else "", stream, thread=self.thread,
+                    call=call, copies=peers, launches=peers + 5 if first else 1, host_ns=12_000,
+                ),
+                Kernel(
+                    "", "", stream, thread=self.thread, host_ns=3_000,
+                    end_jitter_ns=round(abs(self.jitter.gauss(0, 800))),
+                    call=replace(call, role="receive", transfer_ns=1_000),
+                ),
+            ]  # fmt: skip
+            if not first:
+                break
+            for number in range(peers + 1):
+                own_ns = 8_000 if number == 0 else took_ns * self.noise("copies").factor()
+                self.program.append(
+                    Kernel(copy, "", stream, round(own_ns), host_ns=4_000, thread=self.thread,
+                           copied_bytes=4_194_304, batched=number > 0)
+                )  # fmt: skip
         self.program.append(RecordEvent(self._new_event(), stream, self.thread))
         return _Work(self.events)
 

@@ -98,8 +98,10 @@ class _Writer:
         yield from self._write_names()
         yield from self._write_steps()
         for number, run in enumerate(self.timeline.kernels):
-            if run.start_ns >= self.start_ns:
-                yield from self._write_kernel(100_000 + number, run)
+            if run.start_ns >= self.start_ns and run.kernel.name:
+                yield from self._write_kernel(number, run)
+                for copy in range(1, run.kernel.copies):
+                    yield from self._write_copy(number, run, copy)
         if self.style.graph:
             yield from self._write_graphs()
         yield from self._write_calls()
@@ -141,8 +143,13 @@ class _Writer:
     def _thread(self, thread: int) -> int:
         return self.pid + 1_000 * thread
 
-    def _write_kernel(self, correlation: int, run: KernelRun) -> Iterator[str]:
+    def _write_kernel(self, number: int, run: KernelRun) -> Iterator[str]:
         kernel, call = run.kernel, run.kernel.call
+        kernels = self.timeline.kernels
+        op_end_ns = kernels[min(number + kernel.launches, len(kernels)) - 1].launched_ns
+        while kernels[number].kernel.batched:
+            number -= 1
+        correlation = 100_000 + number
         tid = self._thread(kernel.thread)
         copies = kernel.name.startswith("Memcpy")
         arguments = ""
@@ -166,24 +173,27 @@ class _Writer:
             if kernel.op:
                 yield (
                     f'{{"ph": "X", "cat": "cpu_op", "name": "{kernel.op}", "pid": {self.pid}, '
-                    f'"tid": {tid}, {self.format_span(op_ns, run.launched_ns)}, '
+                    f'"tid": {tid}, {self.format_span(op_ns, op_end_ns)}, '
                     f'"args": {{"External id": {correlation}{extra}}}}}'
                 )
-            yield (
-                f'{{"ph": "X", "cat": "cuda_runtime", "name": "{runtime}", "pid": {self.pid}, '
-                f'"tid": {tid}, {self.format_span(run.call_ns, run.launched_ns)}, '
-                f'"args": {{"External id": {correlation}, "cbid": {cbid}, '
-                f'"correlation": {correlation}}}}}'
-            )
+            if not kernel.batched:
+                yield (
+                    f'{{"ph": "X", "cat": "cuda_runtime", "name": "{runtime}", "pid": {self.pid}, '
+                    f'"tid": {tid}, {self.format_span(run.call_ns, run.launched_ns)}, '
+                    f'"args": {{"External id": {correlation}, "cbid": {cbid}, '
+                    f'"correlation": {correlation}}}}}'
+                )
             yield (
                 f'{{"ph": "s", "id": {correlation}, "pid": {self.pid}, "tid": {tid}, '
                 f'"ts": {self.format_time(run.call_ns)}, "cat": "ac2g", "name": "ac2g"}}'
             )
         category = "gpu_memcpy" if copies else "kernel"
         end_ns = self.recorded_ends_ns.get(run, run.end_ns)
+        if copies:
+            arguments = ""
+            end_ns = run.start_ns + (end_ns - run.start_ns) // kernel.copies
         grid = f', "grid": [{kernel.blocks}, 1, 1], "block": [384, 1, 1]'
-        peer_to_peer = kernel.name.startswith("Memcpy PtoP")
-        size = f', "bytes": {2_097_152 if peer_to_peer else 4}' if copies else grid
+        size = f', "bytes": {kernel.copied_bytes}' if copies else grid
         yield (
             f'{{"ph": "X", "cat": "{category}", "name": "{kernel.name}", "pid": {self.device}, '
             f'"tid": {kernel.stream}, {self.format_span(run.start_ns, end_ns)}, '
@@ -197,6 +207,25 @@ class _Writer:
                 f'"tid": {kernel.stream}, "ts": {self.format_time(run.start_ns)}, "cat": "ac2g", '
                 '"name": "ac2g", "bp": "e"}'
             )
+
+    def _write_copy(self, number: int, run: KernelRun, copy: int) -> Iterator[str]:
+        """A further copy of a row of them, with its launch right after those before it."""
+        kernel, correlation = run.kernel, 10_000_000 + 100 * number + copy
+        tid, length_ns = self._thread(kernel.thread), (run.end_ns - run.start_ns) // kernel.copies
+        if run.call_ns >= self.start_ns:
+            call_ns = run.call_ns + (run.launched_ns - run.call_ns) * copy // kernel.copies
+            yield (
+                f'{{"ph": "X", "cat": "cuda_runtime", "name": "cudaMemcpyAsync", "pid": {self.pid},'
+                f' "tid": {tid}, {self.format_span(call_ns, call_ns + 300)}, '
+                f'"args": {{"cbid": 41, "correlation": {correlation}}}}}'
+            )
+        start_ns = run.start_ns + copy * length_ns
+        yield (
+            f'{{"ph": "X", "cat": "gpu_memcpy", "name": "{kernel.name}", "pid": {self.device}, '
+            f'"tid": {kernel.stream}, {self.format_span(start_ns, start_ns + length_ns)}, '
+            f'"args": {{"device": {self.device}, "context": 1, "stream": {kernel.stream}, '
+            f'"correlation": {correlation}, "bytes": {kernel.copied_bytes}}}}}'
+        )
 
     def graph_correlation(self, step: int) -> int:
         return 9_000_000 + step

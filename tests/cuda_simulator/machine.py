@@ -298,8 +298,10 @@ class _Machine:
         for key, transfer_ns in zip(self.keys.pop(run), transfers, strict=True):
             meeting = self.meetings.setdefault(key, _Meeting())
             if call.role != "receive":
-                meeting.last_ns = max(meeting.last_ns, run.start_ns)
-            if call.role == "post":
+                # Flags are seen once they are written.
+                came_ns = run.start_ns + (transfer_ns if call.role == "flag" else 0)
+                meeting.last_ns = max(meeting.last_ns, came_ns)
+            if call.role in ("post", "flag"):
                 meeting.posted += 1
                 run.missing = 0
                 self._end(run, run.start_ns + transfer_ns)

@@ -54,14 +54,16 @@ class Call:
     """The kernels of one phase of a protocol meet each other only."""
     role: str = "meet"
     """meet: data moves from the start of the last member's kernel on. post: the kernel sends and
-    does not wait. receive: it ends this call's transfer after all members' posts began."""
+    does not wait. flag: as post, but it moves no data. receive: it ends this call's transfer after
+    all members' posts began."""
     described: bool = True
     """The trace has the call's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A launch: of compute (duration_ns) or of communication (call)."""
+    """A launch: of compute (duration_ns) or of communication (call). Without a name it is a stream
+    memory operation, which no trace has."""
 
     name: str
     op: str
@@ -76,6 +78,14 @@ class Kernel:
     """The recorder's range around the launch, where it annotates calls of libraries."""
     blocks: int = 132
     """The size of its launch grid."""
+    copied_bytes: int = 4
+    """Of a copy."""
+    copies: int = 1
+    """So many copies in a row, each with a launch of its own."""
+    launches: int = 1
+    """So many kernels, from this one on, are launched in its op."""
+    batched: bool = False
+    """The call that launched the kernel before it launched this one, too."""
 
 
 @dataclass(frozen=True, slots=True)

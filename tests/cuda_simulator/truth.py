@@ -40,7 +40,7 @@ def measure_exposed(simulation: Simulation) -> list[Exposed]:
             call = run.kernel.call
             if call is None or call.messages:
                 continue
-            role = "" if call.role == "meet" else call.role
+            role = {"meet": "", "flag": "post"}.get(call.role, call.role)
             count = counts.get((call.group.name, call.phase, role), 0)
             counts[call.group.name, call.phase, role] = count + 1
             # A receive waits for what was posted.
@@ -56,7 +56,9 @@ def measure_exposed(simulation: Simulation) -> list[Exposed]:
         pieces = [(r.start_ns, r.start_ns, r.end_ns) for r in recorded if _copies(r.kernel)]
         for run, key in own:
             if run.step >= first:
-                waits_for = run.start_ns if run.kernel.call.role == "post" else last_start[key]
+                # Once all have come data moves to the end of the call.
+                moves = run.kernel.call.role == "post" or run.kernel.call.phase.endswith("done")
+                waits_for = run.start_ns if moves else last_start[key]
                 moved_from = min(max(waits_for, run.start_ns), run.end_ns)
                 pieces.append((run.start_ns, moved_from, run.end_ns))
         pieces.sort()
@@ -77,7 +79,7 @@ def _computes(kernel: Kernel) -> bool:
 
 
 def _copies(kernel: Kernel) -> bool:
-    return kernel.name.startswith("Memcpy PtoP")
+    return kernel.call is None and kernel.name.startswith(("Memcpy PtoP", "Memcpy DtoD"))
 
 
 def _list_gaps(compute: Sequence[Span]) -> list[Span]:

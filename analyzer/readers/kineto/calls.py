@@ -27,6 +27,7 @@ from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_ops
 from stepsplit.analyzer.readers.kineto.collective_launches import (
     MadeCall,
     find_launched,
+    find_surrounding_ops,
     note_missing,
 )
 from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS, SortedRows, posted_before
@@ -69,7 +70,7 @@ def build_device_calls(
     args_of_event = dict(
         zip(rows.noted_row.tolist(), map(decode_comm_args, rows.noted_args), strict=True)
     )
-    kernels = rows.noted_row[events.is_category(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
+    kernels = rows.find_communication(rules)
     launches = events.find_launches(kernels)
     params = rows.noted_row[_find_params(rows)]
     surrounding_ops = find_surrounding_ops(events, params, launches)
@@ -337,7 +338,7 @@ def _compute_bytes(nelems: int, dtype: str) -> int:
     return sanitize_bytes(nelems * width) if nelems >= 0 and width > 0 else -1
 
 
-# The op that surrounds the launch of a device event.
+# What the ranges and library ops around the launch of a device event say.
 
 _LIBRARY_OPS = "symm_mem::"
 """Prefix of torch's ops of symmetric memory; they contain each other."""
@@ -386,28 +387,6 @@ def _find_library_ops(events: Events, launches: Int64) -> list[str]:
     around = find_surrounding_ops(events, np.array(outer, dtype=np.int64), launches)
     found = [parse_op(events.name_of(op)) if op >= 0 else "" for op in around.tolist()]
     return ["" if op == "unknown" else op for op in found]
-
-
-def find_surrounding_ops(events: Events, ops: Int64, rows: Int64) -> Int64:
-    """For each row, the op on the same lane that contains it; -1 if there is none.
-
-    ops are sorted and not nested; for a row of -1 the result is -1. The op contains the middle of
-    the row too, because small errors let an op end after the next event has started.
-    """
-    found = np.full(len(rows), -1, dtype=np.int64)
-    known = np.flatnonzero(rows >= 0)
-    for lane in np.unique(events.lane[rows[known]]).tolist():
-        ops_on_lane = ops[events.lane[ops] == lane]
-        if not len(ops_on_lane):
-            continue
-        rows_on_lane = known[events.lane[rows[known]] == lane]
-        starts = events.start_ns[rows[rows_on_lane]]
-        ends = events.start_ns[ops_on_lane] + events.dur_ns[ops_on_lane]
-        index = np.searchsorted(events.start_ns[ops_on_lane], starts, side="right") - 1
-        middle = starts + events.dur_ns[rows[rows_on_lane]] // 2
-        inside = (index >= 0) & (middle <= ends[index])
-        found[rows_on_lane[inside]] = ops_on_lane[index[inside]]
-    return found
 
 
 # Collectives and messages of a gloo run -> Calls.

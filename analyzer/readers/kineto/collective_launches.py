@@ -31,7 +31,8 @@ _LIBRARY_KERNEL = re.compile(r"(?:^|[^a-zA-Z0-9])[a-z]{1,4}ccl[A-Za-z]*[Kk]ernel
 _QUIET_FAMILIES = (OTHER, "reduce", "memory")
 """Families of kernels that may be a collective although their name has no word of one."""
 
-_DEVICE_COPY = re.compile(r"DtoD|PtoP|Device ?-> ?Device|(?:Device|Peer)To(?:Device|Peer)", re.I)
+DEVICE_COPY = re.compile(r"DtoD|PtoP|Device ?-> ?Device|(?:Device|Peer)To(?:Device|Peer)", re.I)
+"""Copies between buffers of devices."""
 
 _COPIED_OPS = ("all_gather", "all_to_all", "broadcast", "gather", "scatter", *MESSAGES)
 """Ops that copy engines can carry out, which cannot add."""
@@ -93,7 +94,7 @@ def find_launched(
             with_kernels.add(_describe(args_of_op[op]))
         elif stated in _COPIED_OPS:
             copying[op] = [
-                at for at in places if at not in of_device and _DEVICE_COPY.search(names[at])
+                at for at in places if at not in of_device and DEVICE_COPY.search(names[at])
             ]
     for op, places in copying.items():
         described = _describe(args_of_op[op])
@@ -128,6 +129,28 @@ def find_launched(
         notes.append(Note("comm_copies", text))
     chosen = np.array(sorted([*kernels, *copies]), dtype=np.int64)
     return Launched(rows[chosen], ops[chosen], tuple(notes))
+
+
+def find_surrounding_ops(events: Events, ops: Int64, rows: Int64) -> Int64:
+    """For each row, the op on the same lane that contains it; -1 if there is none.
+
+    ops are sorted and not nested; for a row of -1 the result is -1. The op contains the middle of
+    the row too, because small errors let an op end after the next event has started.
+    """
+    found = np.full(len(rows), -1, dtype=np.int64)
+    known = np.flatnonzero(rows >= 0)
+    for lane in np.unique(events.lane[rows[known]]).tolist():
+        ops_on_lane = ops[events.lane[ops] == lane]
+        if not len(ops_on_lane):
+            continue
+        rows_on_lane = known[events.lane[rows[known]] == lane]
+        starts = events.start_ns[rows[rows_on_lane]]
+        ends = events.start_ns[ops_on_lane] + events.dur_ns[ops_on_lane]
+        index = np.searchsorted(events.start_ns[ops_on_lane], starts, side="right") - 1
+        middle = starts + events.dur_ns[rows[rows_on_lane]] // 2
+        inside = (index >= 0) & (middle <= ends[index])
+        found[rows_on_lane[inside]] = ops_on_lane[index[inside]]
+    return found
 
 
 def _is_collective(args: Args | None) -> bool:

@@ -13,6 +13,7 @@ from msgspec import Raw, Struct
 
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto import schema
+from stepsplit.analyzer.readers.kineto.collective_launches import DEVICE_COPY
 from stepsplit.analyzer.readers.kineto.json_stream import Entries, decode_exact_times
 from stepsplit.analyzer.trace import (
     ALL_STREAMS,
@@ -64,6 +65,14 @@ class SortedRows:
         if at == len(self.noted_row) or self.noted_row[at] != row:
             return None
         return schema.decode_comm_args(self.noted_args[at])
+
+    def find_communication(self, rules: Rules) -> Int64:
+        """The noted rows of kernels and copies that communicate, by name or arguments."""
+        events = self.events
+        named = events.name_mask(tuple(map(rules.is_communication, events.names)))[self.noted_row]
+        of_device = events.is_category(Category.KERNEL, Category.MEMCPY)[self.noted_row]
+        described = np.array([_COLLECTIVE in text for text in self.noted_args], dtype=np.bool_)
+        return self.noted_row[of_device & (named | described)]
 
 
 def sort_rows(parts: Sequence[Rows], base_ns: int) -> SortedRows:
@@ -243,7 +252,7 @@ _MAY_COMMUNICATE[[Category.KERNEL, Category.MEMCPY]] = True
 
 _COLUMNS = (np.int64, np.int64, np.uint8, np.int32, np.int32, np.int64)
 
-_DIMS = b'"Input Dims"'
+_DIMS, _COLLECTIVE = b'"Input Dims"', b'"Collective name"'
 
 _SHORT_TYPE = b'"c10::'
 """How the names of types in "Input type" begin, except those of float, double and integers."""
@@ -462,6 +471,11 @@ class _Builder:
                 lane[row] = lanes[event.pid, event.tid, args.device, args.stream]
             if args.communicates:
                 to_note[row] = True
+        # The sizes of copies between buffers of devices tell what NCCL's copy engines do.
+        copied = np.where(category == Category.MEMCPY, name_id, -1)
+        for number in np.unique(copied[copied >= 0]).tolist():
+            if DEVICE_COPY.search(names.texts[number]):
+                to_note |= copied == number
         self._note(events, np.flatnonzero(to_note).tolist())
         kernels = np.flatnonzero(category[with_stream] == Category.KERNEL)
         self._add_shapes(with_stream[kernels], [decoded[i].grid for i in kernels.tolist()])

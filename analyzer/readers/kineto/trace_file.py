@@ -27,6 +27,7 @@ from stepsplit.analyzer.readers.kineto.columns import (
     collect_event_waits,
     sort_rows,
 )
+from stepsplit.analyzer.readers.kineto.copy_engine import join_copy_engine_calls
 from stepsplit.analyzer.readers.kineto.json_stream import (
     ArrayBlocks,
     ByteRange,
@@ -307,9 +308,10 @@ def join_parts(
         rows, more = classify_tracks(rows, tracks, is_whole)
         header = name_device(header)
     rows, time_notes = drop_timeless(rows, header.base_ns)
-    events, order_notes = clip_overruns(rows.events, rows.shapes, rows.noted_row)
-    rows = replace(rows, events=events)
-    notes = (*_build_notes(rows, is_whole, torn), *more, *time_notes, *order_notes)
+    events, order_notes = clip_overruns(rows.events, rows.shapes, rows.find_communication(rules))
+    rows, copy_notes = join_copy_engine_calls(replace(rows, events=events))
+    events = rows.events
+    notes = (*_build_notes(rows, is_whole, torn), *more, *time_notes, *order_notes, *copy_notes)
     if not len(events) and not opening.fields and b'"traceEvents"' in opening.begin:
         text = "a list of traces, as of several ranks: each needs a file of its own"
         notes = (*notes, Note(LISTED_TRACES, text))

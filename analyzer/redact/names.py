@@ -125,7 +125,8 @@ _MESSAGE = re.compile(
 )
 
 _LIBRARY_CALL = re.compile(
-    r"(stepsplit::(?:dispatch|combine) library=(?:DeepEP|HybridEP|MORI) group=)(\S*)"
+    r"(stepsplit::(?:dispatch|combine|symm_mem) library="
+    r"(?:DeepEP|HybridEP|MORI|NCCL_EP|symmetric_memory) group=)(\S*)"
     r"((?: tokens=\d{1,15} bytes=\d{1,15} dtype=\w{1,20})?)",
     re.ASCII,
 )

@@ -289,8 +289,9 @@ def name_expert_library(trace: RankTrace) -> tuple[str, int] | None:
             sizes[role.protocol] = max(sizes.get(role.protocol, 0), role.size)
     for name in kernels:
         if (stated := _STATED.match(name)) is not None:
-            found.setdefault(stated[2], set()).add(stated[1])
-            sizes.setdefault(stated[2], 0)
+            library = stated[2].replace("_", " ")
+            found.setdefault(library, set()).add(stated[1])
+            sizes.setdefault(library, 0)
     for protocol in PROTOCOLS:
         if {"dispatch", "combine"} <= found.get(protocol.name, set()):
             return protocol.name, sizes[protocol.name]

@@ -17,7 +17,7 @@ from stepsplit.analyzer.arrays import group_ids
 from stepsplit.analyzer.split.clock import Alignment
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh_groups import parse_group_name, parse_single_axis
-from stepsplit.analyzer.split.protocols import CallRoles, KernelRole, find_call_roles
+from stepsplit.analyzer.split.protocols import PROTOCOLS, CallRoles, KernelRole, find_call_roles
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.trace import (
     OP_CODE,
@@ -179,8 +179,9 @@ def _find_rows(trace: RankTrace) -> Int64:
         return np.zeros(0, dtype=np.int64)
     unnamed = (calls.group_id < 0) & (calls.peer < 0) & ~find_earlier_calls(trace)
     # The collector names the group of a library's call, which has no number nevertheless.
-    named = (calls.group_id >= 0) & (calls.seq < 0) & find_call_roles(trace).mask("axis")
-    unnamed |= named
+    names = tuple(f"({one.name})" for one in PROTOCOLS)
+    named = np.array([*(one.name.endswith(names) for one in trace.groups), False])[calls.group_id]
+    unnamed |= named & (calls.seq < 0) & find_call_roles(trace).mask("protocol")
     copies = trace.events.category[calls.event] == int(Category.MEMCPY)
     # A kernel of messages has a peer that nothing tells.
     meets = ~calls.is_message & ((calls.op != OP_CODE["unknown"]) | copies)

@@ -113,15 +113,13 @@ def build_device_calls(
             args = stated
         parts = [args_of_event[post] for post in batch] or [args]
         named_op = library_op or by_name[name]
+        numbers = [group_table.find_number(part, library if by_library else "") for part in parts]
+        if by_library and numbers[0] >= 0:
+            size = len(group_table.groups[numbers[0]].ranks)
+            parts = [msgspec.structs.replace(args, group_size=size)]
         parts_as_calls = [
-            _build_call(
-                event,
-                named_op,
-                part,
-                group_table.find_number(part, library if by_library else ""),
-                issued_ns,
-            )
-            for part in parts
+            _build_call(event, named_op, part, number, issued_ns)
+            for part, number in zip(parts, numbers, strict=True)
         ]
         unnamed = not batch and any_named and "SendRecv" in name and _may_be_batch(name, args)
         calls += (
@@ -344,25 +342,25 @@ _LIBRARY_OPS = "symm_mem::"
 """Prefix of torch's ops of symmetric memory; they contain each other."""
 
 
-_EXPERT_CALL = re.compile(
-    r"stepsplit::(?:dispatch|combine) library=(?P<library>\w+) group=(?P<group>\S*)"
+_LIBRARY_CALL = re.compile(
+    r"stepsplit::(?:dispatch|combine|symm_mem) library=(?P<library>\w+) group=(?P<group>\S*)"
     r"(?: tokens=\d{1,15} bytes=(?P<bytes>\d{1,15}) dtype=(?P<dtype>\S*))?",
     re.ASCII,
 )
-"""The collector's range around a call of a library of expert parallelism."""
+"""The collector's range around a call of a library of expert parallelism or symmetric memory."""
 
-EXPERT_RANGES = ("stepsplit::dispatch ", "stepsplit::combine ")
+_LIBRARY_RANGES = ("stepsplit::dispatch ", "stepsplit::combine ", "stepsplit::symm_mem ")
 
 
 def _describe_by_ranges(events: Events, launches: Int64) -> Iterator[tuple[Args | None, str]]:
     """For each launch the arguments that the collector's range around it states, and the library;
     (None, "") without one."""
     ranges = np.flatnonzero(
-        events.name_mask(tuple(name.startswith(EXPERT_RANGES) for name in events.names))
+        events.name_mask(tuple(name.startswith(_LIBRARY_RANGES) for name in events.names))
         & events.is_category(Category.ANNOTATION)
     )
     for op in find_surrounding_ops(events, ranges, launches).tolist():
-        match = _EXPERT_CALL.match(events.name_of(op)) if op >= 0 else None
+        match = _LIBRARY_CALL.match(events.name_of(op)) if op >= 0 else None
         if match is None:
             yield None, ""
             continue
@@ -370,7 +368,8 @@ def _describe_by_ranges(events: Events, launches: Int64) -> Iterator[tuple[Args 
         width = compute_element_bytes(dtype)
         known = size >= 0 and width > 0
         nelems = size // width if known else -1
-        yield Args(in_nelems=nelems, dtype=dtype, group_name=match["group"]), match["library"]
+        library = match["library"].replace("_", " ")
+        yield Args(in_nelems=nelems, dtype=dtype, group_name=match["group"]), library
 
 
 def _find_library_ops(events: Events, launches: Int64) -> list[str]:

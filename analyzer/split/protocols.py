@@ -25,6 +25,7 @@ class ProtocolKernel(Struct, frozen=True):
             of all members that belongs to the next or the last kernel which moves data.
         name: What it is called.
         together: It ends on all members at once, as it ends with a barrier.
+        of_node: Only on the members of one node.
         halves: It may be launched twice for one call: to send, and to receive.
         size: Where its name states the number of members, the expression that finds it there.
         times: The number of members for each that the name states.
@@ -33,6 +34,7 @@ class ProtocolKernel(Struct, frozen=True):
     step: str
     name: re.Pattern[str]
     together: bool = False
+    of_node: bool = False
     halves: bool = False
     size: re.Pattern[str] | None = None
     times: int = 1
@@ -75,7 +77,23 @@ _NODES = re.compile(
 """Of internode kernels: the mode, then the number of nodes, each of 8 ranks
 (LEGACY_NUM_MAX_NVL_PEERS)."""
 
+_NCCL_LOW_LATENCY = _compile("nccl_ep", "internode_ll").pattern
+
 PROTOCOLS = (
+    # NVIDIA/nccl, contrib/nccl_ep (0.1): of high throughput a dispatch ends with a barrier of its
+    # node, a combine begins with one; the kernels of low latency have two halves.
+    Protocol(
+        "NCCL EP", "ep",
+        (
+            ProtocolKernel(
+                "dispatch", re.compile(r"nccl_ep_jit_ht_dispatch"), together=True, of_node=True
+            ),
+            ProtocolKernel("dispatch", _compile(_NCCL_LOW_LATENCY, "dispatch"), halves=True),
+            ProtocolKernel("combine", _compile(_NCCL_LOW_LATENCY, "combine"), halves=True),
+            ProtocolKernel("dispatch", re.compile(r"nccl_ep\w*(?:::\w+)*_?dispatch")),
+            ProtocolKernel("combine", re.compile(r"nccl_ep\w*(?:::\w+)*_?combine")),
+        ),
+    ),
     # deepseek-ai/DeepEP, branch hybrid-ep, csrc/hybrid_ep/backend: compiled when a job starts.
     # device_sync_kernel runs before and after, or with fused permutation only after the others.
     Protocol(
@@ -118,18 +136,13 @@ PROTOCOLS = (
             ),
         ),
     ),
-    # NVIDIA/nccl, contrib/nccl_ep: high throughput; the kernels of low latency have two halves.
-    Protocol(
-        "NCCL EP", "ep",
-        (
-            ProtocolKernel("dispatch", re.compile(r"nccl_ep\w*(?:::\w+)*_?dispatch")),
-            ProtocolKernel("combine", re.compile(r"nccl_ep\w*(?:::\w+)*_?combine")),
-        ),
-    ),
-    # ROCm/mori.
+    # ROCm/mori: within a node a dispatch ends when all have sent, a combine begins with a barrier.
     Protocol(
         "MORI", "ep",
         (
+            ProtocolKernel(
+                "dispatch", re.compile(r"\bEpDispatchIntraNode\w*Kernel"), together=True
+            ),
             ProtocolKernel("dispatch", re.compile(r"\bEpDispatch\w*Kernel")),
             ProtocolKernel("combine", re.compile(r"\bEpCombine\w*Kernel")),
         ),
@@ -160,10 +173,20 @@ PROTOCOLS = (
             ProtocolKernel("move", re.compile(COPIES)),
         ),
     ),
-    # vllm-project/vllm and sgl-project/sglang, custom_all_reduce: barriers at both ends.
+    # vllm-project/vllm and sgl-project/sglang, custom_all_reduce: barriers at both ends, or equal
+    # work behind the last one. NVIDIA/TensorRT-LLM and FlashInfer: customAllReduceKernels.cu,
+    # allReduceFusionKernels.cu.
     Protocol(
         "custom all_reduce", "",
         (
+            ProtocolKernel(
+                "sum", re.compile(r"allreduce_fusion_kernel_(?:oneshot|twoshot)"), together=True,
+                size=re.compile(r"shot\w*<\([\w:]+\)\d+, [\w:]+, (\d+)\b"),
+            ),
+            ProtocolKernel(
+                "sum", re.compile(r"(?:one|two)ShotAllReduceKernel"), together=True,
+                size=re.compile(r"ShotAllReduceKernel<[\w:]+, (\d+)\b"),
+            ),
             ProtocolKernel(
                 "sum", re.compile(r"cross_device_reduce_[12]stage"), together=True,
                 size=re.compile(r"cross_device_reduce_[12]stage<\w+, (\d+)\b"),
@@ -188,6 +211,7 @@ class KernelRole(Struct, frozen=True):
     step: str
     op: str
     together: bool
+    of_node: bool
     halves: bool
     size: int
 
@@ -207,9 +231,10 @@ def find_role(name: str, op: str) -> KernelRole:
             # A copy that a collective of c10d launched is that collective.
             together = op in SYMMETRIC_OPS if kernel.step == COPY else kernel.together
             return KernelRole(
-                protocol.name, protocol.axis, kernel.step, op, together, kernel.halves, size
-            )
-    return KernelRole("", "", parse_op(name), op, op in SYMMETRIC_OPS, False, 0)
+                protocol.name, protocol.axis, kernel.step, op, together, kernel.of_node,
+                kernel.halves, size,
+            )  # fmt: skip
+    return KernelRole("", "", parse_op(name), op, op in SYMMETRIC_OPS, False, False, 0)
 
 
 class CallRoles(Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 from msgspec import Struct
@@ -526,6 +527,8 @@ def _choose_groups(
         for candidate, chosen in fitting.values()
         if not scope.size or all(len(g.ranks) == scope.size for g, _, _ in chosen.groups)
     ]
+    if any(table.roles[k].of_node for k in scope.slots.tolist()):
+        sized = [one for one in sized if _are_apart(table, scope, one[1])]
     if not sized:
         return "no set of ranks ends them together in each step"
     proven = [one for one in sized if any(e.is_proven for _, _, e in one[1].groups)]
@@ -648,6 +651,20 @@ def _measure(table: _CallTable, scope: _Scope, members: tuple[int, ...]) -> _Evi
         typical,
         int(proves.sum()),
         int(proves.any(axis=1).sum()),
+    )
+
+
+def _are_apart(table: _CallTable, scope: _Scope, chosen: _Chosen) -> bool:
+    """Whether each two groups are shown not to be nodes of one group: a call of one of them ends
+    before all ranks of the other have come."""
+    spans = []
+    for _, members, _ in chosen.groups:
+        rows = np.array(members)
+        start, end = (at[rows][:, :, scope.slots] for at in (table.start_ns, table.end_ns))
+        spans.append((start.max(axis=0), end.min(axis=0) + TOGETHER_NS))
+    return all(
+        bool((one[1] < other[0]).any() or (other[1] < one[0]).any())
+        for one, other in combinations(spans, 2)
     )
 
 

@@ -26,13 +26,7 @@ from .program import (
     Synchronize,
     WaitEvent,
 )
-from .protocols import (
-    BARRIER,
-    EXPERT_PROTOCOLS,
-    LIBRARY_NAMES,
-    SUM_BY_SYMMETRIC_MEMORY,
-    ProtocolKernel,
-)
+from .protocols import BARRIER, EXPERT_PROTOCOLS, LIBRARY_NAMES, ProtocolKernel, sum_by_kernel
 
 COMPUTE_STREAM = 7
 COMM_STREAMS = {
@@ -246,7 +240,7 @@ class Job:
     experts_by: str = "nccl"
     """What moves the tokens of experts: nccl, or one of protocols.EXPERT_PROTOCOLS."""
     tensor_by: str = "nccl"
-    """What sums activations: nccl, or symm_mem."""
+    """What sums activations: nccl, or one of protocols.SUM_LIBRARIES."""
     weights_by: str = "nccl"
     """What gathers FSDP's parameters: nccl, copy_engine (torch's symmetric memory), or nccl_copies:
     NCCL's own use of copy engines."""
@@ -547,9 +541,10 @@ class _Process:
             self.launch_compute(name, op, layer_ns * share, load)
 
     def reduce_tensor_parallel(self) -> None:
-        if self.job.tp > 1 and self.job.tensor_by == "symm_mem":
+        if self.job.tp > 1 and self.job.tensor_by != "nccl":
             took_ns = self.job.tp_transfer_ns
-            self.run_protocol("tp", SUM_BY_SYMMETRIC_MEMORY, took_ns, took_ns, COMPUTE_STREAM)
+            kernels = sum_by_kernel(self.job.tensor_by, self.job.tp)
+            self.run_protocol("tp", kernels, took_ns, took_ns, COMPUTE_STREAM)
         elif self.job.tp > 1:
             self.wait(self.collective("tp", "allreduce", self.job.tp_transfer_ns, 16_777_216))
 

@@ -1,8 +1,9 @@
 """Communication without arguments: the kernels of a call of each library, and what they wait for.
 
 Written from the libraries' public sources: deepseek-ai/DeepEP (csrc/kernels/legacy, impls of
-deep_ep/include, branch hybrid-ep) and pytorch/pytorch (symm_mem/CUDASymmetricMemoryOps.cu,
-torch/distributed/_symmetric_memory).
+deep_ep/include, branch hybrid-ep), NVIDIA/nccl (contrib/nccl_ep), ROCm/mori (ops/dispatch_combine),
+pytorch/pytorch (symm_mem/CUDASymmetricMemoryOps.cu, torch/distributed/_symmetric_memory), and the
+custom all_reduce of vllm-project/vllm, sgl-project/sglang and NVIDIA/TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -69,17 +70,52 @@ def _use_deep_ep(backward: bool, ranks: int) -> tuple[Call, Call]:
 def _use_low_latency(backward: bool, ranks: int) -> tuple[Call, Call]:
     """Low latency with a hook: a kernel that sends, the shared expert, and a kernel that
     receives."""
-
-    def build_call(name: str, phase: str) -> Call:
-        name = f"void deep_ep::internode_ll::{name}"
-        return (
-            ProtocolKernel(name, "post", phase, 8_000, 0.2, computes_ns=30_000),
-            ProtocolKernel(name, "receive", phase, 4_000, 1.0),
-        )
-
+    place = "void deep_ep::internode_ll::"
     return (
-        build_call("dispatch<true, false, 7168>", "dispatch"),
-        build_call("combine<false, 7168, 8>", "combine"),
+        _send_and_receive(f"{place}dispatch<true, false, 7168>", "dispatch"),
+        _send_and_receive(f"{place}combine<false, 7168, 8>", "combine"),
+    )
+
+
+def _send_and_receive(name: str, phase: str) -> Call:
+    return (
+        ProtocolKernel(name, "post", phase, 8_000, 0.2, computes_ns=30_000),
+        ProtocolKernel(name, "receive", phase, 4_000, 1.0),
+    )
+
+
+def _use_nccl_ep(backward: bool, ranks: int) -> tuple[Call, Call]:
+    """High throughput within a node: a dispatch ends when all have written to all; a combine begins
+    to read when all have come, and ends by itself."""
+    name = "nccl_ep_jit_ht_{}_kernel"
+    return (
+        (
+            ProtocolKernel(name.format("scan"), "local", "", 9_000),
+            ProtocolKernel(name.format("dispatch"), "meet", "dispatch", 0, 1.0, together=True),
+        ),
+        (ProtocolKernel(name.format("combine"), "meet", "combine", 0, 1.0),),
+    )
+
+
+def _use_staged_nccl_ep(backward: bool, ranks: int) -> tuple[Call, Call]:
+    """Low latency with send_only: the call sends, and its completion receives."""
+    place = "void nccl_ep::internode_ll::"
+    return (
+        _send_and_receive(
+            f"{place}dispatch<false, false, 7168, (ncclEpLayout_t)1, true>", "dispatch"
+        ),
+        _send_and_receive(f"{place}combine<false, 7168, 11, 4, (ncclEpLayout_t)1>", "combine"),
+    )
+
+
+def _use_mori(backward: bool, ranks: int) -> tuple[Call, Call]:
+    """Within a node: a dispatch ends when all have said that they sent; a combine begins to read
+    when all have come, and ends by itself."""
+    place = "void mori::moe::Ep{}IntraNodeKernel<hip_bfloat16>"
+    dispatch, combine = (place.format(kind) for kind in ("Dispatch", "Combine"))
+    return (
+        (ProtocolKernel(dispatch, "meet", "dispatch", 0, 1.0, together=True),),
+        (ProtocolKernel(combine, "meet", "combine", 0, 1.0),),
     )
 
 
@@ -121,19 +157,40 @@ EXPERT_PROTOCOLS: dict[str, Callable[[bool, int], tuple[Call, Call]]] = {
     "low_latency": _use_low_latency,
     "hybrid_ep": _use_hybrid_ep,
     "elastic": _use_elastic,
+    "nccl_ep": _use_nccl_ep,
+    "staged_nccl_ep": _use_staged_nccl_ep,
+    "mori": _use_mori,
 }
 """The kernels of a dispatch and of a combine; the arguments say whether it is a backward,
 and of how many ranks."""
 
-LIBRARY_NAMES = {"deep_ep": "DeepEP", "low_latency": "DeepEP", "hybrid_ep": "HybridEP",
-                 "elastic": "DeepEP"}  # fmt: skip
+LIBRARY_NAMES = {
+    "deep_ep": "DeepEP", "low_latency": "DeepEP", "hybrid_ep": "HybridEP", "elastic": "DeepEP",
+    "nccl_ep": "NCCL_EP", "staged_nccl_ep": "NCCL_EP", "mori": "MORI",
+}  # fmt: skip
 
-SUM_BY_SYMMETRIC_MEMORY = (
-    ProtocolKernel(
-        "void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>",
-        "meet", "sum", 0, 1.0, op="symm_mem::two_shot_all_reduce_",
+_SUMS = {
+    "symm_mem": (
+        "void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, {}>"
     ),
-)  # fmt: skip
-"""torch runs it on the current stream, that of compute."""
+    "vllm_one_shot": "void vllm::cross_device_reduce_1stage<__nv_bfloat16, {}>(vllm::RankData*)",
+    "sglang_two_shot": (
+        "void sglang::cross_device_reduce_2stage<__nv_bfloat16, {}>(sglang::RankData*)"
+    ),
+    "trt_one_shot": (
+        "void tensorrt_llm::kernels::ar_fusion::allreduce_fusion_kernel_oneshot_lamport"
+        "<(tensorrt_llm::kernels::ar_fusion::AllReduceFusionPattern)1, __nv_bfloat16, {}, true>"
+    ),
+    "trt_two_shot": "void tensorrt_llm::kernels::twoShotAllReduceKernel<__nv_bfloat16, {}, true>",
+}
+
+SUM_LIBRARIES = tuple(_SUMS)
+
+
+def sum_by_kernel(library: str, ranks: int) -> Call:
+    """The kernel of an all_reduce, which runs on the current stream, that of compute."""
+    op = "symm_mem::two_shot_all_reduce_" if library == "symm_mem" else ""
+    return (ProtocolKernel(_SUMS[library].format(ranks), "meet", "sum", 0, 1.0, op=op),)
+
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, unsigned long, int, int)"

@@ -13,6 +13,7 @@ from cuda_simulator.jobs import ExpertLoad, Job, SlowLink, SlowRank
 from cuda_simulator.kineto import TraceStyle
 from cuda_simulator.simulate import simulate
 from cuda_simulator.truth import measure_exposed
+from support.builders import GpuTrace
 from support.unnamed_jobs import (
     APART,
     COPIES,
@@ -20,6 +21,7 @@ from support.unnamed_jobs import (
     GRAPH,
     LIBRARIES,
     SHARE,
+    SUMS,
     TENSORS,
     Trace,
     assert_costs,
@@ -33,7 +35,7 @@ from support.unnamed_jobs import (
 from stepsplit.analyzer import StepsplitError, analyze
 
 
-@pytest.mark.parametrize("groups", ["all", "none"])
+@pytest.mark.parametrize("groups", ["all", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_late_rank_of_experts_is_named_with_what_it_costs(
     library: str, groups: str, tmp_path: Path
@@ -44,6 +46,43 @@ def test_a_late_rank_of_experts_is_named_with_what_it_costs(
     (row,) = [row for row in report.collectives if row.op == "all_to_all"]
     assert next(g.axis for g in report.groups if g.id == row.group) == "ep"
     assert (row.count, row.busbw_bytes_per_s) == (4 * 16, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", ["all", "none"])
+@pytest.mark.parametrize("library", SUMS)
+def test_a_late_rank_is_named_where_a_custom_kernel_sums(
+    library: str, groups: str, tmp_path: Path
+) -> None:
+    style = replace(APART, lists_groups=groups)
+    simulation, report = run(replace(TENSORS, tensor_by=library), tmp_path, style)
+    assert_true(simulation, report, style)
+
+
+def trace_nodes(folder: Path, late_us: float, *, one_group: bool) -> None:
+    """Four ranks on two nodes, whose dispatches end with a barrier of the node; rank 3 is late, and
+    the other node ends before it only if it is no member."""
+    listed = [("0", "default_pg", range(4)), ("1", "mesh_tp", (0, 1)), ("2", "mesh_tp", (2, 3))]
+    for rank in range(4):
+        trace = GpuTrace(rank, 4, groups=[g for g in listed if rank in g[2]], host=f"h{rank // 2}")
+        for step in range(4):
+            at, own = 1000 * step, 40 + (late_us if rank == 3 else 3 * rank)
+            came = 40 + late_us if rank > 1 or one_group else 46
+            end = came + (60 if rank < 2 else 90)
+            trace.step(step, at, at + 1000).kernel("gemm", at + 1, at + own)
+            for call in range(2):
+                start = at + 400 * call
+                trace.kernel("nccl_ep_jit_ht_dispatch_kernel", start + own, start + end, stream=20)
+            trace.kernel("gemm", at + 800, at + 990)
+            trace.all_reduce(at + 990, at + 995, group="0", Seq=step)
+        trace.write(folder)
+
+
+@pytest.mark.parametrize("one_group", [True, False])
+def test_the_nodes_of_a_group_are_no_groups(one_group: bool, tmp_path: Path) -> None:
+    trace_nodes(tmp_path, 150, one_group=one_group)
+    found = {(0, 1), (2, 3)}
+    assert list_found(analyze(tmp_path)) == (set() if one_group else found)
 
 
 @pytest.mark.parametrize("groups", ["all", "none"])
@@ -248,11 +287,13 @@ def draw_jobs() -> Iterator[tuple[Job, TraceStyle]]:
             if draw.random() < 0.3:
                 job = replace(job, causes=(ExpertLoad(draw.randrange(world), 1.5),))
         elif kind == "sums":
-            job = replace(job, tp=size, dp=many, tensor_by="symm_mem")
+            by = draw.choice(("symm_mem", *SUMS))
+            job = replace(job, tp=size, dp=many, tensor_by=by)
             if draw.random() < 0.3:
                 job = replace(job, causes=(SlowLink("tp", 0, 3.0),))
         elif kind == "copies":
-            job = replace(job, dp=world, fsdp=True, weights_by="copy_engine", layers=4)
+            by = draw.choice(("copy_engine", "nccl_copies"))
+            job = replace(job, dp=world, fsdp=True, weights_by=by, layers=4)
         elif kind == "graph":
             job = replace(job, tp=size, dp=many, described=False)
         else:

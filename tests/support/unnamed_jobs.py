@@ -34,7 +34,11 @@ COPIES = Job("copies", dp=8, fsdp=True, weights_by="copy_engine", microbatches=1
 GRAPH = Job("graph", tp=4, dp=2, microbatches=2, ranks_per_host=1, steps=4, described=False,
             causes=(LATE,))  # fmt: skip
 
-LIBRARIES = ("deep_ep", "low_latency", "hybrid_ep", "elastic")
+LIBRARIES = (
+    "deep_ep", "low_latency", "hybrid_ep", "elastic", "nccl_ep", "staged_nccl_ep", "mori",
+)  # fmt: skip
+
+SUMS = ("vllm_one_shot", "sglang_two_shot", "trt_one_shot", "trt_two_shot")
 
 
 def run(job: Job, folder: Path, style: TraceStyle = APART) -> tuple[Simulation, Report]:

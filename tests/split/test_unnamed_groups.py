@@ -96,11 +96,16 @@ def test_a_late_rank_is_named_where_torch_communicates_by_memory_and_copies(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True], ids=["grids", "persistent"])
+@pytest.mark.parametrize("annotates", [True, False], ids=["tokens", "no tokens"])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_hot_expert_costs_what_the_annotated_tokens_say(library: str, tmp_path: Path) -> None:
-    job = replace(EXPERTS, experts_by=library, causes=(ExpertLoad(3, 1.5),))
-    simulation, report = run(job, tmp_path, replace(APART, annotates=True))
+def test_a_hot_expert_costs_what_its_tokens_or_its_compute_say(
+    library: str, annotates: bool, persistent: bool, tmp_path: Path
+) -> None:
+    job = replace(EXPERTS, experts_by=library, persistent=persistent, causes=(ExpertLoad(3, 1.5),))
+    simulation, report = run(job, tmp_path, replace(APART, annotates=annotates))
     assert_costs(simulation, report, "uneven_ranks", {3})
+    assert ("probably" in report.findings[0].message) == (not annotates)
 
 
 @pytest.mark.slow

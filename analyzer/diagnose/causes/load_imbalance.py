@@ -13,9 +13,11 @@ from stepsplit.analyzer.arrays import group_ids, group_max, group_min
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.expert_load import (
+    MORE_COMPUTE,
     MORE_TOKENS,
     balance_experts,
     compare_sent_tokens,
+    measure_expert_loads,
 )
 from stepsplit.analyzer.diagnose.causes.uneven_kernels import measure_uneven_work
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
@@ -100,7 +102,16 @@ def _balance_ranks(
     more = ("up to " if len(heavy) > 1 else "") + units.format_percent(ratio - 1)
     than = f"the {peers} of {'its' if len(heavy) == 1 else 'their'} stage"
     more_tokens = compare_sent_tokens(context, worst)
-    if more_tokens > MORE_TOKENS:
+    load = float(measure_expert_loads(context)[context.ranks == worst][0]) - 1
+    by_experts = more_tokens > MORE_TOKENS or load > MORE_COMPUTE
+    if by_experts and more_tokens <= MORE_TOKENS:
+        usual, doubt = of_stage, None
+        reason = (
+            f"; between dispatch and combine it is {units.format_percent(load)} more than the"
+            " average of its group, elsewhere as much: its experts probably receive more tokens (no"
+            " counts recorded)"
+        )
+    elif by_experts:
         usual = of_stage
         doubt = None
         reason = (
@@ -112,7 +123,7 @@ def _balance_ranks(
         doubt, reason = _describe_doubt(context, (worst,), same_stage.tolist()), ""
 
     def balance(graph: DependencyGraph) -> DependencyGraph:
-        if more_tokens > MORE_TOKENS:
+        if by_experts:
             return balance_experts(context, graph)
         segments = WorkSegments.measure(context.graph, "compute", measure_uneven_work(context))
         # Segments are comparable between ranks that made as many calls in the step.

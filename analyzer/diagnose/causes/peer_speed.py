@@ -6,7 +6,12 @@ from collections import defaultdict
 
 import numpy as np
 
-from stepsplit.analyzer.diagnose.causes.expert_load import MORE_TOKENS, compare_sent_tokens
+from stepsplit.analyzer.diagnose.causes.expert_load import (
+    MORE_COMPUTE,
+    MORE_TOKENS,
+    compare_sent_tokens,
+    measure_expert_loads,
+)
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
 from stepsplit.analyzer.diagnose.slow_devices import find_slow_devices
 from stepsplit.analyzer.trace import Float
@@ -25,6 +30,9 @@ def measure_peer_speed(context: ReplayContext) -> Float:
         for rank in {one.rank for one in context.slow_kernels}
         if compare_sent_tokens(context, rank) > MORE_TOKENS
     }
+    if context.slow_kernels:
+        load = measure_expert_loads(context)
+        tokens |= set(context.ranks[load > 1 + MORE_COMPUTE].tolist())
     lost: dict[int, int] = defaultdict(int)
     slowest: dict[int, float] = defaultdict(lambda: 1.0)
     for one in context.slow_kernels:

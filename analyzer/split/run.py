@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 
 import numpy as np
 
@@ -137,12 +138,24 @@ def split_run(
     A rank without device data or steps is left out, with a note. Raises DataError if none is left.
     """
     usable = select_usable_ranks([drop_lone_calls(trace) for trace in traces])
-    found = _find_groups(usable, spec, mesh)
+    named, found = None, FoundGroups(usable.traces, ())
+    if has_unnamed_calls(usable.traces):
+        # By the clocks and the steps that the calls with arguments show.
+        named = _match_and_align(usable.traces)
+        listed = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
+        listed += dict.fromkeys(group for trace in usable.traces for group in trace.groups)
+        found = find_unnamed_groups(
+            usable.traces, unify_step_numbers(usable.steps, named[0]), *named, listed,
+            mesh if mesh is not None else spec.mesh if spec is not None else None,
+        )  # fmt: skip
     traces = assign_world_group(found.traces)
     layout = infer_layout(spec, traces, mesh)
     traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]
-    matched, alignment = _match_and_align(traces)
+    if named is not None and all(map(is_, traces, usable.traces)):
+        matched, alignment = named
+    else:
+        matched, alignment = _match_and_align(traces)
     traces, matched = extend_copy_ends(traces, matched, alignment)
     steps = mark_more_work(traces, unify_step_numbers(usable.steps, matched))
     arrivals = compute_arrivals(traces, matched, alignment, model)
@@ -188,20 +201,6 @@ def split_run(
         ),
         kinds=find_step_kinds(traces, steps, matched, layout),
     )
-
-
-def _find_groups(usable: UsableRanks, spec: RunSpec | None, mesh: Mesh | None) -> FoundGroups:
-    """The traces with the groups of calls without arguments, by the clocks and the steps that calls
-    with arguments show."""
-    traces = usable.traces
-    if not has_unnamed_calls(traces):
-        return FoundGroups(traces, ())
-    matched, alignment = _match_and_align(traces)
-    steps = unify_step_numbers(usable.steps, matched)
-    listed = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
-    listed += dict.fromkeys(group for trace in traces for group in trace.groups)
-    stated = mesh if mesh is not None else spec.mesh if spec is not None else None
-    return find_unnamed_groups(traces, steps, matched, alignment, listed, stated)
 
 
 def _match_and_align(traces: Sequence[RankTrace]) -> tuple[MatchedCalls, Alignment]:

@@ -67,12 +67,19 @@ class SortedRows:
         return schema.decode_comm_args(self.noted_args[at])
 
     def find_communication(self, rules: Rules) -> Int64:
-        """The noted rows of kernels and copies that communicate, by name or arguments."""
-        events = self.events
-        named = events.name_mask(tuple(map(rules.is_communication, events.names)))[self.noted_row]
-        of_device = events.is_category(Category.KERNEL, Category.MEMCPY)[self.noted_row]
-        described = np.array([_COLLECTIVE in text for text in self.noted_args], dtype=np.bool_)
-        return self.noted_row[of_device & (named | described)]
+        """The noted rows of kernels and copies that communicate; others are copies of which only
+        the size is noted."""
+        events, noted = self.events, self.noted_row
+        of_device = events.is_category(Category.KERNEL, Category.MEMCPY)[noted]
+        copies = np.flatnonzero(events.is_category(Category.MEMCPY)[noted])
+        name_id = events.name_id[noted[copies]]
+        for number in np.unique(name_id).tolist():
+            if not rules.is_communication(events.names[number]):
+                named = [
+                    _COLLECTIVE in self.noted_args[i] for i in copies[name_id == number].tolist()
+                ]
+                of_device[copies[name_id == number]] = named
+        return noted[of_device]
 
 
 def sort_rows(parts: Sequence[Rows], base_ns: int) -> SortedRows:

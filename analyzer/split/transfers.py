@@ -14,6 +14,7 @@ from stepsplit.analyzer.ops import SYMMETRIC_OPS
 from stepsplit.analyzer.split.clock import Alignment, Clock
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
+from stepsplit.analyzer.split.protocols import find_call_roles
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64, RankTrace, UInt8
 
 # Each call of a rank split into wait and transfer, with the rank that it waited for.
@@ -386,9 +387,13 @@ def estimate_missing_transfers(
 
 
 def _is_comparable(traces: Sequence[RankTrace], matched: MatchedCalls) -> Bool:
-    """Calls whose size is known; the messages of a pipeline have one size even if it is unknown."""
+    """Calls whose size is known; the messages of a pipeline have one size even if it is unknown.
+
+    Kernels that may send or receive alone are as different as these two.
+    """
     copies = np.concatenate([t.events.category[t.calls.event] == Category.MEMCPY for t in traces])
-    comparable: Bool = (matched.is_message | (matched.message_bytes >= 0)) & ~copies
+    halves = np.concatenate([find_call_roles(trace).mask("halves") for trace in traces])
+    comparable: Bool = (matched.is_message | (matched.message_bytes >= 0)) & ~copies & ~halves
     return comparable
 
 

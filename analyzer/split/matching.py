@@ -83,6 +83,13 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
     column = [trace.calls for trace in traces]
     roles = [find_call_roles(trace) for trace in traces]
     first = np.cumsum([0, *(len(calls) for calls in column)])
+    # A rank arrives when its kernel starts; on gloo when the host calls, as workers may be late.
+    arrived = []
+    for trace, calls in zip(traces, column, strict=True):
+        start = trace.events.start_ns[calls.event]
+        if not trace.on_device:
+            start = np.where(calls.issued_ns >= 0, np.minimum(calls.issued_ns, start), start)
+        arrived.append(start)
     rows = MatchedCalls(
         trace=np.repeat(np.arange(len(traces), dtype=np.int32), [len(calls) for calls in column]),
         call=np.concatenate([np.arange(len(calls), dtype=np.int32) for calls in column]),
@@ -101,22 +108,13 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
         ),
         arrives=~np.concatenate([one.mask("protocol") for one in roles]),
         waits=~np.concatenate([one.mask("halves") for one in roles]),
-        start_ns=np.concatenate([_compute_arrival_ns(trace) for trace in traces]),
+        start_ns=np.concatenate(arrived),
         end_ns=np.concatenate([trace.events.ends_of(trace.calls.event) for trace in traces]),
         message_bytes=np.concatenate([calls.message_bytes for calls in column]),
         groups=groups,
         notes=_build_notes(groups, traces),
     )
     return _assign_keys(rows, traces, alignment)
-
-
-def _compute_arrival_ns(trace: RankTrace) -> Int64:
-    """The arrival at each call: the start of its kernel, or on gloo the host's call."""
-    start = trace.events.start_ns[trace.calls.event]
-    if trace.on_device:
-        return start
-    issued = trace.calls.issued_ns
-    return np.where(issued >= 0, np.minimum(issued, start), start)
 
 
 def _merge_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[Int32]]:

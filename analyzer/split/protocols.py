@@ -53,10 +53,6 @@ class Protocol(Struct, frozen=True):
     axis: str
     kernels: tuple[ProtocolKernel, ...]
 
-    def find_kernel(self, name: str) -> ProtocolKernel | None:
-        """The kind of this kernel; None for other kernels."""
-        return next((one for one in self.kernels if one.name.search(name)), None)
-
 
 def _compile(*parts: str) -> re.Pattern[str]:
     """The pattern of nested names, with :: or the lengths of mangled names in between."""
@@ -225,7 +221,8 @@ class KernelRole(Struct, frozen=True):
 def find_role(name: str, op: str) -> KernelRole:
     """The role of a kernel by its name, and by the op that the rules give it."""
     for protocol in PROTOCOLS:
-        if (kernel := protocol.find_kernel(name)) is not None:
+        kernel = next((one for one in protocol.kernels if one.name.search(name)), None)
+        if kernel is not None:
             found = kernel.size.search(name) if kernel.size else None
             size = kernel.times * int(found[1]) if found else 0
             # A copy that a collective of c10d launched is that collective.

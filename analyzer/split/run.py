@@ -237,7 +237,10 @@ def _infer_schedule(
     detected = detect_schedule([[slots.get((rank, step), ()) for rank in line] for step in steps])
     configured = spec.training.schedule if spec and spec.training else None
     name = normalize_schedule(configured) if configured else detected.name or _UNKNOWN
-    if not configured and _is_split_unknown(detected.name, [by_rank[rank] for rank in line]):
+    # An order of whole backwards is that of a zero-bubble schedule, too, if some rank may split
+    # them and compute their weight gradients elsewhere.
+    whole = all(by_rank[rank].slots.are_whole for rank in line)
+    if not configured and detected.name in ("1f1b", "interleaved") and not whole:
         name = _UNKNOWN
     ideal = ideal_bubble(name, len(line), detected.microbatches, detected.chunks, detected.times_ns)
     measured = sum(one.bubble_ns for one in bubbles) / max(1, sum(one.window_ns for one in bubbles))
@@ -245,12 +248,6 @@ def _infer_schedule(
         marked = any(rank.slots.are_marked for rank in ranks)
         ideal = ideal if configured or marked else None
     return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
-
-
-def _is_split_unknown(name: str | None, line: Sequence[RankSplit]) -> bool:
-    """Whether the order is that of a schedule with whole backwards, which on some rank may be
-    split: with their weight gradients elsewhere it would be a zero-bubble schedule."""
-    return name in ("1f1b", "interleaved") and not all(rank.slots.are_whole for rank in line)
 
 
 _SPLIT_UNKNOWN = Note(

@@ -237,10 +237,6 @@ class _Members(Struct, frozen=True):
         calls = np.arange(int(matched.shared.max(initial=-1)) + 1)
         return cls(order, np.searchsorted(matched.shared[order], calls, side="right"))
 
-    def slice_call(self, call: int) -> Int64:
-        """The rows of one call, by arrival."""
-        return self.order[self.after[call - 1] if call else 0 : self.after[call]]
-
     def find_last(self, matched: MatchedCalls) -> Int64:
         """For each row, the row of the last member of its call, or itself without a counterpart."""
         last = np.arange(len(matched))
@@ -261,7 +257,7 @@ def _find_awaited_before_exit(
     last = []
     for row in rows.tolist():
         call = int(matched.shared[row])
-        member_rows = members.slice_call(call)
+        member_rows = members.order[members.after[call - 1] if call else 0 : members.after[call]]
         limit = first_end[call] if matched.op[row] in _FROM_ROOT else end[row]
         place = int(np.searchsorted(start[member_rows], limit, side="right")) - 1
         last.append(int(member_rows[max(place, 0)]))

@@ -118,7 +118,11 @@ def find_unnamed_groups(
                 reasons[chosen] += len(scope.slots)
             else:
                 finder.assign(table, scope, chosen)
-    return FoundGroups(finder.apply(), (*finder.list_notes(), *_note_reasons(reasons)))
+    notes = list(finder.list_notes())
+    if reasons:
+        text = "calls without a process group are not separated into waiting and transfer: "
+        notes.append(Note("groups_not_found", text + "; ".join(dict(reasons.most_common(3)))))
+    return FoundGroups(finder.apply(), tuple(notes))
 
 
 # The calls of one rank by step, and those of ranks that run the same program.
@@ -505,8 +509,12 @@ def _choose_groups(
         ranks = tuple(range(world_size))
         every = Group(scope.library, ranks, scope.axis)
         return _choose_only(table, scope, every)
-    if len(table.recorded) == 1 and (only := _find_only_listed(table.ranks[0], candidates)):
-        return _choose_only(table, scope, only)
+    if len(table.recorded) == 1:
+        # A single rank has the group that the recording lists, if there is no other of several.
+        names = [one for each in candidates for one in each.name_groups("")]
+        own = [one for one in names if table.ranks[0] in one.ranks]
+        if len(own) == 1:
+            return _choose_only(table, scope, own[0])
     if len(table.ranks) < 2:
         return "no other rank that was recorded runs the same calls"
     if table.row.shape[1] < _STEPS:
@@ -580,12 +588,6 @@ def _choose_alike(
         if not includes and _weigh(table, scope, other_candidate, place) is not None:
             return _SEVERAL
     return _weigh(table, scope, candidate, place) or _SEVERAL
-
-
-def _find_only_listed(rank: int, candidates: Sequence[_Candidate]) -> Group | None:
-    """The group of a single recorded rank, if the recording lists no other of several ranks."""
-    groups = [one for each in candidates for one in each.name_groups("") if rank in one.ranks]
-    return groups[0] if len(groups) == 1 else None
 
 
 def _choose_only(table: _CallTable, scope: _Scope, every: Group) -> _Chosen | str:
@@ -786,9 +788,3 @@ class _Assignments:
                 f" (confidence: {sure})"
             )
             yield Note("groups_found", text)
-
-
-def _note_reasons(reasons: Counter[str]) -> Iterator[Note]:
-    if reasons:
-        text = "calls without a process group are not separated into waiting and transfer: "
-        yield Note("groups_not_found", text + "; ".join(dict(reasons.most_common(3))))

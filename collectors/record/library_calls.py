@@ -129,12 +129,12 @@ def build_label(
     tokens = kwargs.get(entry.tokens, args[0] if args else None)
     if entry.library == _HALVED:
         # A bundle of descriptors, of which each holds what it was made from.
-        bundle = (getattr(tokens, name, None) for name in ("tokens", "scales"))
-        tokens = tuple(one.buffer for one in bundle if getattr(one, "buffer", None) is not None)
+        bundle = [getattr(getattr(tokens, name, None), "buffer", None) for name in _BUNDLED]
+        tokens = tuple(one for one in bundle if one is not None)
     return " ".join([*parts, *_describe_tensors(tokens)])
 
 
-_HALVED = "NCCL_EP"
+_HALVED, _BUNDLED = "NCCL_EP", ("tokens", "scales")
 
 
 def _describe_tensors(tokens: Any) -> list[str]:

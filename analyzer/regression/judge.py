@@ -342,7 +342,24 @@ def _build_counted(
 
 
 def _count_side(budget: Budget, runs: Sequence[RunMetrics]) -> _Side:
-    counts = [_count_by_axis(budget, run) for run in runs]
+    """The calls of each run, or their bytes. Raises UsageError for an axis that neither the mesh
+    nor a call has, DataError for a run without calls."""
+    name, dot, axis = budget.metric.partition(".")
+    counts: list[dict[tuple[str, str], int]] = []
+    for run in runs:
+        if run.calls is None:
+            hint = "analyze the recording again: this report is from an older version"
+            raise DataError(run.name, f"{budget.metric} is missing", hint)
+        axes = dict.fromkeys((*list_mesh_axes(run), *(row.axis for row in run.calls)))
+        if dot and axis not in axes:
+            known = ", ".join(axes) or "none"
+            raise UsageError(f"{budget.metric}: {run.name} has no axis {axis!r}; its axes: {known}")
+        own: dict[tuple[str, str], int] = defaultdict(int)
+        for row in run.calls:
+            if not axis or row.axis == axis:
+                each = 1 if name == "calls" else row.message_bytes or 0
+                own[row.axis, row.op] += row.calls * each
+        counts.append(own)
     totals = [sum(one.values()) for one in counts]
     kinds = dict.fromkeys(kind for one in counts for kind in one)
     return _Side(
@@ -350,25 +367,6 @@ def _count_side(budget: Budget, runs: Sequence[RunMetrics]) -> _Side:
         {kind: max(one.get(kind, 0) for one in counts) for kind in kinds},
         max(totals),
     )
-
-
-def _count_by_axis(budget: Budget, run: RunMetrics) -> _Counts:
-    """Calls, or their bytes. Raises UsageError for an axis that neither the mesh nor a call has,
-    DataError for a run without calls."""
-    if run.calls is None:
-        hint = "analyze the recording again: this report is from an older version"
-        raise DataError(run.name, f"{budget.metric} is missing", hint)
-    name, dot, axis = budget.metric.partition(".")
-    axes = dict.fromkeys((*list_mesh_axes(run), *(row.axis for row in run.calls)))
-    if dot and axis not in axes:
-        known = ", ".join(axes) or "none"
-        raise UsageError(f"{budget.metric}: {run.name} has no axis {axis!r}; its axes: {known}")
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    for row in run.calls:
-        if not axis or row.axis == axis:
-            each = 1 if name == "calls" else row.message_bytes or 0
-            counts[row.axis, row.op] += row.calls * each
-    return counts
 
 
 # Measured metrics: Welch's t test over runs.

@@ -220,7 +220,8 @@ def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> floa
 
     before = simulate_ns(schedule.name, schedule.microbatches)
     if change.kind == "microbatches":
-        # More microbatches are more work in the simulation: for equal work, a step is shorter.
+        # The simulated step has the work of all its microbatches: of it, the share of as many as
+        # before is a step of equal work.
         after = simulate_ns(schedule.name, change.count)
         return before - after * schedule.microbatches / change.count
     return before - simulate_ns(change.name, schedule.microbatches)

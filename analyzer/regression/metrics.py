@@ -218,7 +218,7 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
     for row in select_full_steps(report.steps):
         by_step[row.step].append(row)
     numbers = sorted(by_step)
-    # The first step still allocates and compiles; of few steps it counts, as there are no others.
+    # The first step is warm-up; of few steps it counts too, as hardly any would be left.
     steady = numbers[WARMUP:] if len(numbers) >= WARMUP + FEWEST else numbers
     steps = {number: by_step[number] for number in steady}
     if not steps:

@@ -278,7 +278,7 @@ def write_tables(folder: Path, tables: Tables) -> None:
         columns = {column.name: getattr(table, column.name) for column in fields(table)}
         with whole_file(path, SHARED) as file:
             pq.write_table(pa.table(columns), file, compression="zstd")
-    # The columns have the types of the fields: Arrow would take one without values for another.
+    # The types of the fields: Arrow infers none for a column without values.
     kinds = {
         "str": pa.string(), "int": pa.int64(), "float": pa.float64(), "Limit": pa.string(),
         "tuple[str, ...]": pa.list_(pa.string()),

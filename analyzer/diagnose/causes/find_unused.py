@@ -25,8 +25,8 @@ def find_unused_search(context: CauseContext) -> Iterator[Remedy]:
     ]
     if not any(map(len, searches)):
         return
-    # The bitmaps are the all_reduces of int32 on a data axis that a rank issues right in its
-    # backward; on a device its host may issue them later.
+    # The bitmaps are the all_reduces of int32 on a data axis; on a CPU only those that the rank
+    # issues right in its backward.
     table = context.graph.kernels
     is_int = np.zeros(len(table), dtype=np.bool_)
     for index, rank in enumerate(context.split.ranks):

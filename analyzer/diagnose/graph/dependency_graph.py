@@ -531,8 +531,8 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
     elsewhere = np.append(lane, -1)[after] != lane
     end = np.where(elsewhere, np.minimum(end, begun), end)
     behind = _find_previous(lane, start, end)
-    # A message may be received long before its data is used: what blocks the rank is the kernel
-    # that waits for it, and until that starts the transfer is hidden.
+    # A message may end before the kernel that waits for it starts: it is hidden then, and that
+    # kernel depends on it.
     awaited = np.full(len(call), _NEVER)
     received = np.unique(of_call[trace.calls.op == OP_CODE["recv"]])
     if trace.on_device and len(received):

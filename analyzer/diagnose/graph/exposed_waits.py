@@ -89,8 +89,7 @@ class ExposedWaits(Struct, frozen=True):
         order = np.lexsort((waits.end_ns, arrival >= 0, gap))
         last = order[np.append(np.diff(gap[order]) > 0, True)[: len(order)]]
         moves = all_rows.select(np.isin(all_rows.bucket, TRANSFERS))
-        # The exposed transfers of each gap that begin before its last wait ends: the path of the
-        # rank waited for may have them as well, and they are no part of a wait.
+        # The exposed transfer time of each gap before its last wait ends.
         wait_key = waits.place[last] << 32 | waits.gap[last]
         found = _look_up(wait_key, np.arange(len(last)), moves.place << 32 | moves.gap)
         before = np.flatnonzero((found >= 0) & (moves.start_ns < waits.end_ns[last[found]]))

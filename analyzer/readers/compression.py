@@ -15,6 +15,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,40 +92,33 @@ def natural_sort_key(text: str) -> list[str | tuple[int, str]]:
 
 def _list_place(place: str) -> Iterator[Source]:
     if is_url(place):
-        yield from _list_url(place)
+        filesystem, path = open_url(place)
+        with accessing(place):
+            paths = [path] if filesystem.isfile(path) else filesystem.find(path)
+            if not paths:
+                filesystem.info(path)  # raises the file system's own error if nothing is there
+        if not paths:
+            raise DataError(place, "no such file or folder", "check the URL")
+        for remote_path in sorted(paths, key=natural_sort_key):
+            remote = RemoteFile(filesystem.unstrip_protocol(remote_path))
+            # file:// needs no copy, and may name a pipe.
+            is_local = getattr(filesystem, "local_file", False)
+            yield DiskFile(Path(remote_path), remote.url) if is_local else remote
     elif Path(place).is_dir():
-        yield from map(
-            DiskFile,
-            sorted(_walk_folder(Path(place)), key=lambda file: natural_sort_key(str(file))),
-        )
+
+        def refuse(error: OSError) -> None:
+            raise DataError(error.filename, error.strerror or "unreadable", "make it readable")
+
+        files: list[Path] = []
+        for where, folders, names in os.walk(Path(place), onerror=refuse):
+            # Hidden ones are the caches of editors, of notebooks and of version control.
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            files += (Path(where, name) for name in names if not name.startswith("."))
+        yield from map(DiskFile, sorted(files, key=lambda file: natural_sort_key(str(file))))
     elif Path(place).exists():
         yield DiskFile(Path(place))
     else:
         raise DataError(place, "no such file or folder", "check the path")
-
-
-def _walk_folder(folder: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise DataError(error.filename, error.strerror or "unreadable", "make it readable")
-
-    for where, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(where, name) for name in names if not name.startswith("."))
-
-
-def _list_url(url: str) -> Iterator[Source]:
-    filesystem, path = open_url(url)
-    with accessing(url):
-        paths = [path] if filesystem.isfile(path) else filesystem.find(path)
-        if not paths:
-            filesystem.info(path)
-    if not paths:
-        raise DataError(url, "no such file or folder", "check the URL")
-    for remote_path in sorted(paths, key=natural_sort_key):
-        remote = RemoteFile(filesystem.unstrip_protocol(remote_path))
-        # file:// needs no copy, and may name a pipe.
-        is_local = getattr(filesystem, "local_file", False)
-        yield DiskFile(Path(remote_path), remote.url) if is_local else remote
 
 
 def _expand_archive(source: Source, folder: Path) -> Iterator[Source]:
@@ -133,29 +127,22 @@ def _expand_archive(source: Source, folder: Path) -> Iterator[Source]:
         yield source
         return
     folder.mkdir()
-    path = _copy_to_disk(source, folder)
-    if zipfile.is_zipfile(path):
-        yield from _list_zip_members(path, source.where)
-    else:
-        yield from _extract_tar_members(path, source.where, folder)
-
-
-def _copy_to_disk(source: Source, folder: Path) -> Path:
     if isinstance(source, DiskFile):
-        return source.path
-    with source.open_local() as path:
-        return Path(shutil.copy(path, folder / "archive"))
-
-
-def _list_zip_members(path: Path, shown: str) -> Iterator[Source]:
+        path = source.path
+    else:
+        with source.open_local() as local:
+            path = Path(shutil.copy(local, folder / "archive"))
+    if not zipfile.is_zipfile(path):
+        yield from _extract_tar_members(path, source.where, folder)
+        return
     try:
         with zipfile.ZipFile(path) as archive:
             members = [one for one in archive.infolist() if not one.is_dir()]
     except (OSError, ValueError, *ZIP_ERRORS) as error:
-        raise DataError(shown, f"damaged archive ({error})", "pack it again") from None
-    _refuse_bomb(shown, len(members), sum(m.file_size for m in members), path)
+        raise DataError(source.where, f"damaged archive ({error})", "pack it again") from None
+    _refuse_bomb(source.where, len(members), sum(m.file_size for m in members), path)
     for member in sorted(members, key=lambda one: natural_sort_key(one.filename)):
-        yield ZipMember(path, member.filename, shown)
+        yield ZipMember(path, member.filename, source.where)
 
 
 def _extract_tar_members(path: Path, shown: str, folder: Path) -> Iterator[Source]:
@@ -264,7 +251,12 @@ class UnpackedStream:
     def readinto(self, buffer: memoryview) -> int:
         """Reads bytes into room and returns their number; 0 at the end or at damage."""
         if isinstance(self._content, io.RawIOBase) and not self.torn:
-            return self._read_into_raw(self._content, buffer)
+            # Not packed: into the buffer itself, as traces of hundreds of MB are read by this.
+            try:
+                return self._content.readinto(buffer) or 0
+            except OSError as error:
+                self.torn = str(error)
+                return 0
         block = self.read(len(buffer))
         buffer[: len(block)] = block
         return len(block)
@@ -293,15 +285,16 @@ class UnpackedStream:
 @contextmanager
 def open_unpacked(source: Source) -> Iterator[UnpackedStream]:
     """Opens the file's unpacked bytes. Raises DataError if it cannot be opened."""
-    with source.open_local() as path:
-        try:
-            raw = open_regular(path)
-        except OSError as error:
-            raise DataError(
-                source.where, error.strerror or "unreadable", "check the path"
-            ) from None
-        with raw:
-            yield UnpackedStream(source.where, os.fstat(raw.fileno()).st_size, raw)
+    with source.open_local() as path, open_source_file(path, source.where) as raw:
+        yield UnpackedStream(source.where, os.fstat(raw.fileno()).st_size, raw)
+
+
+def open_source_file(path: Path, where: str) -> io.FileIO:
+    """Opens a regular file, as it is on disk. Raises DataError if it cannot be opened."""
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise DataError(where, error.strerror or "unreadable", "check the path") from None
 
 
 def read_head(source: Source) -> bytes:
@@ -380,7 +373,16 @@ class _Zlib:
             block = self._inner.decompress(data, max_length)
             self._rest = self._inner.unconsumed_tail
         except zlib.error:
-            good = _count_good_bytes(before, data, max_length)
+
+            def fails(count: int) -> bool:
+                try:
+                    before.copy().decompress(data[:count], max_length)
+                except zlib.error:
+                    return True
+                return False
+
+            # zlib does not say where the damage begins, and keeps what it unpacked of this call.
+            good = bisect_left(range(1, len(data)), True, key=fails)
             if not good:
                 raise
             self._inner = before
@@ -388,19 +390,6 @@ class _Zlib:
             self._rest = before.unconsumed_tail + data[good:]
         self._full = len(block) == max_length
         return block
-
-
-def _count_good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
-    """The number of bytes before the damage."""
-
-    def fails(count: int) -> bool:
-        try:
-            state.copy().decompress(data[:count], max_length)
-        except zlib.error:
-            return True
-        return False
-
-    return bisect_left(range(1, len(data)), True, key=fails)
 
 
 class _MemberStream:
@@ -412,26 +401,19 @@ class _MemberStream:
 
     def read(self, size: int, /) -> bytes:
         while True:
-            if self._inner.eof and not self._open_next_member():
-                return b""
-            block = self._inner.decompress(self._read_input(), size)
-            if block:
+            if self._inner.eof:
+                # What follows the last member is no damage: gzip too ignores padding there.
+                self._ahead = self._inner.unused_data or self._raw.read(_PACKED_BLOCK_BYTES)
+                if not self._ahead.startswith(self._magic):
+                    return b""
+                self._inner = self._new()
+            packed = b""
+            if self._inner.needs_input:
+                packed, self._ahead = self._ahead or self._raw.read(_PACKED_BLOCK_BYTES), b""
+                if not packed:
+                    raise EOFError("it ends early")
+            if block := self._inner.decompress(packed, size):
                 return block
-
-    def _read_input(self) -> bytes:
-        if not self._inner.needs_input:
-            return b""
-        more, self._ahead = self._ahead or self._raw.read(_PACKED_BLOCK_BYTES), b""
-        if not more:
-            raise EOFError("it ends early")
-        return more
-
-    def _open_next_member(self) -> bool:
-        self._ahead = self._inner.unused_data or self._raw.read(_PACKED_BLOCK_BYTES)
-        if not self._ahead.startswith(self._magic):
-            return False
-        self._inner = self._new()
-        return True
 
 
 class _Gzip:
@@ -440,7 +422,13 @@ class _Gzip:
     def __init__(self, raw: io.RawIOBase) -> None:
         self._raw, self._given = raw, 0
         self._fast = igzip_lib is not None
-        self._members = _MemberStream(raw, _GZIP, _make_isal if self._fast else _Zlib)
+        self._members = (
+            _MemberStream(
+                raw, _GZIP, partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP)
+            )
+            if self._fast
+            else _MemberStream(raw, _GZIP, _Zlib)
+        )
 
     def read(self, size: int, /) -> bytes:
         try:
@@ -457,27 +445,15 @@ class _Gzip:
         return block
 
 
-def _make_isal() -> _Decompressor:
-    decompressor: _Decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
-    return decompressor
-
-
-def _make_xz() -> _Decompressor:
-    return lzma.LZMADecompressor(memlimit=_MAX_XZ_BYTES)
-
-
-def _open_zstd(raw: io.RawIOBase) -> ByteReader:
-
-    return ZstdStream(raw)
-
+_open_xz = partial(lzma.LZMADecompressor, memlimit=_MAX_XZ_BYTES)
 
 _GZIP, _ZSTD, _XZ, _BZ2 = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh"
 
 _OPENERS: dict[bytes, Callable[[io.RawIOBase], ByteReader]] = {
     _GZIP: _Gzip,
-    _XZ: lambda raw: _MemberStream(raw, _XZ, _make_xz),
+    _XZ: lambda raw: _MemberStream(raw, _XZ, _open_xz),
     _BZ2: lambda raw: _MemberStream(raw, _BZ2, bz2.BZ2Decompressor),
-    _ZSTD: _open_zstd,
+    _ZSTD: ZstdStream,
 }
 
 

@@ -87,7 +87,7 @@ def store_shapes(folder: str, shapes: Shapes) -> Shapes:
     return shapes if columns is None else _StoredShapes(columns, shapes.texts)
 
 
-def store_kinds(folder: str, kinds: EventKinds) -> EventKinds:
+def _store_kinds(folder: str, kinds: EventKinds) -> EventKinds:
     """The kinds, with columns in the folder; the same kinds if the disk is full."""
     if isinstance(kinds, _StoredKinds):
         return kinds
@@ -101,7 +101,7 @@ def store_trace(folder: str, trace: RankTrace) -> RankTrace:
         trace,
         events=store_events(folder, trace.events),
         shapes=store_shapes(folder, trace.shapes),
-        kinds=store_kinds(folder, trace.kinds),
+        kinds=_store_kinds(folder, trace.kinds),
     )
 
 
@@ -256,16 +256,11 @@ class _StoreFile:
         if begin != self._last_begin:
             self._last_begin = begin
             self._used_bytes += end - begin
-            if self._used_bytes > MAPPED_BYTES:
+            if self._used_bytes > MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+                # Drops all pages from this process; those that are used again are mapped again.
                 self._used_bytes = end - begin
-                self._drop_pages(self._content)
+                self._content.madvise(mmap.MADV_DONTNEED)
         return self._content
-
-    @staticmethod
-    def _drop_pages(content: mmap.mmap) -> None:
-        """Drops all pages from this process; those that are used again are mapped again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            content.madvise(mmap.MADV_DONTNEED)
 
 
 def _open_store_file(path: str) -> _StoreFile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any
@@ -141,17 +142,8 @@ def read_execution_trace(source: Source) -> ExecutionTrace:
         nodes=collector.build_nodes(),
         calls=collector.build_rank_calls(source.where, rank),
         call_rf_id=np.array([comm.rf_id for comm in collector.comms], dtype=np.int64),
-        notes=(*_list_notes(torn, stream.skipped, guessed), *collector.list_notes()),
+        notes=tuple(collector.list_notes(torn, stream.skipped, guessed)),
     )
-
-
-def _list_notes(torn: str, skipped: int, guessed: bool) -> Iterator[Note]:
-    if torn:
-        yield Note("file_cut", f"the execution trace is cut off ({torn}); complete nodes are kept")
-    if skipped:
-        yield Note("nodes_skipped", f"{skipped} invalid entries of the execution trace are skipped")
-    if guessed:
-        yield Note("rank_guessed", "the rank is taken from the file name of the execution trace")
 
 
 class _TraceCollector:
@@ -174,13 +166,11 @@ class _TraceCollector:
         if node.name == GROUPS:
             self._unreadable += not self._book.add(node)
         elif node.name == COMM:
-            self._add_comm(parse_comm(node))
-
-    def _add_comm(self, comm: Comm) -> None:
-        if comm.op != "unknown":
-            self.comms.append(comm)
-        elif comm.name not in BOOKKEEPING:
-            self._unknown += 1
+            comm = parse_comm(node)
+            if comm.op != "unknown":
+                self.comms.append(comm)
+            elif comm.name not in BOOKKEEPING:
+                self._unknown += 1
 
     def build_nodes(self) -> Nodes:
         """Converts the collected nodes to columns."""
@@ -229,8 +219,17 @@ class _TraceCollector:
         rank = -1 if match is None else int(match[1])
         return (rank, True) if rank >= 0 and (not shared or rank in shared) else (-1, False)
 
-    def list_notes(self) -> Iterator[Note]:
-        """Limitations of the groups and calls."""
+    def list_notes(self, torn: str, skipped: int, guessed: bool) -> Iterator[Note]:
+        """Limitations of the trace, its groups and its calls."""
+        if torn:
+            text = f"the execution trace is cut off ({torn}); complete nodes are kept"
+            yield Note("file_cut", text)
+        if skipped:
+            text = f"{skipped} invalid entries of the execution trace are skipped"
+            yield Note("nodes_skipped", text)
+        if guessed:
+            text = "the rank is taken from the file name of the execution trace"
+            yield Note("rank_guessed", text)
         if self._unreadable:
             yield Note("groups_skipped", f"{self._unreadable} lists of groups are incomplete")
         if self._unknown:
@@ -320,8 +319,12 @@ class GroupTable:
         text = listed[0] if listed and isinstance(listed[0], str) else ""
         try:
             configs, complete = msgspec.json.decode(text, type=list[_Config]), True
-        except JSON_ERRORS:  # torch truncates a long list
-            configs, complete = _decode_whole_configs(text), False
+        except JSON_ERRORS:
+            # torch truncates a long list: the groups before its end are read one by one.
+            configs, complete = [], False
+            for config_text in _CONFIG.findall(text):
+                with suppress(*JSON_ERRORS):
+                    configs.append(msgspec.json.decode(config_text, type=_Config))
         for config in configs:
             ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MAX_RANKS)))
             self.world_size = max(self.world_size, config.group_size, len(ranks))
@@ -372,17 +375,6 @@ class GroupTable:
         return self._numbers[name]
 
 
-def _decode_whole_configs(text: str) -> list[_Config]:
-    """The readable groups of a damaged or truncated list."""
-    configs = []
-    for config_text in _CONFIG.findall(text):
-        try:
-            configs.append(msgspec.json.decode(config_text, type=_Config))
-        except JSON_ERRORS:
-            continue
-    return configs
-
-
 def parse_comm(node: Node) -> Comm:
     """Parses a record_param_comms node from its attributes or, in older versions, its inputs.
 
@@ -401,7 +393,9 @@ def parse_comm(node: Node) -> Comm:
     values = inputs.values if at >= 0 else []
     seq, group, rank = [None, None, None, *values[: max(at, 0)]][-3:]
     after = values[at + 3 :]
-    size = _find_first_known(node.read_number("pg_size"), sanitize_int(after[-1]) if after else -1)
+    size = node.read_number("pg_size")
+    if size < 0 and after:
+        size = sanitize_int(after[-1])
     name, description = _parse_group(group)
     dtype = node.read_text("dtype") or _parse_dtype(inputs.types) or _parse_dtype(outputs.types)
     start, stride = (sanitize_int(after[0]), sanitize_int(after[1])) if len(after) > 2 else (-1, -1)
@@ -467,10 +461,6 @@ def _parse_dtype(types: list[Any]) -> str:
     """The dtype of the first tensor in C++ spelling, "" for none."""
     match = _TENSOR.search(str(types[0])) if types else None
     return "" if match is None else match[1]
-
-
-def _find_first_known(*values: int) -> int:
-    return next((value for value in values if value >= 0), -1)
 
 
 # Streaming of the nodes of an execution trace.
@@ -588,27 +578,26 @@ class NodeStream:
             if text.startswith(b"]", at):
                 break
             node = _NODE.match(text, at)
-            if node is None and (more := self._read_more(len(text) - at)):
+            is_open = node is None and len(text) - at < MAX_NODE_BYTES
+            if is_open and (more := self._content.read(BLOCK_BYTES)):
                 text, at = text[at:] + more, 0
-            elif node is not None and (decoded := _decode_node(node[0])):
+                continue
+            if node is not None and (decoded := _decode_node(node[0])):
                 yield decoded
                 at = node.end()
-            else:
-                at = self._skip_damage(text, at, node)
+                continue
+            # Damage: the next text that begins as a node is the next node, else what could be
+            # read as an object is skipped; without either the rest is lost.
+            begin = _BEGIN.search(text, at + 1)
+            if begin is None and node is None:
+                at = -1
+                break
+            self.skipped += 1
+            at = begin.start() if begin is not None else _end(node)
         self.whole = at >= 0
         after = text[at:] + self._content.read(BLOCK_BYTES) if self.whole else b"]}"
-        self.envelope = _decode_envelope(before + b"[" + after)
-
-    def _read_more(self, size: int) -> bytes:
-        return self._content.read(BLOCK_BYTES) if size < MAX_NODE_BYTES else b""
-
-    def _skip_damage(self, text: bytes, at: int, odd: re.Match[bytes] | None) -> int:
-        """The position of the next node after damage, -1 if there is none."""
-        begin = _BEGIN.search(text, at + 1)
-        if begin is None and odd is None:
-            return -1
-        self.skipped += 1
-        return begin.start() if begin is not None else _end(odd)
+        with suppress(*JSON_ERRORS):
+            self.envelope = msgspec.json.decode(before + b"[" + after, type=Envelope)
 
 
 def sanitize_int(value: object) -> int:
@@ -628,10 +617,3 @@ def _decode_node(text: bytes) -> Node | None:
         return _decode_node(text.decode(errors="replace").encode())
     except JSON_ERRORS:
         return None
-
-
-def _decode_envelope(text: bytes) -> Envelope:
-    try:
-        return msgspec.json.decode(text, type=Envelope)
-    except JSON_ERRORS:
-        return Envelope()

@@ -100,18 +100,29 @@ def read_dump(source: Source) -> FlightDump:
     with open_unpacked(source) as content:
         text = read_whole(content, source.where)
     raw, torn = decode_dump(text, source.where)
-    entries, n_odd = _convert_entries(raw)
+    entries, n_odd = [], 0
+    for raw_entry in raw.entries:
+        try:
+            entries.append(convert_entry(msgspec.convert(raw_entry, RawEntry)))
+        except (msgspec.ValidationError, UnicodeEncodeError):
+            n_odd += 1
+    entries.sort(key=lambda entry: entry.created_unix_ns)
     # gloo lists a group without a name, to which no entry refers.
     listed_groups = tuple(
         _parse_group(name, config) for name, config in raw.pg_config.items() if name
     )
-    rank = _infer_rank(source.inner, listed_groups)
+    # A process lists only its own groups, so the rank may be their only common member.
+    members = [set(group.ranks) for group in listed_groups if group.ranks]
+    shared = set.intersection(*members) if members else set()
+    rank = min(shared) if len(shared) == 1 else find_rank_in_path(source.inner)
+    if shared and rank not in shared:
+        rank = -1
     return FlightDump(
         version=str(raw.version),
         calls=_build_calls(
             source.where, rank, entries, listed_groups, _list_notes(n_odd, torn, rank)
         ),
-        entries=entries,
+        entries=tuple(entries),
         statuses=_build_statuses(raw.pg_status, entries, listed_groups),
     )
 
@@ -130,18 +141,6 @@ def _list_notes(n_odd: int, torn: bool, rank: int) -> tuple[Note, ...]:
     if known_rank is None:
         notes.append(Note("rank_unknown", "neither the dump nor its file name contains the rank"))
     return tuple(notes)
-
-
-def _convert_entries(dump: RawDump) -> tuple[tuple[FlightEntry, ...], int]:
-    """The entries in order of creation, and the number of invalid ones."""
-    entries = []
-    for raw_entry in dump.entries:
-        try:
-            entries.append(convert_entry(msgspec.convert(raw_entry, RawEntry)))
-        except (msgspec.ValidationError, UnicodeEncodeError):
-            continue
-    n_odd = len(dump.entries) - len(entries)
-    return tuple(sorted(entries, key=lambda entry: entry.created_unix_ns)), n_odd
 
 
 def _parse_group(name: str, config: Any) -> Group:
@@ -164,16 +163,6 @@ def find_rank_in_path(path: PurePosixPath) -> int:
         or _RANK_IN_NAME.search(path.parent.name)
     )
     return int(match[1]) if match else -1
-
-
-def _infer_rank(path: PurePosixPath, listed: Sequence[Group]) -> int:
-    """The rank: a process lists only its own groups, so it may be their only common member."""
-    members = [set(group.ranks) for group in listed if group.ranks]
-    shared = set.intersection(*members) if members else set()
-    if len(shared) == 1:
-        return shared.pop()
-    rank_in_name = find_rank_in_path(path)
-    return rank_in_name if not shared or rank_in_name in shared else -1
 
 
 def _build_calls(
@@ -220,13 +209,9 @@ def _build_call(
         dtype=normalize_dtype(entry.dtype),
         peer=ranks[position] if position < len(ranks) else -1,
         input_bytes=entry.input_bytes,
-        message_bytes=_compute_full_bytes(op, entry, len(ranks)),
-    )
-
-
-def _compute_full_bytes(op: str, entry: FlightEntry, group_size: int) -> int:
-    return sanitize_bytes(
-        compute_message_bytes(op, entry.input_bytes, entry.output_bytes, group_size)
+        message_bytes=sanitize_bytes(
+            compute_message_bytes(op, entry.input_bytes, entry.output_bytes, len(ranks))
+        ),
     )
 
 
@@ -338,7 +323,12 @@ def convert_entry(raw: RawEntry) -> FlightEntry:
     )
     seq = raw.p2p_seq_id if is_p2p else raw.collective_seq_id
     created_us = raw.time_created_us
-    started, completed = raw.time_discovered_started_ns, raw.time_discovered_completed_ns
+    started_ns = raw.time_discovered_started_ns or -1
+    completed_ns = raw.time_discovered_completed_ns or -1
+    dur_ns = completed_ns - started_ns if completed_ns > started_ns > 0 else -1
+    if raw.duration_ms is not None:
+        # As measured by events on the device; the watchdog observes both ends late.
+        dur_ns = round(raw.duration_ms * 1e6)
     return FlightEntry(
         group_name=name,
         group_description=description,
@@ -351,9 +341,9 @@ def convert_entry(raw: RawEntry) -> FlightEntry:
         output_bytes=_compute_bytes(raw.output_sizes, raw.output_dtypes or raw.input_dtypes),
         state=raw.state,
         is_p2p=is_p2p,
-        started_unix_ns=started or -1,
-        completed_unix_ns=completed or -1,
-        dur_ns=_compute_dur_ns(raw.duration_ms, started or -1, completed or -1),
+        started_unix_ns=started_ns,
+        completed_unix_ns=completed_ns,
+        dur_ns=dur_ns,
         retired=raw.retired,
         timeout_ns=raw.timeout_ms * 1_000_000 if raw.timeout_ms >= 0 else -1,
         thread_name=raw.thread_name,
@@ -376,12 +366,6 @@ def _find_group(raw: RawEntry) -> tuple[str, str]:
 def parse_entry_op(name: str) -> str:
     """The op in a name such as "nccl:all_reduce" or "nccl:recv 0<-1"."""
     return parse_op(name.partition(":")[2] or name)
-
-
-def _compute_dur_ns(duration_ms: float | None, started_ns: int, completed_ns: int) -> int:
-    if duration_ms is not None:
-        return round(duration_ms * 1e6)
-    return completed_ns - started_ns if completed_ns > started_ns > 0 else -1
 
 
 @lru_cache(maxsize=4096)
@@ -510,17 +494,15 @@ def decode_dump(text: bytes, where: str) -> tuple[RawDump, bool]:
 def _validate_dump(value: object, where: str) -> RawDump:
     """Converts plain values to a dump; the earliest dumps are a list of entries."""
     try:
-        if isinstance(value, list) and any(map(_is_entry, value)):
+        if isinstance(value, list) and any(
+            isinstance(one, dict) and "profiling_name" in one for one in value
+        ):
             return RawDump(entries=value)
         if isinstance(value, dict) and not _KEYS.isdisjoint(value):
             return msgspec.convert(value, RawDump)
     except msgspec.ValidationError as error:
         raise DataError(where, f"{_NO_DUMP} ({error})", RECORD_AGAIN) from None
     raise DataError(where, _NO_DUMP, "name a Flight Recorder dump of torch")
-
-
-def _is_entry(value: object) -> bool:
-    return isinstance(value, dict) and "profiling_name" in value
 
 
 def _decode_whole_entries(text: str) -> Iterator[object]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -26,9 +26,6 @@ from stepsplit.analyzer.trace import (
     EventKind,
     EventKinds,
     Events,
-    Int32,
-    Int64,
-    UInt8,
 )
 
 SCHEMA = "stepsplit.rules/1"
@@ -43,8 +40,6 @@ _KINDS: Mapping[str, KernelKind] = {
 _OPS = OPS[1:]
 
 _BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P")
-
-_T = TypeVar("_T")
 
 
 def read_rules(place: str | Path) -> Rules:
@@ -88,39 +83,33 @@ def _decode_rules(place: str | Path) -> tuple[tuple[KernelRule, ...], tuple[Fami
     if table.get("schema", SCHEMA) != SCHEMA:
         problem = f"schema: {table['schema']!r} is not {SCHEMA!r}"
         raise DataError(place, problem, "convert them to this version's format")
-    kernels = tuple(_build_rules(place, table, "kernel", _build_kernel_rule))
-    return kernels, tuple(_build_rules(place, table, "family", _build_family_rule))
+    kernels, families = [], []
+    for at, entry in _list_entries(place, table, "kernel"):
+        _check_keys(place, at, entry, ("match", "is", "op"))
+        kind = _check_choice(place, f"{at}is", entry.get("is"), tuple(_KINDS))
+        op = entry.get("op")
+        if op is not None and kind != "communication":
+            problem = f"{at}op: not allowed for a kernel that is {kind}"
+            raise DataError(place, problem, "leave op out")
+        op_name = "" if op is None else _check_choice(place, f"{at}op", op, _OPS)
+        kernels.append(KernelRule(_read_pattern(place, at, entry), _KINDS[kind], op_name))
+    for at, entry in _list_entries(place, table, "family"):
+        _check_keys(place, at, entry, ("match", "family"))
+        family = entry.get("family")
+        if not isinstance(family, str) or not family.strip():
+            raise DataError(place, f"{at}family: {family!r} is not a name", "name a family")
+        families.append(FamilyRule(_read_pattern(place, at, entry), family.strip()))
+    return tuple(kernels), tuple(families)
 
 
-_RuleBuilder = Callable[[str | Path, str, Mapping[str, Any]], _T]
-
-
-def _build_rules(
-    place: str | Path, table: Mapping[str, Any], kind: str, build_rule: _RuleBuilder[_T]
-) -> Iterable[_T]:
-    """The rules of one kind; errors refer to them by kind and index."""
+def _list_entries(
+    place: str | Path, table: Mapping[str, Any], kind: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tables of one kind of rule, each with the kind and index by which errors refer to it."""
     entries = table.get(kind, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise DataError(place, f"{kind}: not a list of tables", f"begin each rule with [[{kind}]]")
-    return (build_rule(place, f"{kind}[{i}].", entry) for i, entry in enumerate(entries))
-
-
-def _build_kernel_rule(place: str | Path, at: str, entry: Mapping[str, Any]) -> KernelRule:
-    _check_keys(place, at, entry, ("match", "is", "op"))
-    kind = _check_choice(place, f"{at}is", entry.get("is"), tuple(_KINDS))
-    op = entry.get("op")
-    if op is not None and kind != "communication":
-        raise DataError(place, f"{at}op: not allowed for a kernel that is {kind}", "leave op out")
-    op_name = "" if op is None else _check_choice(place, f"{at}op", op, _OPS)
-    return KernelRule(_read_pattern(place, at, entry), _KINDS[kind], op_name)
-
-
-def _build_family_rule(place: str | Path, at: str, entry: Mapping[str, Any]) -> FamilyRule:
-    _check_keys(place, at, entry, ("match", "family"))
-    family = entry.get("family")
-    if not isinstance(family, str) or not family.strip():
-        raise DataError(place, f"{at}family: {family!r} is not a name", "name a family")
-    return FamilyRule(_read_pattern(place, at, entry), family.strip())
+    yield from ((f"{kind}[{i}].", entry) for i, entry in enumerate(entries))
 
 
 def _read_pattern(place: str | Path, at: str, entry: Mapping[str, Any]) -> str:
@@ -133,12 +122,14 @@ def _read_pattern(place: str | Path, at: str, entry: Mapping[str, Any]) -> str:
 
 def _check_pattern(place: str | Path, key: str, match: str) -> None:
     try:
+        # A pattern that a later version of Python will read otherwise is refused today.
         with warnings.catch_warnings(action="error", category=FutureWarning):
             pattern = compile_pattern(match)
     except (re.error, RecursionError, OverflowError, FutureWarning) as error:
         problem = f"{key}: {match!r} is not a regular expression ({error})"
         raise DataError(place, problem, "fix the pattern") from None
     if _BACKREFERENCE.search(match):
+        # The patterns become one: their groups would get other numbers.
         hint = "match without references and named groups"
         raise DataError(place, f"{key}: {match!r} refers to a group", hint)
     if pattern.search("") is not None:
@@ -198,12 +189,6 @@ _ESCAPES = re.compile(r"\\[xu0-9]")
 """Escapes that give a character by its code."""
 
 
-def _convert_to_lower_case(match: str) -> str:
-    """The pattern for lower-case names; without the slow IGNORECASE flag if possible."""
-    is_plain = match == match.lower() and not _ESCAPES.search(match)
-    return f"(?:{match})" if is_plain else f"(?i:{match})"
-
-
 @lru_cache(None)
 def compile_pattern(match: str) -> re.Pattern[str]:
     """The compiled pattern of a rule. Raises re.error."""
@@ -238,11 +223,15 @@ class Rules:
     """Matches the lower case of every name that may be more than compute; few names match."""
 
     def __post_init__(self) -> None:
-        more = [rule.match for rule in self.kernels if rule.kind != "compute"]
-        # A pattern for lower-case names that matches if any of the patterns does.
-        object.__setattr__(
-            self, "suspect", re.compile("|".join(map(_convert_to_lower_case, more)) or r"(?!)")
+        # One pattern for names in lower case, which matches if any of the patterns does. Without
+        # the flag for any case, which is slow, unless a pattern has upper case or an escape.
+        suspect = "|".join(
+            f"(?:{match})"
+            if match == match.lower() and not _ESCAPES.search(match)
+            else f"(?i:{match})"
+            for match in (rule.match for rule in self.kernels if rule.kind != "compute")
         )
+        object.__setattr__(self, "suspect", re.compile(suspect or r"(?!)"))
 
     @property
     def reading_key(self) -> str:
@@ -346,36 +335,27 @@ class EventClassifier:
         kind[events.is_category(Category.MEMCPY, Category.MEMSET)] = EventKind.COPY
         kind[calls.event] = EventKind.COMMUNICATION
         if events.on_device:
-            named = self._classify_kernels(events, kernels)
-            kind[named == EventKind.FUSED] = EventKind.FUSED
-            kind[(named == EventKind.COPY) & (kind == EventKind.COMPUTE)] = EventKind.COPY
+            # The kind of each kernel by its name; other events may have names of kernels.
+            named = np.full(len(events.names), EventKind.OTHER, dtype=np.uint8)
+            for number in list_distinct(events.name_id[kernels]).tolist():
+                name = events.names[number]
+                if name not in self._kind:
+                    self._kind[name] = EventKind[self._rules.classify_kernel(name).upper()]
+                named[number] = self._kind[name]
+            named_kind = np.where(kernels, named[events.name_id], EventKind.OTHER)
+            kind[named_kind == EventKind.FUSED] = EventKind.FUSED
+            kind[(named_kind == EventKind.COPY) & (kind == EventKind.COMPUTE)] = EventKind.COPY
         else:
             kind[_find_computing_ops(events)] = EventKind.COMPUTE
         computes = (kind == EventKind.COMPUTE) | (kind == EventKind.FUSED)
-        family, families = self._assign_families(events, list_distinct(events.name_id[computes]))
-        return EventKinds(kind, family, families)
-
-    def _classify_kernels(self, events: Events, kernels: Bool) -> UInt8:
-        """The kind of each kernel by its name, OTHER for all else; only names of kernels are looked
-        up."""
-        kind = np.zeros(len(events.names), dtype=np.uint8)
-        for number in list_distinct(events.name_id[kernels]).tolist():
-            name = events.names[number]
-            if name not in self._kind:
-                self._kind[name] = EventKind[self._rules.classify_kernel(name).upper()]
-            kind[number] = self._kind[name]
-        return np.where(kernels, kind[events.name_id], EventKind.OTHER).astype(np.uint8)
-
-    def _assign_families(self, events: Events, computing: Int64) -> tuple[Int32, tuple[str, ...]]:
-        """The index into families for each name; computing are the names to look up."""
         families = {OTHER: 0}
         family = np.zeros(len(events.names), dtype=np.int32)
-        for number in computing.tolist():
+        for number in list_distinct(events.name_id[computes]).tolist():
             name = events.names[number]
             if name not in self._family:
                 self._family[name] = self._rules.find_family(name)
             family[number] = families.setdefault(self._family[name], len(families))
-        return family, tuple(families)
+        return EventKinds(kind, family, tuple(families))
 
 
 # Compute ops of a CPU run.
@@ -424,14 +404,12 @@ def _find_training_lanes(events: Events) -> Bool:
         events.lane[events.is_category(Category.OP) & ~steps], minlength=len(events.lanes)
     )
     if not has_op[events.lane[marks]].any() or not steps.any():
-        marks = ~(events.match_prefix("gloo:") & ~_find_messages(events))
+        # gloo's own threads run its algorithms; a send or recv is recorded on the caller's thread.
+        messages = events.match_prefix("gloo:send") | events.match_prefix("gloo:recv")
+        marks = ~(events.match_prefix("gloo:") & ~messages)
         moves_bytes = np.bincount(events.lane[~marks], minlength=len(events.lanes)) > 0
         return np.asarray(~moves_bytes)
     return np.asarray(np.bincount(events.lane[marks], minlength=len(events.lanes)) > 0)
-
-
-def _find_messages(events: Events) -> Bool:
-    return events.match_prefix("gloo:send") | events.match_prefix("gloo:recv")
 
 
 def _match_prefixes(events: Events, prefixes: tuple[str, ...]) -> tuple[bool, ...]:

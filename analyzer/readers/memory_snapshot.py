@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import sub
@@ -95,7 +95,14 @@ def read_memory(source: Source) -> MemoryRecord:
         if not is_pickle(first):
             return read_timeline(first, content, source.where)
         text = first + read_whole(content, source.where)
-    snapshot = _convert_snapshot(load_plain_value(text, source.where, _UNUSED_KEYS), source.where)
+    value = load_plain_value(text, source.where, _UNUSED_KEYS)
+    try:
+        # torch.cuda.memory_snapshot returns only the list of segments.
+        snapshot = msgspec.convert(
+            {"segments": value} if isinstance(value, list) else value, _Snapshot
+        )
+    except msgspec.ValidationError as error:
+        raise DataError(source.where, f"not a memory snapshot ({error})", RECORD_AGAIN) from None
     segments = _convert_values(snapshot.segments, _Segment)
     traces = [_convert_values(trace, _Event) for trace in snapshot.device_traces]
     n_entries = len(snapshot.segments) + sum(len(trace) for trace in snapshot.device_traces)
@@ -109,7 +116,12 @@ def read_memory(source: Source) -> MemoryRecord:
         for number in numbers
     )
     lost = [d.device for d in devices if d.device in events and not len(d.curve)]
-    notes = _list_snapshot_notes(n_odd, lost)
+    notes = []
+    if n_odd:
+        notes.append(Note("memory_odd", f"{n_odd} invalid entries of the snapshot are skipped"))
+    if lost:
+        message = f"the trace of device {lost[0]} is inconsistent with its state: peaks are unknown"
+        notes.append(Note("memory_trace_odd", message))
     settings = snapshot.allocator_settings
     if isinstance(settings, dict) and settings.get("trace_alloc_overflowed") is True:
         kept = sum(map(len, events.values()))
@@ -117,26 +129,8 @@ def read_memory(source: Source) -> MemoryRecord:
             f"the history of allocations overflowed: its last {kept:,} events are known, and peaks"
             " before them are missing; record with larger max_entries"
         )
-        notes = (*notes, Note("memory_overflowed", message, lack=Lack.MEMORY))
-    return MemoryRecord(source.where, "snapshot", devices, (), notes)
-
-
-def _convert_snapshot(value: object, where: str) -> _Snapshot:
-    """Converts plain values; torch.cuda.memory_snapshot returns only the list of segments."""
-    try:
-        return msgspec.convert({"segments": value} if isinstance(value, list) else value, _Snapshot)
-    except msgspec.ValidationError as error:
-        raise DataError(where, f"not a memory snapshot ({error})", RECORD_AGAIN) from None
-
-
-def _list_snapshot_notes(n_odd: int, lost: Sequence[int]) -> tuple[Note, ...]:
-    notes = []
-    if n_odd:
-        notes.append(Note("memory_odd", f"{n_odd} invalid entries of the snapshot are skipped"))
-    if lost:
-        text = f"the trace of device {lost[0]} is inconsistent with its state: peaks are unknown"
-        notes.append(Note("memory_trace_odd", text))
-    return tuple(notes)
+        notes.append(Note("memory_overflowed", message, lack=Lack.MEMORY))
+    return MemoryRecord(source.where, "snapshot", devices, (), tuple(notes))
 
 
 def _convert_values(values: Sequence[object], kind: type[_Kind]) -> list[_Kind]:
@@ -154,67 +148,28 @@ def _build_device_memory(
     number: int, segments: Sequence[_Segment], events: Sequence[_Event]
 ) -> DeviceMemory:
     """The final state of the device and, backwards from it, its curve."""
-    placed = [pair for segment in segments for pair in _locate_blocks(segment)]
+    placed: list[tuple[int, _Block]] = []
+    for segment in segments:
+        # Old snapshots have no addresses of blocks: then their sizes are added up.
+        begins = accumulate((block.size for block in segment.blocks), initial=segment.address)
+        for begin, block in zip(begins, segment.blocks, strict=False):
+            placed.append((begin if block.address < 0 else block.address, block))
     active = [(place, block) for place, block in placed if block.state.startswith("active")]
     allocated = [(place, block) for place, block in active if block.state == "active_allocated"]
     reserved_bytes = sum(segment.total_size for segment in segments)
+    requested = [
+        block.requested_size
+        if block.requested_size is not None
+        else (block.history[0].real_size if block.history else -1)
+        for _, block in active
+    ]
     # Without free_requested events, a block counts until free_completed.
     actions = {event.action for event in events}
     free_action = "free_completed" if actions & _FREES == {"free_completed"} else "free_requested"
     live = active if free_action == "free_completed" else allocated
-    curve = _build_curve(
-        events,
-        _accumulate_backwards(
-            sum(block.size for _, block in live),
-            _compute_allocated_changes(
-                events, {place: block.size for place, block in live}, free_action
-            ),
-        ),
-        _accumulate_backwards(
-            reserved_bytes, [_RESERVES.get(e.action, 0) * e.size for e in events]
-        ),
-    )
-    return DeviceMemory(
-        device=number,
-        allocated_bytes=sum(block.size for _, block in allocated),
-        reserved_bytes=reserved_bytes,
-        active_bytes=sum(block.size for _, block in active),
-        requested_bytes=_sum_known(_find_requested_bytes(block) for _, block in active),
-        segments=len(segments),
-        peak_allocated_bytes=int(curve.allocated_bytes.max(initial=-1)),
-        peak_reserved_bytes=int(curve.reserved_bytes.max(initial=-1)),
-        curve=curve,
-    )
-
-
-def _locate_blocks(segment: _Segment) -> Iterator[tuple[int, _Block]]:
-    """The segment's blocks with addresses; old snapshots lack them, so sizes are added up."""
-    begins = accumulate((block.size for block in segment.blocks), initial=segment.address)
-    for begin, block in zip(begins, segment.blocks, strict=False):
-        yield (begin if block.address < 0 else block.address), block
-
-
-def _find_requested_bytes(block: _Block) -> int:
-    if block.requested_size is not None:
-        return block.requested_size
-    return block.history[0].real_size if block.history else -1
-
-
-def _sum_known(sizes: Iterable[int]) -> int:
-    """The sum, -1 if one is unknown."""
-    known = list(sizes)
-    return -1 if -1 in known else sum(known)
-
-
-def _compute_allocated_changes(
-    events: Sequence[_Event], live: Mapping[int, int], free_action: str
-) -> list[int]:
-    """The change of the allocated bytes by each event.
-
-    live maps addresses to sizes of the blocks in the final state. The last allocation at such an
-    address is that block.
-    """
-    left = dict(live)
+    # The change of the allocated bytes by each event, from the last to the first. The last
+    # allocation at the address of a block of the final state is that block, whose size is known.
+    left = {place: block.size for place, block in live}
     changes = []
     for event in reversed(events):
         rounded = -(-event.size // ALLOCATOR_UNIT_BYTES) * ALLOCATOR_UNIT_BYTES
@@ -222,12 +177,29 @@ def _compute_allocated_changes(
             changes.append(left.pop(event.addr, rounded))
         else:
             changes.append(-rounded if event.action == free_action else 0)
-    return changes[::-1]
+    curve = _build_curve(
+        events,
+        _accumulate_backwards(sum(block.size for _, block in live), changes),
+        _accumulate_backwards(
+            reserved_bytes, [_RESERVES.get(e.action, 0) * e.size for e in reversed(events)]
+        ),
+    )
+    return DeviceMemory(
+        device=number,
+        allocated_bytes=sum(block.size for _, block in allocated),
+        reserved_bytes=reserved_bytes,
+        active_bytes=sum(block.size for _, block in active),
+        requested_bytes=-1 if -1 in requested else sum(requested),
+        segments=len(segments),
+        peak_allocated_bytes=int(curve.allocated_bytes.max(initial=-1)),
+        peak_reserved_bytes=int(curve.reserved_bytes.max(initial=-1)),
+        curve=curve,
+    )
 
 
-def _accumulate_backwards(end: int, changes: Sequence[int]) -> list[int]:
+def _accumulate_backwards(end: int, last_to_first: Sequence[int]) -> list[int]:
     """The value before the first change and after each one, given the final value."""
-    return list(accumulate(reversed(changes), sub, initial=end))[::-1]
+    return list(accumulate(last_to_first, sub, initial=end))[::-1]
 
 
 def _build_curve(
@@ -236,7 +208,7 @@ def _build_curve(
     """The curve; empty if there are no events or the values are implausible."""
     sizes = (*allocated, *reserved)
     if not events or min(sizes) < 0 or max(sizes) > _MAX_BYTES:
-        # The curve of a recording without events.
+        # As of a recording without events.
         empty = np.empty(0, dtype=np.int64)
         return MemoryCurve(empty, empty, empty)
     times_us = [event.time_us for event in events]
@@ -283,27 +255,20 @@ def read_timeline(first: bytes, content: UnpackedStream, where: str) -> MemoryRe
     rows, n_odd, torn = _read_rows(first, content)
     if float(np.abs(rows[:, 2].astype(np.float64)).sum()) > _MAX_BYTES:
         raise DataError(where, "implausible sizes", RECORD_AGAIN)
-    times_ns, changes = _fill_times(rows[:, 0]), rows[:, 2]
+    times_ns, changes = rows[:, 0], rows[:, 2]
+    if len(known := times_ns[times_ns >= 0]):
+        # Allocations before the recording have no time: they get that of the first event.
+        times_ns = np.where(times_ns < 0, known[0], times_ns)
     kinds = (np.where(rows[:, 3] == kind, changes, 0) for kind in range(len(CATEGORIES)))
     category_curves = (np.cumsum(own) for own in kinds)
-    return _build_timeline_record(
-        where, times_ns, np.cumsum(changes), category_curves, _list_timeline_notes(n_odd, torn)
-    )
-
-
-def _fill_times(times_ns: Int64) -> Int64:
-    """The times; earlier allocations get the time of the first event."""
-    known = times_ns[times_ns >= 0]
-    return np.where(times_ns < 0, known[0], times_ns) if len(known) else times_ns
-
-
-def _list_timeline_notes(n_odd: int, torn: bool) -> tuple[Note, ...]:
     notes = []
     if n_odd:
         notes.append(Note("memory_odd", f"{n_odd} invalid rows of the timeline are skipped"))
     if torn:
         notes.append(Note("memory_torn", "the timeline is cut off: its end is missing"))
-    return tuple(notes)
+    return _build_timeline_record(
+        where, times_ns, np.cumsum(changes), category_curves, tuple(notes)
+    )
 
 
 def _read_rows(first: bytes, content: UnpackedStream) -> tuple[Int64, int, bool]:
@@ -312,7 +277,9 @@ def _read_rows(first: bytes, content: UnpackedStream) -> tuple[Int64, int, bool]
     for block in _read_blocks(content):
         text = rest + block
         whole = text.rfind(b"]") + 1
-        blocks.append(_parse_rows(text[:whole]))
+        # A row ends with a bracket: up to the last one the text is parsed, the rest with the next.
+        found = _ROW.findall(text[:whole])
+        blocks.append(np.array(found, dtype="S20").reshape(-1, 4).astype(np.int64))
         ends += text.count(b"]", 0, whole)
         rest = text[whole:][-_MAX_ROW_BYTES:]
         last = (last + block)[-_MAX_ROW_BYTES:]
@@ -326,12 +293,6 @@ def _read_blocks(content: UnpackedStream) -> Iterator[bytes]:
     while block := content.read(1 << 20):
         yield block
     yield b""
-
-
-def _parse_rows(text: bytes) -> Int64:
-    """The rows in the text: time_ns, action, change_bytes, category. Shape (rows, 4)."""
-    rows = _ROW.findall(text)
-    return np.array(rows, dtype="S20").reshape(-1, 4).astype(np.int64)
 
 
 def _decode_summed(text: bytes, where: str) -> tuple[Int64, Int64]:

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_message_bytes, parse_op
-from stepsplit.analyzer.readers.compression import is_packed, open_unpacked
+from stepsplit.analyzer.readers.compression import find_opener, open_source_file, open_unpacked
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import (
@@ -43,12 +43,15 @@ _RECORD_HINT = "record with nsys profile -t cuda,nvtx and export again"
 
 _RANK_IN_NAME = re.compile(r"rank[-_ ]?(\d{1,7})", re.I)
 
+# torchrun, Open MPI, MPICH and Slurm; torchrun first, since it may run within one of the others.
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 _SIZE_NAMES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
+# No job is that large: a larger number is damage, and would become an array of that size.
 _MAX_RANKS = 10_000_000
 
+# Linux limits one variable to 128 KiB; a damaged export is cut here.
 _MAX_ENVIRONMENT = 1 << 20
 
 
@@ -64,6 +67,7 @@ def is_nsys_export(head: bytes) -> bool:
     """
     if not head.startswith(_MAGIC):
         return False
+    # A first page of type 5 (interior) has no rows: then the schema is in other pages.
     is_elsewhere = head[100:101] == b"\x05" and b"CREATE " not in head
     return is_elsewhere or _TABLES.search(head) is not None
 
@@ -196,13 +200,13 @@ def _assign_ranks(
         rank = session.rank if session.rank >= 0 or match is None else int(match[1])
         if rank >= 0:
             return _Ranks((rank,), ())
-    order = sorted(range(len(processes)), key=lambda i: (_find_first_device(processes[i]), i))
+    # One process per device is how every launcher starts a job, in the order of local ranks.
+    first_device = [
+        min(lane.device for lane in p.events.lanes if lane.device >= 0) for p in processes
+    ]
+    order = sorted(range(len(processes)), key=first_device.__getitem__)
     text = "the export contains no ranks: they are assigned in device order"
     return _Ranks(tuple(order.index(i) for i in range(len(order))), (Note("rank_guessed", text),))
-
-
-def _find_first_device(process: Process) -> int:
-    return min(lane.device for lane in process.events.lanes if lane.device >= 0)
 
 
 # Matching of NCCL kernels with the API calls that launched them.
@@ -221,6 +225,7 @@ _FIELDS = {
 
 _EIGHT_BYTES = ("communicator", "sent_bytes")
 
+# A petabyte: more than any message, so a payload with more is damaged.
 _MAX_BYTES = 1 << 50
 
 _PER_RANK_OPS = ("reduce_scatter", "all_to_all")
@@ -382,7 +387,14 @@ def _match_api_calls(
     """The API calls that each kernel carries out, if known."""
     events = process.events
     launches = events.find_launches(np.array(kernels, dtype=np.int64)).tolist()
-    windows = _find_launch_windows(process, payloads)
+    # The launch windows of each lane: a call, or the end of the outermost group of calls.
+    of_nccl = events.name_mask(tuple(_NCCL.match(name) is not None for name in events.names))
+    rows = np.flatnonzero(of_nccl & events.is_category(Category.ANNOTATION))
+    lanes = events.lane[rows]
+    windows = {
+        lane: tuple(_split_launch_windows(process, payloads, rows[lanes == lane].tolist()))
+        for lane in np.unique(lanes).tolist()
+    }
     starts = {lane: [window.start_ns for window in found] for lane, found in windows.items()}
     inside: dict[tuple[int, int], list[int]] = defaultdict(list)
     for kernel, launch in zip(kernels, launches, strict=True):
@@ -397,20 +409,6 @@ def _match_api_calls(
             zip(launched, _distribute_api_calls(windows[lane][at].api_calls, ops), strict=True)
         )
     return api_calls
-
-
-def _find_launch_windows(
-    process: Process, payloads: Mapping[int, Payload]
-) -> Mapping[int, tuple[_LaunchWindow, ...]]:
-    """The launch windows of each lane: a call, or the end of the outermost group of calls."""
-    events = process.events
-    of_nccl = events.name_mask(tuple(_NCCL.match(name) is not None for name in events.names))
-    rows = np.flatnonzero(of_nccl & events.is_category(Category.ANNOTATION))
-    lanes = events.lane[rows]
-    return {
-        lane: tuple(_split_launch_windows(process, payloads, rows[lanes == lane].tolist()))
-        for lane in np.unique(lanes).tolist()
-    }
 
 
 def _split_launch_windows(
@@ -461,7 +459,11 @@ def _distribute_api_calls(
 
 # Conversion of the tables, of any version, to events by process.
 
+# A lane's key has the stream in the low 40 bits, the device above it, and bit 62 to tell it from
+# the key of a thread, which is its id.
 _STREAM = (1 << 40) - 1
+
+_DEVICE_LANE = 1 << 62
 
 _KERNEL_NAMES = ("demangledName", "shortName", "mangledName")
 
@@ -518,27 +520,23 @@ def read_processes(db: NsysDatabase) -> tuple[Process, ...]:
     name = next((name for name in _KERNEL_NAMES if db.has_column(_KERNEL, name)), _KERNEL_NAMES[0])
     parts = [
         _build_named_part(db, Category.KERNEL, db.read_ints(_KERNEL, (*_PLACE, name))),
-        _read_graphs(db),
+        # CUDA graphs recorded as single events; their kernels are not in the export.
+        _build_uniform_part(Category.KERNEL, db.read_ints(_GRAPH, _PLACE), "CUDA graph"),
         _read_copies(db),
-        _read_memsets(db),
+        _build_uniform_part(Category.MEMSET, db.read_ints(_MEMSET, _PLACE), "Memset (Device)"),
     ]
-    parts += [_read_launches(db, table) for table in ("RUNTIME", "DRIVER")]
-    has_pid = all(db.has_column(table, "globalPid") for table in _ON_DEVICE if table in db.columns)
-    activity = _concatenate_parts([*parts, _read_ranges(db)], has_pid)
-    used = np.unique(activity.process[np.isin(activity.category, DEVICE_CATEGORIES)])
-    return tuple(_build_process(activity, key) for key in used.tolist())
-
-
-def compute_process_key(global_id: Int64) -> Int64:
-    """The part of nsys's serialized ids that is equal for all threads of a process."""
-    return global_id & ~0xFFFFFF
-
-
-def _concatenate_parts(parts: Sequence[_Part], has_pid: bool) -> _Activity:
-    """Concatenates the tables; as a single process if the process of the kernels is unknown."""
+    columns = ("start", "end", "globalTid", "deviceId", "streamId", "correlationId", "nameId")
+    for table in ("CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_DRIVER"):
+        part = _build_named_part(db, Category.RUNTIME, db.read_ints(table, columns))
+        # nsys writes the version of the API with the name: cudaLaunchKernel_v7000.
+        names = tuple(name.partition("_v")[0] for name in part.names)
+        parts.append(_Part(part.category, part.place, part.name, names, part.row))
+    parts.append(_read_ranges(db))
     first = np.cumsum([0, *(len(part.names) for part in parts)])
     place = np.concatenate([part.place for part in parts])
-    return _Activity(
+    # Old exports do not say which process ran a kernel: then the export is taken for one process.
+    has_pid = all(db.has_column(table, "globalPid") for table in _ON_DEVICE if table in db.columns)
+    activity = _Activity(
         place=place,
         process=compute_process_key(place[:, 2])
         if has_pid
@@ -548,6 +546,13 @@ def _concatenate_parts(parts: Sequence[_Part], has_pid: bool) -> _Activity:
         row=np.concatenate([part.row for part in parts]),
         names=tuple(chain.from_iterable(part.names for part in parts)),
     )
+    used = np.unique(activity.process[np.isin(activity.category, DEVICE_CATEGORIES)])
+    return tuple(_build_process(activity, key) for key in used.tolist())
+
+
+def compute_process_key(global_id: Int64) -> Int64:
+    """The part of nsys's serialized ids that is equal for all threads of a process."""
+    return global_id & ~0xFFFFFF
 
 
 def _build_process(activity: _Activity, key: int) -> Process:
@@ -558,7 +563,7 @@ def _build_process(activity: _Activity, key: int) -> Process:
     names, name_id = np.unique(activity.name[rows], return_inverse=True)
     on_device = np.isin(category, DEVICE_CATEGORIES)
     keys = np.where(
-        on_device, 1 << 62 | (device & 0xFFFF) << 40 | stream & _STREAM, place & 0xFFFFFF
+        on_device, _DEVICE_LANE | (device & 0xFFFF) << 40 | stream & _STREAM, place & 0xFFFFFF
     )
     lanes, lane = np.unique(keys, return_inverse=True)
     pid = int(place[0]) >> 24 & 0xFFFFFF
@@ -570,56 +575,36 @@ def _build_process(activity: _Activity, key: int) -> Process:
         lane=lane.astype(np.int32),
         correlation=np.where(correlation > 0, correlation, -1),
         names=tuple(activity.names[name][:MAX_NAME_LENGTH] for name in names.tolist()),
-        lanes=tuple(_build_lane(pid, place) for place in lanes.tolist()),
+        lanes=tuple(
+            Lane(str(pid), "", key >> 40 & 0xFFFF, key & _STREAM)
+            if key >= _DEVICE_LANE
+            else Lane(str(pid), str(key), -1, -1)
+            for key in lanes.tolist()
+        ),
     )
     return Process(key, int(start[0]), events, activity.row[rows])
-
-
-def _build_lane(pid: int, place: int) -> Lane:
-    """The lane of an encoded key: a stream of a device, or a thread."""
-    if place < 1 << 62:
-        return Lane(str(pid), str(place), -1, -1)
-    return Lane(str(pid), "", place >> 40 & 0xFFFF, place & _STREAM)
-
-
-def _read_graphs(db: NsysDatabase) -> _Part:
-    """CUDA graphs recorded as single events; their kernels are not in the export."""
-    return _build_uniform_part(Category.KERNEL, db.read_ints(_GRAPH, _PLACE), "CUDA graph")
-
-
-def _read_memsets(db: NsysDatabase) -> _Part:
-    return _build_uniform_part(Category.MEMSET, db.read_ints(_MEMSET, _PLACE), "Memset (Device)")
 
 
 def _read_copies(db: NsysDatabase) -> _Part:
     kinds = ("copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId")
     rows = db.read_ints(_MEMCPY, (*_PLACE, *kinds))
     kind, from_memory, to_memory, from_device, to_device = rows[:, len(_PLACE) :].T
+    # A copy between devices is a DtoD in CUPTI; Kineto, whose names the rules know, says PtoP.
     is_peer_copy = (
         (kind == _DTOD) & (from_device >= 0) & (to_device >= 0) & (from_device != to_device)
     )
     kind = np.where(is_peer_copy, _PTOP, kind).clip(-1, 255)
     code = (kind + 1) * 65536 + (from_memory.clip(-1, 254) + 1) * 256 + to_memory.clip(-1, 254) + 1
     codes, name = np.unique(code, return_inverse=True)
-    names = tuple(
-        _format_copy_name(c // 65536 - 1, c // 256 % 256 - 1, c % 256 - 1) for c in codes.tolist()
-    )
-    return _Part(Category.MEMCPY, rows[:, : len(_PLACE)], name, names, np.full(len(rows), -1))
-
-
-def _format_copy_name(kind: int, from_memory: int, to_memory: int) -> str:
-    """The name of a copy in Kineto's spelling."""
-    known = 0 <= from_memory < len(_MEMORY) and 0 <= to_memory < len(_MEMORY)
-    memory = f" ({_MEMORY[from_memory]} -> {_MEMORY[to_memory]})" if known else ""
-    return f"Memcpy {_COPIES[kind] if 0 <= kind < len(_COPIES) else _COPIES[0]}{memory}"
-
-
-def _read_launches(db: NsysDatabase, kind: str) -> _Part:
-    table = f"CUPTI_ACTIVITY_KIND_{kind}"
-    columns = ("start", "end", "globalTid", "deviceId", "streamId", "correlationId", "nameId")
-    part = _build_named_part(db, Category.RUNTIME, db.read_ints(table, columns))
-    names = tuple(name.partition("_v")[0] for name in part.names)
-    return _Part(part.category, part.place, part.name, names, part.row)
+    names = []
+    for number in codes.tolist():
+        copied, source, target = number // 65536 - 1, number // 256 % 256 - 1, number % 256 - 1
+        known = 0 <= source < len(_MEMORY) and 0 <= target < len(_MEMORY)
+        memory = f" ({_MEMORY[source]} -> {_MEMORY[target]})" if known else ""
+        named = _COPIES[copied] if 0 <= copied < len(_COPIES) else _COPIES[0]
+        names.append(f"Memcpy {named}{memory}")
+    unknown_rows = np.full(len(rows), -1)
+    return _Part(Category.MEMCPY, rows[:, : len(_PLACE)], name, tuple(names), unknown_rows)
 
 
 def _read_ranges(db: NsysDatabase) -> _Part:
@@ -631,6 +616,7 @@ def _read_ranges(db: NsysDatabase) -> _Part:
     own = (numbers.setdefault(text, len(numbers)) for text in db.read_texts(table, "text", ended))
     code = np.fromiter(own, np.int64)
     if not len(code):
+        # The export has no column for texts: all are registered strings.
         numbers, code = {"": 0}, np.zeros(len(rows), dtype=np.int64)
     part = _build_named_part(db, Category.ANNOTATION, rows[:, :7])
     registered = code == numbers.get("", -1)
@@ -640,6 +626,7 @@ def _read_ranges(db: NsysDatabase) -> _Part:
 
 def build_range_condition(db: NsysDatabase) -> str:
     """The SQL condition for completed ranges in NVTX_EVENTS."""
+    # 59 and 60 are push-pop and start-end ranges, 70 and 71 those of imported texts (NVTXT).
     ended = "end >= start" if db.has_column("NVTX_EVENTS", "end") else "0"
     kinds = "eventType IN (59, 60, 70, 71)" if db.has_column("NVTX_EVENTS", "eventType") else "1"
     return f"{ended} AND {kinds}"
@@ -663,6 +650,7 @@ EXPORT_AGAIN = "export it again with nsys export --type sqlite"
 MAX_TEXT = 4096
 """The most characters read of a name or payload."""
 
+# The statement of 30,000 ids of 20 digits stays below SQLite's limit of a million bytes.
 _IDS_PER_QUERY = 30_000
 
 
@@ -724,7 +712,17 @@ def open_database(source: Source) -> Iterator[NsysDatabase]:
             with closing(sqlite3.connect(address, uri=True)) as connection:
                 connection.text_factory = lambda text: text.decode("utf-8", "replace")
                 connection.execute("PRAGMA trusted_schema = OFF")
-                yield NsysDatabase(source.where, connection, _list_columns(connection))
+                # Only real tables: views and virtual tables could run without end.
+                tables = connection.execute(
+                    "SELECT name FROM sqlite_master"
+                    " WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
+                )
+                names = [str(name) for (name,) in tables if str(name).isidentifier()]
+                columns = {}
+                for name in names:
+                    rows = connection.execute(f"PRAGMA table_info({name})")
+                    columns[name] = frozenset(["_rowid_", *(row[1] for row in rows)])
+                yield NsysDatabase(source.where, connection, columns)
         except (
             sqlite3.Error,
             UnicodeDecodeError,
@@ -737,12 +735,8 @@ def open_database(source: Source) -> Iterator[NsysDatabase]:
 def _unpack_to_disk(source: Source) -> Iterator[Path]:
     """The unpacked file on disk; SQLite needs random access, so it is unpacked first."""
     with source.open_local() as path:
-        try:
-            packed = is_packed(path)
-        except OSError as error:
-            raise DataError(
-                source.where, error.strerror or "unreadable", "check the path"
-            ) from None
+        with open_source_file(path, source.where) as raw:
+            packed = find_opener(raw.read(6)) is not None
         if not packed:
             yield path
             return
@@ -756,15 +750,3 @@ def _unpack_to_disk(source: Source) -> Iterator[Path]:
                 source.where, f"the compressed file is damaged ({content.torn})", EXPORT_AGAIN
             )
         yield target
-
-
-def _list_columns(connection: sqlite3.Connection) -> Mapping[str, frozenset[str]]:
-    """The columns of each real table; views and virtual tables could run without end."""
-    query = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
-    names = [str(name) for (name,) in connection.execute(query) if str(name).isidentifier()]
-    return {
-        name: frozenset(
-            ["_rowid_", *(row[1] for row in connection.execute(f"PRAGMA table_info({name})"))]
-        )
-        for name in names
-    }

@@ -57,7 +57,13 @@ _NEVER_NS = np.iinfo(np.int64).max
 
 def _complete(trace: RankTrace, traces: Sequence[RankTrace]) -> RankTrace:
     calls, events = trace.calls, trace.events
-    is_open, unclaimed = _find_open(calls), _list_unclaimed_ops(trace)
+    is_open = _find_open(calls)
+    # The starts of the c10d ops in which no known call was issued: each open one is of one of them.
+    issued_ns = np.sort(calls.issued_ns[calls.issued_ns >= 0])
+    ops = np.flatnonzero(events.is_category(Category.OP) & events.match_prefix("c10d::"))
+    first_issued = np.searchsorted(issued_ns, events.start_ns[ops], side="left")
+    after_issued = np.searchsorted(issued_ns, events.ends_of(ops), side="right")
+    unclaimed: Int64 = events.start_ns[ops[after_issued == first_issued]]
     starts = events.start_ns[calls.event]
     found: dict[int, _Completion] = {}
     claimed_twice = set[int]()
@@ -127,16 +133,6 @@ def _list_missing(
                     int(theirs.input_bytes[row]), int(theirs.message_bytes[row]),
                 )  # fmt: skip
     return found
-
-
-def _list_unclaimed_ops(trace: RankTrace) -> Int64:
-    """The starts of the c10d ops in which no known call was issued."""
-    events, issued = trace.events, np.sort(trace.calls.issued_ns[trace.calls.issued_ns >= 0])
-    ops = np.flatnonzero(events.is_category(Category.OP) & events.match_prefix("c10d::"))
-    first = np.searchsorted(issued, events.start_ns[ops], side="left")
-    after = np.searchsorted(issued, events.ends_of(ops), side="right")
-    unclaimed: Int64 = events.start_ns[ops[after == first]]
-    return unclaimed
 
 
 def _set_calls(trace: RankTrace, found: Mapping[int, _Completion]) -> RankTrace:

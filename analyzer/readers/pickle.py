@@ -77,17 +77,14 @@ class _PickleMachine:
                     step(self)
                 elif code == _STOP:
                     return self._stack.pop()
+                elif code in _CODE_OPCODES:
+                    problem = "a pickle that requires code execution is not loaded"
+                    raise DataError(self._where, problem, "leave it out")
                 else:
-                    raise self._make_refusal(code)
+                    raise ValueError("not an opcode of a pickle")
         except _DAMAGED:
             raise DataError(self._where, "the pickle is cut off or damaged", RECORD_AGAIN) from None
         raise make_size_error(self._where)
-
-    def _make_refusal(self, code: int) -> Exception:
-        if code in _CODE_OPCODES:
-            problem = "a pickle that requires code execution is not loaded"
-            return DataError(self._where, problem, "leave it out")
-        return ValueError("not an opcode of a pickle")
 
     def push(self, value: object) -> None:
         self._stack.append(value)
@@ -177,9 +174,6 @@ class _PickleMachine:
     def put(self, place: int) -> None:
         self._memo[place] = self._stack[-1]
 
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
     def get(self, place: int) -> None:
         self._stack.append(self._memo[place])
 
@@ -253,7 +247,7 @@ _STEPS: dict[int, Callable[[_PickleMachine], object]] = {
         b"p": lambda m: m.put(int(m.read_line())),
         b"q": lambda m: m.put(m.read_number(1)),
         b"r": lambda m: m.put(m.read_number(4)),
-        b"\x94": _PickleMachine.memoize,
+        b"\x94": lambda m: m.put(len(m._memo)),
         b"g": lambda m: m.get(int(m.read_line())),
         b"h": _PickleMachine.get_near,
         b"j": lambda m: m.get(m.read_number(4)),

@@ -64,8 +64,29 @@ def read_recording_files(
         raise error
     dumps, notes = files.read_files(FileRole.FLIGHT)
     flights = {dump.rank: [one for one in dump.entries if not one.is_p2p] for dump in dumps}
-    reading = TraceReading(workers, progress, rules, _open_store(files), flights)
-    candidates, trace_notes = _read_candidates(files, reading)
+    # The events of a large recording go to a store on disk; others fit into memory.
+    large = [
+        (kind.unpacked_ratio, source)
+        for kind, source in files.list_files(FileRole.TRACE)
+        if kind.unpacked_ratio
+    ]
+    is_large = (
+        len(large) >= event_store.LEAST_FILES
+        and sum(ratio * estimate_bytes(source) for ratio, source in large)
+        >= event_store.LEAST_BYTES
+    )
+    store = EventStore() if is_large else None
+    reading = TraceReading(workers, progress, rules, store, flights)
+    candidates: list[TraceCandidate] = []
+    trace_notes: list[Note] = []
+    for kind in files.list_kinds(FileRole.TRACE):
+        assert kind.read_ranks is not None
+        sources = files.by_kind[kind]
+        for source, read in zip(sources, kind.read_ranks(sources, reading), strict=True):
+            if isinstance(read, DataError):
+                trace_notes.append(files.note_unreadable(kind, source, read))
+            else:
+                candidates += read
     found, record_notes = files.read_files(FileRole.RECORD)
     records: list[RankRecord] = sorted(found, key=lambda record: record.rank.rank)
     # A memory snapshot is shown by itself; what it lacks is said with the recording.
@@ -85,7 +106,14 @@ def read_recording_files(
         raise files.explain_no_trace(notes)
     ranked, guessed = assign_ranks(candidates)
     notes += [*guessed, *_check_mixed_runs(ranked)]
-    name = spec.name if spec else _infer_name(files.places[0])
+    if spec:
+        name = spec.name
+    elif is_url(files.places[0]):
+        name = PurePosixPath(files.places[0]).name
+    else:
+        # Without run.json a recording has the name of its folder.
+        place = Path(files.places[0])
+        name = (place if place.is_dir() else place.parent).resolve().name
     traces, stale = _drop_stale_ranks(_fill_group_members(ranked), spec)
     traces = complete_open_calls(_complete_traces(traces, records, spec))
     traces, unplaced = _place_clocks(traces)
@@ -100,36 +128,6 @@ def read_recording_files(
     )
 
 
-def _read_candidates(
-    files: RecordingFiles, reading: TraceReading
-) -> tuple[list[TraceCandidate], list[Note]]:
-    """The traces in the files of all formats, and notes on the files that cannot be read."""
-    candidates: list[TraceCandidate] = []
-    notes: list[Note] = []
-    for kind in files.list_kinds(FileRole.TRACE):
-        assert kind.read_ranks is not None
-        sources = files.by_kind[kind]
-        for source, traces in zip(sources, kind.read_ranks(sources, reading), strict=True):
-            if isinstance(traces, DataError):
-                notes.append(files.note_unreadable(kind, source, traces))
-            else:
-                candidates += traces
-    return candidates, notes
-
-
-def _open_store(files: RecordingFiles) -> EventStore | None:
-    """A store for the events of a large recording; None for one that fits into memory."""
-    large = [
-        (kind.unpacked_ratio, source)
-        for kind, source in files.list_files(FileRole.TRACE)
-        if kind.unpacked_ratio
-    ]
-    if len(large) < event_store.LEAST_FILES:
-        return None
-    total = sum(ratio * estimate_bytes(source) for ratio, source in large)
-    return EventStore() if total >= event_store.LEAST_BYTES else None
-
-
 def _read_spec(files: RecordingFiles) -> RunSpec | None:
     """The content of the run.json nearest to the top folder."""
     runs = files.list_files(FileRole.RUN)
@@ -138,14 +136,6 @@ def _read_spec(files: RecordingFiles) -> RunSpec | None:
     kind, nearest = min(runs, key=lambda run: len(run[1].inner.parts))
     spec: RunSpec | None = kind.read(nearest)
     return spec
-
-
-def _infer_name(place: str) -> str:
-    """The name of a recording without run.json: that of its folder."""
-    if is_url(place):
-        return PurePosixPath(place).name
-    path = Path(place)
-    return (path if path.is_dir() else path.parent).resolve().name
 
 
 def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
@@ -161,7 +151,15 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
         # A trace without a stated world size has the smallest one that its rank allows.
         if trace.world_size > trace.rank + 1:
             by_size[trace.world_size].append(trace)
-    called = {trace.rank: _list_called_groups(trace) for trace in traces}
+    # The ranks of the groups on which each trace has calls.
+    called = {
+        trace.rank: {
+            trace.groups[group].ranks
+            for group in set(trace.calls.group_id[trace.calls.group_id >= 0].tolist())
+        }
+        - {()}
+        for trace in traces
+    }
     for rank, groups in called.items():
         if groups and not any(rank in ranks for ranks in groups):
             inner = units.format_number_list(sorted({one for ranks in groups for one in ranks}))
@@ -190,12 +188,6 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
     ):
         notes.append(Note("separate_ranks", text))
     return notes
-
-
-def _list_called_groups(trace: RankTrace) -> set[tuple[int, ...]]:
-    """The ranks of the groups that the trace has calls on."""
-    ids = set(trace.calls.group_id[trace.calls.group_id >= 0].tolist())
-    return {trace.groups[i].ranks for i in ids} - {()}
 
 
 def _describe_parts(called: Mapping[int, Collection[tuple[int, ...]]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +100,13 @@ def open_recording(places: Sequence[str | Path]) -> Iterator[RecordingFiles]:
     neighbors: list[str] = []
     for file in (Path(place) for place in named if not is_url(place)):
         if file.is_file():
-            neighbors += _list_neighbors(file, patterns)
+            with suppress(OSError):  # a folder that only lets its files be opened
+                paths = sorted(file.parent.iterdir())
+                neighbors += [
+                    str(path) for path in paths if any(one.search(path.name) for one in patterns)
+                ]
     with list_files([*named, *neighbors]) as sources:
         yield _sort_by_kind(sources, named)
-
-
-def _list_neighbors(file: Path, patterns: Sequence[re.Pattern[str]]) -> list[str]:
-    try:
-        paths = sorted(file.parent.iterdir())
-    except OSError:
-        return []
-    return [str(path) for path in paths if any(one.search(path.name) for one in patterns)]
 
 
 def _sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> RecordingFiles:
@@ -127,7 +123,13 @@ def _sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordi
         try:
             kinds = find_kinds(source, file_kinds.list_recorded_kinds())
             if not kinds:
-                _check_unknown(source, is_named)
+                # It should be of a recording if it was named, or is named as a trace, and is of no
+                # other known format.
+                name = source.inner.name
+                has_trace_name = parse_rank(source.inner) is not None or "trace" in name
+                is_expected = is_named or (has_trace_name and ".json" in name)
+                if is_expected and not _list_other_kinds([source]):
+                    raise DataError(source.where, *_explain_unknown_kind(source))
                 others.append(source)
         except DataError as error:
             if is_named:
@@ -142,15 +144,6 @@ def _sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordi
 
 def _note_skipped(source: Source, error: DataError) -> Note:
     return Note(SKIPPED, f"{source.inner.name}: {error.problem}", parse_rank(source.inner))
-
-
-def _check_unknown(source: Source, is_named: bool) -> None:
-    """Raises DataError if the file should be of a recording: it was named, or is named as a trace,
-    and is of no other known format."""
-    has_trace_name = parse_rank(source.inner) is not None or "trace" in source.inner.name
-    is_expected = is_named or (has_trace_name and ".json" in source.inner.name)
-    if is_expected and not _list_other_kinds([source]):
-        raise DataError(source.where, *_explain_unknown_kind(source))
 
 
 def _list_other_kinds(sources: Iterable[Source]) -> list[str]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from itertools import count
 from math import prod
 
 import msgspec
@@ -33,13 +34,6 @@ class _Series(msgspec.Struct):
     step_interval: int
     values: dict[int, _Value] | list[_Value]
 
-    def index_by_step(self) -> dict[int, _Value]:
-        if isinstance(self.values, dict):
-            return self.values
-        return {
-            self.start_step + at * self.step_interval: value for at, value in enumerate(self.values)
-        }
-
 
 _BEGIN = re.compile(rb'\A\s*\{\s*"[^"]{1,80}":\s*\{\s*"start_step":\s*\d')
 
@@ -63,12 +57,36 @@ def read_golden_values(source: Source) -> TrainLog:
         raise DataError(
             source.where, f"not golden values ({torn or error})", "copy it again"
         ) from None
-    series = {name: values.index_by_step() for name, values in decoded.items()}
+    series: dict[str, dict[int, _Value]] = {}
+    for name, one in decoded.items():
+        if isinstance(one.values, dict):
+            series[name] = one.values
+        else:
+            steps_of_values = count(one.start_step, one.step_interval)
+            series[name] = dict(zip(steps_of_values, one.values, strict=False))
     if "iteration-time" not in series:
         raise DataError(source.where, "golden values without iteration-time", "leave it out")
-    steps = formats.build_steps(
-        [formats.Printed(line, "", -1, 0) for line in _build_step_lines(series)]
-    )
+    losses = series.get("lm loss", {})
+    lines = []
+    for step, seconds in sorted(series["iteration-time"].items()):
+        loss = losses.get(step)
+        lines.append(
+            formats.StepLine(
+                0,
+                step,
+                step_ns=_scale_to_int(seconds, 10**9),
+                loss=loss if isinstance(loss, float) else math.nan,
+            )
+        )
+    steps = formats.build_steps([formats.Printed(line, "", -1, 0) for line in lines])
+    allocated = series.get("mem-allocated-bytes", {})
+    largest = series.get("mem-max-allocated-bytes", {})
+    memory = [
+        formats.MemoryLine(
+            -1, step, _scale_to_int(allocated.get(step), 1), _scale_to_int(largest.get(step), 1)
+        )
+        for step in sorted({*allocated, *largest})
+    ]
     return TrainLog(
         source=source.where,
         framework="megatron",
@@ -76,33 +94,13 @@ def read_golden_values(source: Source) -> TrainLog:
         mesh=(),
         arguments=(),
         steps=replace(steps, steps_in_row=np.ones(len(steps), dtype=np.int64)),
-        memory=formats.build_memory(list(_build_memory_lines(series))),
+        memory=formats.build_memory(memory),
         timers=formats.build_timers([]),
         restarts=0,
         crashed=False,
         error="",
         unparsed=0,
     )
-
-
-_Table = dict[str, dict[int, _Value]]
-
-
-def _build_step_lines(series: _Table) -> Iterator[formats.StepLine]:
-    losses = series.get("lm loss", {})
-    for step, seconds in sorted(series["iteration-time"].items()):
-        loss = losses.get(step)
-        known_loss = loss if isinstance(loss, float) else math.nan
-        yield formats.StepLine(0, step, step_ns=_scale_to_int(seconds, 10**9), loss=known_loss)
-
-
-def _build_memory_lines(series: _Table) -> Iterator[formats.MemoryLine]:
-    allocated = series.get("mem-allocated-bytes", {})
-    largest = series.get("mem-max-allocated-bytes", {})
-    for step in sorted({*allocated, *largest}):
-        yield formats.MemoryLine(
-            -1, step, _scale_to_int(allocated.get(step), 1), _scale_to_int(largest.get(step), 1)
-        )
 
 
 def _scale_to_int(value: _Value, scale: int) -> int:
@@ -255,29 +253,26 @@ class _LogParser:
         return bool(self.frameworks or self.printed or self.memory or self.unparsed)
 
     def add_line(self, text: str) -> None:
+        n_rows = len(self.trainer.rows)
         if line := formats.parse_step(text):
             self.printed.append(
                 formats.Printed(line, parse_printer(text), parse_clock_ns(text), self.launch)
             )
-            self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
         elif self.printed and (line := formats.parse_continuation(text, self.printed[-1].line)):
             self.printed[-1] = replace(self.printed[-1], line=line)
+            line = None
         elif any(sign in text for sign in formats.STEP_SIGNS):
             self.unparsed += 1
-        else:
-            self._add_trainer_line(text)
+        elif "'" in text or "%|" in text:
+            self.trainer.add_line(text, parse_printer(text), self.launch)
+        if line or len(self.trainer.rows) > n_rows:
+            # A step after a failure: the run went on, or was started again.
+            self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
         self.memory.update(dict.fromkeys(formats.parse_memory(text)))
         step = self.printed[-1].line.step if self.printed else -1
         self.timers += [(step, timer) for timer in formats.parse_timers(text)]
         self._add_start(text)
         self._add_end(text)
-
-    def _add_trainer_line(self, text: str) -> None:
-        rows = len(self.trainer.rows)
-        if "'" in text or "%|" in text:
-            self.trainer.add_line(text, parse_printer(text), self.launch)
-        if len(self.trainer.rows) > rows:
-            self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
 
     def _add_start(self, text: str) -> None:
         if any(sign in text for sign in _STARTING_UP):
@@ -306,10 +301,23 @@ class _LogParser:
         arguments = tuple(self.arguments.items())
         mesh = infer_mesh(arguments) or self.mesh
         steps = self._build_steps()
+        in_steps = {formats.FAMILIES[each.line.family].framework for each in self.printed}
+        frameworks = in_steps | self.frameworks
+        if {"megatron", "deepspeed"} <= frameworks:
+            framework = "megatron-deepspeed"
+        else:
+            # The family that counts the steps comes first; one that only starts up comes last.
+            order = (family.framework for family in formats.FAMILIES)
+            named = (name for name in (*order, "") if name in in_steps)
+            framework = next(named, min(frameworks, default=""))
+        world_size = max(self._find_number("world_size"), self.world_size)
+        if world_size <= 0 and "torchtitan" in self.frameworks and mesh:
+            # torchtitan prints only its mesh; ep divides ranks that the other axes have.
+            world_size = prod(size for axis, size in mesh if axis != "ep")
         return TrainLog(
             source=where,
-            framework=self._infer_framework(),
-            world_size=self._infer_world_size(mesh),
+            framework=framework,
+            world_size=world_size,
             mesh=mesh,
             arguments=arguments,
             steps=steps,
@@ -335,20 +343,6 @@ class _LogParser:
         """The first of these arguments that is a number, -1 if none is."""
         values = (self.arguments.get(name, "") for name in names)
         return next((int(text) for text in values if re.fullmatch(r"\d{1,18}", text)), -1)
-
-    def _infer_framework(self) -> str:
-        steps = {formats.FAMILIES[each.line.family].framework for each in self.printed}
-        frameworks = steps | self.frameworks
-        if {"megatron", "deepspeed"} <= frameworks:
-            return "megatron-deepspeed"
-        order = (*(family.framework for family in formats.FAMILIES), "")
-        return next((name for name in order if name in steps), min(frameworks, default=""))
-
-    def _infer_world_size(self, mesh: tuple[tuple[str, int], ...]) -> int:
-        logged_size = max(self._find_number("world_size"), self.world_size)
-        if logged_size > 0 or "torchtitan" not in self.frameworks or not mesh:
-            return logged_size
-        return prod(size for axis, size in mesh if axis != "ep")
 
     def _list_notes(self, where: str, torn: str, steps: TrainSteps) -> Iterator[Note]:
         if not len(steps):

@@ -157,12 +157,18 @@ def build_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int =
         since_ns = np.diff(clock_ns, prepend=-1)
         known = ~is_first & (clock_ns >= 0) & (clock_ns - since_ns >= 0) & (since_ns >= 0)
         step_ns = np.where(known, since_ns // in_row, -1)
+    usual_ns = _compute_median_ns(step_ns[~is_first])
+    slow = is_first if usual_ns is None else is_first | (step_ns > SLOW_RATIO * usual_ns)
+    # A row is warm-up if all rows from the first of its start up to it are slow.
+    numbers = np.arange(len(rows))
+    first = np.maximum.accumulate(np.where(is_first, numbers, 0))
+    last_quick = np.maximum.accumulate(np.where(slow, -1, numbers))
     return TrainSteps(
         start=start,
         step=step,
         steps_in_row=in_row,
         step_ns=step_ns,
-        warmup=_mark_warmup(is_first, step_ns),
+        warmup=slow & (last_quick < first),
         flops_per_s_per_gpu=np.array([line.flops_per_s_per_gpu for line in lines]),
         mfu=np.array([line.mfu for line in lines]),
         tokens_per_s_per_gpu=np.array([line.tokens_per_s_per_gpu for line in lines]),
@@ -205,8 +211,8 @@ def _build_rows(printed: Sequence[Printed]) -> list[_Row]:
     at: dict[int, int] = {}
     for entry in printed:
         step = entry.line.step
-        if entry.line.family == counting and _is_new(entry, rows):
-            is_start = not rows or _is_restart(entry, rows)
+        is_start = not rows or _is_restart(entry, rows)
+        if entry.line.family == counting and (is_start or step > rows[-1].step):
             if is_start:
                 at = {}
             at[step] = len(rows)
@@ -220,10 +226,6 @@ def _build_rows(printed: Sequence[Printed]) -> list[_Row]:
         elif entry.line.family != counting:
             pending[step] = entry.line
     return rows
-
-
-def _is_new(entry: Printed, rows: Sequence[_Row]) -> bool:
-    return not rows or entry.line.step > rows[-1].step or _is_restart(entry, rows)
 
 
 def _is_restart(entry: Printed, rows: Sequence[_Row]) -> bool:
@@ -240,16 +242,6 @@ def _is_restart(entry: Printed, rows: Sequence[_Row]) -> bool:
         entry.line.step_ns,
     )
     return entry.line.step < last.line.step and entry.printer == last.printer and not is_late
-
-
-def _mark_warmup(is_first: Bool, step_ns: Int64) -> Bool:
-    usual_ns = _compute_median_ns(step_ns[~is_first])
-    slow = is_first if usual_ns is None else is_first | (step_ns > SLOW_RATIO * usual_ns)
-    # A row is warm-up if all rows from the first of its start up to it are slow.
-    rows = np.arange(len(slow))
-    first = np.maximum.accumulate(np.where(is_first, rows, 0))
-    quick = np.maximum.accumulate(np.where(slow, -1, rows))
-    return slow & (quick < first)
 
 
 def _compute_median_ns(step_ns: Int64) -> int | None:
@@ -285,11 +277,11 @@ class StepLine:
 
     def fill_from(self, line: StepLine) -> StepLine:
         """A copy with unknown values taken from another line about the same step."""
-        values = {
-            field.name: getattr(line, field.name)
-            for field in fields(self)
-            if _is_missing(getattr(self, field.name))
-        }
+        values = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == -1 or value != value:
+                values[field.name] = getattr(line, field.name)
         return replace(self, **values)
 
 
@@ -512,10 +504,6 @@ def _parse_value(column: str, text: str, scale: int, unit: str) -> int | float:
     return NAN if number < 0 or not math.isfinite(number) else number
 
 
-def _is_missing(value: float) -> bool:
-    return value == -1 or value != value
-
-
 def parse_scaled_int(text: str, scale: int) -> int:
     """A decimal text times scale, exact; -1 if it is not a number, negative or over 64 bits."""
     plain = text.replace(",", "")
@@ -595,37 +583,30 @@ class TrainerSteps:
 
     def build(self) -> list[Printed]:
         """The rows whose steps are known."""
-        per_epoch, doubt = self._count_steps_per_epoch()
+        # The steps of an epoch by the end of the run, and by how much that may be wrong: time and
+        # rate are printed rounded, and their product leaves a doubt of less than a step.
+        runtime_s, rate = _parse_number(self.runtime_s), _parse_number(self.steps_per_s)
+        epochs, steps = _parse_number(self.epochs), runtime_s * rate
+        rounding = _get_rounding(self.steps_per_s) * runtime_s
+        rounding += _get_rounding(self.runtime_s) * rate
+        per_epoch = doubt = NAN
+        if epochs > 0 and rounding < _MOST_DOUBT and steps <= 2**53:
+            per_epoch = round(steps) / epochs
+            doubt = per_epoch * _get_rounding(self.epochs) / epochs
         printed: list[Printed] = []
         before: TrainerRow | None = None
         for row in self.rows:
             step = row.bar_step
             if step < 0:
-                step = _find_step_of_epoch(row.epoch, per_epoch, doubt)
+                epoch = _parse_number(row.epoch)
+                # With nan, which is no step of an epoch or no end of the run, no step is known.
+                if epoch * doubt + _get_rounding(row.epoch) * per_epoch < _MOST_DOUBT:
+                    step = round(epoch * per_epoch)
             if step >= 0:
                 line = replace(row.line, step=step, step_ns=_compute_bar_step_ns(before, row))
                 printed.append(Printed(line, row.printer, -1, row.launch))
                 before = row
         return printed
-
-    def _count_steps_per_epoch(self) -> tuple[float, float]:
-        """Steps of an epoch by the end of the run, and by how much that may be wrong; nan."""
-        runtime_s, rate = _parse_number(self.runtime_s), _parse_number(self.steps_per_s)
-        epochs, steps = _parse_number(self.epochs), runtime_s * rate
-        rounding = _get_rounding(self.steps_per_s) * runtime_s
-        rounding += _get_rounding(self.runtime_s) * rate
-        if not epochs > 0 or not rounding < _MOST_DOUBT or steps > 2**53:
-            return NAN, NAN
-        per_epoch = round(steps) / epochs
-        return per_epoch, per_epoch * _get_rounding(self.epochs) / epochs
-
-
-def _find_step_of_epoch(text: str, per_epoch: float, doubt: float) -> int:
-    """The step at this epoch as printed; -1 if rounding leaves several."""
-    epoch = _parse_number(text)
-    if not epoch * doubt + _get_rounding(text) * per_epoch < _MOST_DOUBT:
-        return -1
-    return round(epoch * per_epoch)
 
 
 def _parse_number(text: str) -> float:

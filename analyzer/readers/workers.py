@@ -83,22 +83,17 @@ def run_all(
     results: dict[int, T | DataError] = {}
     if isinstance(workers, int) and total < LEAST_BYTES:
         workers = 1
-    for index, result in _yield_results(tasks, workers):
+    if isinstance(workers, int):
+        indexed: Iterator[tuple[int, Any]] = run_tasks(tasks, workers)
+    else:
+        indexed = workers.run(tasks)
+    for index, result in indexed:
         if receive is not None and not isinstance(result, DataError):
             result = receive(result)
         results[index] = result
         done += tasks[index].size_bytes
         progress(done, total)
     return [results[index] for index in range(len(tasks))]
-
-
-def _yield_results(
-    tasks: Sequence[Task[T]], workers: Workers
-) -> Iterator[tuple[int, T | DataError]]:
-    if isinstance(workers, int):
-        yield from run_tasks(tasks, workers)
-    else:
-        yield from workers.run(tasks)
 
 
 def run_tasks(

@@ -7,7 +7,6 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -90,8 +89,14 @@ def is_inspector_log(head: bytes) -> bool:
         return False
     lines = head.split(b"\n")
     texts = split_objects(lines) if head.lstrip().startswith(b"{") else lines
-    records = (decode_record(text) for text in texts if text.lstrip().startswith(b"{"))
-    return any(r is not None and r.header is not None and _is_inspector_record(r) for r in records)
+    for text in texts:
+        record = decode_record(text) if text.lstrip().startswith(b"{") else None
+        if record is not None and record.header is not None:
+            # Other JSON has headers too: one of the Inspector has a version, or calls.
+            version = record.metadata and record.metadata.inspector_output_format_version
+            if record.kind_known or version:
+                return True
+    return False
 
 
 def read_inspector(source: Source) -> InspectorLog:
@@ -105,11 +110,6 @@ def read_inspector(source: Source) -> InspectorLog:
         hint = "check that it is a JSON dump of NCCL's Inspector"
         raise DataError(source.where, "no complete Inspector record found", hint)
     return reading.build_log(source.where, torn)
-
-
-def _is_inspector_record(record: InspectorRecord) -> bool:
-    has_version = record.metadata is not None and record.metadata.inspector_output_format_version
-    return record.kind_known or bool(has_version)
 
 
 class _InspectorReader:
@@ -202,7 +202,7 @@ class _Columns:
 
     def add(self, perf: Coll | P2p, n_ranks: int, timing: int) -> None:
         """Adds a row."""
-        op = _decode_op(perf.name)
+        op = _OPS.get(perf.name) or parse_op(perf.name)
         input_bytes, message_bytes = _compute_sizes(op, perf.msg_size_bytes, n_ranks)
         self._op.append(OP_CODE[op])
         self._timing.append(timing)
@@ -212,7 +212,11 @@ class _Columns:
         self._message.append(message_bytes)
         start_us = 0 if perf.trace is None else perf.trace.start_ts
         self._start_us.append(start_us if 0 < start_us < MAX_UNIX_US else -1)
-        self._dur_ns.append(_convert_dur_ns(perf.exec_time_us))
+        dur_us, dur_ns = perf.exec_time_us, -1
+        if 0 <= dur_us < MAX_DUR_US:
+            # The whole microseconds apart: as one float they would lose nanoseconds.
+            dur_ns = int(dur_us) * 1000 + round((dur_us - int(dur_us)) * 1000)
+        self._dur_ns.append(dur_ns)
         self._algbw.append(_convert_bandwidth(perf.algobw_gbs))
         self._busbw.append(_convert_bandwidth(perf.busbw_gbs))
 
@@ -239,8 +243,11 @@ class _Columns:
             dtypes=("",),
         )
         dur_ns = np.array(self._dur_ns, dtype=np.int64)
-        groups = (_build_group(header),)
-        return RankCalls(source, header.rank, -1, self._host, t0_unix_ns, calls, dur_ns, groups)
+        # The group's id is the name of the communicator, and its hash where it has none.
+        has_name = header.comm_name not in ("", "unknown")
+        ranks = tuple(range(min(header.n_ranks, MAX_RANKS)))
+        group = Group(header.comm_name if has_name else header.id, ranks, header.id)
+        return RankCalls(source, header.rank, -1, self._host, t0_unix_ns, calls, dur_ns, (group,))
 
     def build_timings(self) -> CallTimings:
         """The timings of the calls."""
@@ -249,18 +256,6 @@ class _Columns:
             algbw_bytes_per_s=np.array(self._algbw, dtype=np.float64),
             busbw_bytes_per_s=np.array(self._busbw, dtype=np.float64),
         )
-
-
-def _build_group(header: Header) -> Group:
-    """The communicator as a group; its id is the description, and the name if it has none."""
-    has_name = header.comm_name not in ("", "unknown")
-    ranks = tuple(range(min(header.n_ranks, MAX_RANKS)))
-    return Group(header.comm_name if has_name else header.id, ranks, header.id)
-
-
-@lru_cache(maxsize=256)
-def _decode_op(name: str) -> str:
-    return _OPS.get(name) or parse_op(name)
 
 
 def _compute_sizes(op: str, reported_bytes: int, n_ranks: int) -> tuple[int, int]:
@@ -281,13 +276,6 @@ def _compute_sizes(op: str, reported_bytes: int, n_ranks: int) -> tuple[int, int
 def _clamp_unsigned(value: int, bits: int = 63) -> int:
     """The value; -1 if it is out of range (underflow of an unsigned number)."""
     return value if 0 <= value < 1 << bits else -1
-
-
-def _convert_dur_ns(exec_time_us: int | float) -> int:
-    if not 0 <= exec_time_us < MAX_DUR_US:
-        return -1
-    whole_us = int(exec_time_us)
-    return whole_us * 1000 + round((exec_time_us - whole_us) * 1000)
 
 
 def _convert_bandwidth(gbs: float | str | None) -> float:
@@ -314,6 +302,10 @@ class Metadata(Struct):
     dump_timestamp_us: int = 0
     hostname: str = ""
     pid: int = -1
+
+
+# A call is one of two kinds, with equal fields whose keys begin with the kind: coll_sn, p2p_sn.
+# They are written twice, because msgspec renames no inherited field.
 
 
 def _prefix_fields(kind: str) -> Callable[[str], str]:

@@ -27,7 +27,7 @@ from stepsplit.analyzer.readers.nccl.messages import (
     is_table,
 )
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import OP_CODE, Bool, Calls, Group, Int32, Int64, Note, RankCalls
+from stepsplit.analyzer.trace import OP_CODE, Bool, Calls, Group, Int64, Note, RankCalls
 
 # The communicators of a log, one handle per process.
 
@@ -110,6 +110,7 @@ class CommHandles:
         """Adds the init time of the communicator that the thread has completed."""
         slot = self._slot_of.get(speaker[:3], -1)
         index, ranks = self._slots[slot] if slot >= 0 else -1, (init_time.rank, init_time.nranks)
+        # A thread may have initialized another communicator since: then the time gets its own.
         if index < 0 or (self.all[index].rank, self.all[index].nranks) != ranks:
             index = self._add(speaker, "", init_time.nranks)
             self.all[index].rank = init_time.rank
@@ -152,19 +153,18 @@ class CommHandles:
         self, speaker: records.Speaker, pointer: str, rank: int, nranks: int, comm_id: str
     ) -> int:
         index = self._by_pointer.get((speaker.host, speaker.pid, pointer), -1)
-        if index < 0 or self._is_reused(self.all[index], rank, nranks, comm_id):
+        handle = self.all[index] if index >= 0 else None
+        if handle is not None and handle.rank >= 0:
+            # A pointer that was freed is reused for another communicator; only an init that goes
+            # on, with the same ranks and id, is of the same one.
+            same = (handle.rank, handle.nranks) == (rank, nranks)
+            ids = {comm_id, handle.comm_id} - {""}
+            if handle.complete or not same or len(ids) > 1:
+                handle = None
+        if handle is None:
             index = self._add(speaker, pointer, nranks)
         self.all[index].rank, self.all[index].nranks = rank, nranks
         return index
-
-    @staticmethod
-    def _is_reused(handle: CommHandle, rank: int, nranks: int, comm_id: str) -> bool:
-        """Whether the pointer was freed and reused for another communicator."""
-        if handle.rank < 0:
-            return False
-        same = (handle.rank, handle.nranks) == (rank, nranks)
-        ids = {comm_id, handle.comm_id} - {""}
-        return handle.complete or not same or len(ids) > 1
 
     def _add(self, speaker: records.Speaker, pointer: str, nranks: int) -> int:
         self.all.append(CommHandle(speaker.host, speaker.pid, pointer, speaker.dev, nranks))
@@ -281,6 +281,7 @@ class _LogReader:
             self.versions |= dict.fromkeys(records.find_versions(line))
         messages = self.splitter.split_line(line)
         if messages:
+            # A message that cannot be parsed is truncated; a line is counted once for all its own.
             self.nccl_lines += 1
             self.torn += len(messages) > sum(self._take_message(message) for message in messages)
 
@@ -412,34 +413,29 @@ def build_rank_calls(
     t0_unix_ns = min((int(known.min()) for known in stamps if len(known)), default=0)
     owner_of_handle = [handle.owner for handle in handles]
     calls_by_owner: list[tuple[Owner, RankCalls]] = []
-    for rows in tables:
-        for owner in dict.fromkeys(owner_of_handle[handle] for handle in _list_handles(rows[:, 0])):
-            owned = np.array([holder == owner for holder in owner_of_handle], dtype=np.bool_)[
-                rows[:, 0]
-            ]
-            owner_calls = _build_owner_calls(source, owner, rows[owned], joined, world, t0_unix_ns)
+    for process_rows in tables:
+        for owner in dict.fromkeys(
+            owner_of_handle[handle] for handle in _list_handles(process_rows[:, 0])
+        ):
+            is_owned = np.array([holder == owner for holder in owner_of_handle], dtype=np.bool_)
+            rows = process_rows[is_owned[process_rows[:, 0]]]
+            used = _list_handles(rows[:, 0])
+            communicators = [joined.communicators[joined.comm_of[handle]] for handle in used]
+            # RCCL prints the global rank with each call; it goes before the one that is inferred.
+            global_rank = int(rows[:, 8].max())
+            owner_calls = RankCalls(
+                source=source,
+                rank=global_rank if global_rank >= 0 else world.ranks.get(owner, -1),
+                world_size=world.size,
+                host=owner[0],
+                t0_unix_ns=t0_unix_ns,
+                calls=_build_calls(rows, used, communicators, world, t0_unix_ns),
+                dur_ns=np.full(len(rows), -1, dtype=np.int64),
+                groups=tuple(_build_group(one, world) for one in communicators),
+            )
             calls_by_owner.append((owner, owner_calls))
-    return tuple(
-        calls for _, calls in sorted(calls_by_owner, key=lambda one: (one[1].rank, one[0]))
-    )
-
-
-def _build_owner_calls(
-    source: str, owner: Owner, rows: Int64, joined: JoinedComms, world: World, t0_unix_ns: int
-) -> RankCalls:
-    used = _list_handles(rows[:, 0])
-    communicators = [joined.communicators[joined.comm_of[handle]] for handle in used]
-    global_rank = int(rows[:, 8].max())
-    return RankCalls(
-        source=source,
-        rank=global_rank if global_rank >= 0 else world.ranks.get(owner, -1),
-        world_size=world.size,
-        host=owner[0],
-        t0_unix_ns=t0_unix_ns,
-        calls=_build_calls(rows, used, communicators, world, t0_unix_ns),
-        dur_ns=np.full(len(rows), -1, dtype=np.int64),
-        groups=tuple(_build_group(one, world) for one in communicators),
-    )
+    calls_by_owner.sort(key=lambda one: (one[1].rank, one[0]))
+    return tuple(calls for _, calls in calls_by_owner)
 
 
 def _build_calls(
@@ -454,14 +450,22 @@ def _build_calls(
     element_bytes = np.array([_look_up_dtype(c)[1] for c in codes], dtype=np.int64)[dtype]
     rank_bytes = np.where(element_bytes > 0, count * element_bytes, -1)
     full_bytes = np.where(rank_bytes >= 0, rank_bytes * nranks, -1)
+    group_ids = np.full(max(used) + 1, -1, dtype=np.int32)
+    group_ids[list(used)] = np.arange(len(used), dtype=np.int32)
+    # A send or recv has its peer as root, as a rank of the communicator.
+    peers = np.full(len(rows), -1, dtype=np.int32)
+    for index, communicator in zip(used, communicators, strict=True):
+        ranks = map_global_ranks(communicator, world)
+        selected = (handle == index) & _is_op(op, "send", "recv")
+        peers[selected] = [ranks.get(rank, -1) for rank in root[selected].tolist()]
     return Calls(
         event=np.full(len(rows), -1, dtype=np.int64),
         issued_ns=np.where(stamp_ns >= 0, stamp_ns - t0_unix_ns, -1),
-        group_id=_map_to_positions(handle, used),
+        group_id=group_ids[handle],
         seq=seq.copy(),
         op=op.astype(np.uint8),
         dtype=dtype.astype(np.int32),
-        peer=_find_peers(handle, op, root, used, communicators, world),
+        peer=peers,
         input_bytes=np.where(
             _is_op(op, "reduce_scatter", "all_to_all", "scatter"), full_bytes, rank_bytes
         ),
@@ -472,23 +476,6 @@ def _build_calls(
         ),
         dtypes=tuple(_look_up_dtype(c)[0] for c in codes),
     )
-
-
-def _find_peers(
-    handle: Int64,
-    op: Int64,
-    root: Int64,
-    used: Sequence[int],
-    communicators: Sequence[records.Communicator],
-    world: World,
-) -> Int32:
-    """The global rank of the peer of each send and recv; -1 if unknown."""
-    peers = np.full(len(handle), -1, dtype=np.int32)
-    for index, communicator in zip(used, communicators, strict=True):
-        ranks = map_global_ranks(communicator, world)
-        selected = (handle == index) & _is_op(op, "send", "recv")
-        peers[selected] = [ranks.get(rank, -1) for rank in root[selected].tolist()]
-    return peers
 
 
 def _build_group(communicator: records.Communicator, world: World) -> Group:
@@ -510,12 +497,6 @@ def _list_handles(handle: Int64) -> list[int]:
     """The distinct handles in order of their first call."""
     indices, first = np.unique(handle, return_index=True)
     return [int(index) for index in indices[np.argsort(first)]]
-
-
-def _map_to_positions(handle: Int64, used: Sequence[int]) -> Int32:
-    positions = np.full(max(used) + 1, -1, dtype=np.int32)
-    positions[list(used)] = np.arange(len(used), dtype=np.int32)
-    return positions[handle]
 
 
 # Communicators joined from the handles of all processes, and their global ranks.
@@ -544,9 +525,17 @@ def join_handles(handles: Sequence[CommHandle]) -> JoinedComms:
     keys: list[Key] = []
     for index, handle in enumerate(handles):
         turn = (handle.owner, handle.parent, handle.color)
-        keys.append(_build_key(handle, keys, turns[turn]))
+        if handle.comm_id.strip("0x"):
+            key: Key = ("id", handle.comm_id, handle.nranks)
+        elif handle.color is not None:
+            parent = keys[handle.parent] if 0 <= handle.parent < len(keys) else ()
+            split = handle.split if handle.split >= 0 else turns[turn]
+            key = ("split", parent, split, handle.color, handle.nranks)
+        else:
+            key = ("size", handle.nranks)
+        keys.append(key)
         turns[turn] += 1
-        parts[keys[-1]].append(index)
+        parts[key].append(index)
     teams = sorted(team for part in parts.values() for team in _split_teams(handles, part))
     comm_of = [-1] * len(handles)
     for comm, team in enumerate(teams):
@@ -562,18 +551,9 @@ def join_handles(handles: Sequence[CommHandle]) -> JoinedComms:
     return JoinedComms(communicators, tuple(comm_of), alone)
 
 
-def _build_key(handle: CommHandle, keys: Sequence[Key], turn: int) -> Key:
-    if handle.comm_id.strip("0x"):
-        return "id", handle.comm_id, handle.nranks
-    if handle.color is not None:
-        parent = keys[handle.parent] if 0 <= handle.parent < len(keys) else ()
-        split = handle.split if handle.split >= 0 else turn
-        return "split", parent, split, handle.color, handle.nranks
-    return "size", handle.nranks
-
-
 def _split_teams(handles: Sequence[CommHandle], part: Sequence[int]) -> list[list[int]]:
     known = [index for index in part if handles[index].rank >= 0]
+    # A handle without a rank is only known from calls: nothing says with which it belongs.
     teams = [[index] for index in part if handles[index].rank < 0]
     job_teams = _match_by_turn(handles, known)
     if job_teams is not None:
@@ -584,6 +564,7 @@ def _split_teams(handles: Sequence[CommHandle], part: Sequence[int]) -> list[lis
     for on_this_host in on_host.values():
         local = _match_by_turn(handles, on_this_host)
         for team in [[index] for index in on_this_host] if local is None else local:
+            # A part of a communicator on one host may go with several parts on others.
             full = len(team) == handles[team[0]].nranks
             teams += [team] if full else [[index] for index in team]
     return teams
@@ -609,7 +590,19 @@ def _build_communicator(team: Sequence[CommHandle], comm_of: Sequence[int]) -> r
     return records.Communicator(
         id=first.comm_id or f"{first.pointer}@{first.host}:{first.pid}",
         nranks=first.nranks,
-        members=tuple(_build_member(handle) for handle in team),
+        members=tuple(
+            records.Member(
+                rank=handle.rank,
+                host=handle.host,
+                pid=handle.pid,
+                cuda_dev=handle.dev,
+                nvml_dev=handle.nvml_dev,
+                bus_id=handle.bus_id,
+                pointer=handle.pointer,
+                init_ns=handle.init_ns,
+            )
+            for handle in team
+        ),
         nodes=max(handle.nodes for handle in team),
         local_ranks=max(handle.local_ranks for handle in team),
         coll_channels=max(handle.coll_channels for handle in team),
@@ -617,19 +610,6 @@ def _build_communicator(team: Sequence[CommHandle], comm_of: Sequence[int]) -> r
         parent=comm_of[first.parent] if first.parent >= 0 else -1,
         color=first.color,
         key=first.key,
-    )
-
-
-def _build_member(handle: CommHandle) -> records.Member:
-    return records.Member(
-        rank=handle.rank,
-        host=handle.host,
-        pid=handle.pid,
-        cuda_dev=handle.dev,
-        nvml_dev=handle.nvml_dev,
-        bus_id=handle.bus_id,
-        pointer=handle.pointer,
-        init_ns=handle.init_ns,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -318,20 +318,18 @@ def _parse_costs(columns: CostColumns, text: str) -> tuple[records.CostCell, ...
     costs = [_CELL.fullmatch(cell) for cell in cells]
     if len(costs) != len(columns.algorithms) or len(costs) != len(columns.protocols):
         return ()
-    return tuple(_build_cells(columns, parse_op(name), costs))
-
-
-def _build_cells(
-    columns: CostColumns, op: str, costs: list[re.Match[str] | None]
-) -> Iterator[records.CostCell]:
-    for i, cost in enumerate(costs):
-        if cost is None:
-            continue
-        threads = columns.max_threads[i] if i < len(columns.max_threads) else -1
-        latency_ns, bytes_per_s = round(float(cost[1]) * 1e3), round(float(cost[2]) * 1e9)
-        yield records.CostCell(
-            op, columns.algorithms[i], columns.protocols[i], latency_ns, bytes_per_s, threads
+    return tuple(
+        records.CostCell(
+            op=parse_op(name),
+            algorithm=columns.algorithms[i],
+            protocol=columns.protocols[i],
+            latency_ns=round(float(cost[1]) * 1e3),
+            bandwidth_bytes_per_s=round(float(cost[2]) * 1e9),
+            max_threads=columns.max_threads[i] if i < len(columns.max_threads) else -1,
         )
+        for i, cost in enumerate(costs)
+        if cost is not None  # a cell that is not a pair of numbers has no cost
+    )
 
 
 @dataclass(slots=True)
@@ -356,8 +354,12 @@ class CostTables:
         """Adds a line of a table; False if it does not match the heading."""
         table = self._open.get(speaker[:3])
         columns = _parse_heading(table.columns if table else CostColumns(), text)
+        # A heading with algorithms that the table already has begins the next table; other
+        # algorithms are its next block. The line of threads belongs to the heading before it.
         if table is None or (
-            columns and not columns.max_threads and _starts_next_table(table, columns)
+            columns is not None
+            and not columns.max_threads
+            and not {cell.algorithm for cell in table.cells}.isdisjoint(columns.algorithms)
         ):
             table = self._open[speaker[:3]] = PrintedCostTable(slot, speaker.host, speaker.pid)
             self.all.append(table)
@@ -367,11 +369,6 @@ class CostTables:
         cells = _parse_costs(table.columns, text)
         table.cells += cells
         return bool(cells)
-
-
-def _starts_next_table(table: PrintedCostTable, columns: CostColumns) -> bool:
-    """Whether the table already has these algorithms, so that the next table begins."""
-    return not {cell.algorithm for cell in table.cells}.isdisjoint(columns.algorithms)
 
 
 # Rings, trees and links built by NCCL, and the bandwidths of its graph search.
@@ -389,14 +386,10 @@ _TREES = re.compile(
 )
 
 
-def parse_ring(text: str) -> records.Ring | None:
-    """Parses "Channel 00/02 : 0 1 2 3"."""
-    match = _RING.match(text)
-    return match and records.Ring(-1, int(match[1]), tuple(int(rank) for rank in match[2].split()))
-
-
-def parse_neighbors(text: str) -> records.RingNeighbors | None:
-    """Parses "Ring 00 : 3 -> 0 -> 1"."""
+def _parse_ring(text: str) -> records.Ring | records.RingNeighbors | None:
+    """Parses "Channel 00/02 : 0 1 2 3" or "Ring 00 : 3 -> 0 -> 1"."""
+    if match := _RING.match(text):
+        return records.Ring(-1, int(match[1]), tuple(int(rank) for rank in match[2].split()))
     match = _NEIGHBORS.match(text)
     return match and records.RingNeighbors(-1, *(int(number) for number in match.groups()))
 
@@ -409,17 +402,13 @@ def parse_tree_nodes(text: str) -> tuple[records.TreeNode, ...]:
     """
     match = _TREE.match(text)
     matches = [match.groups()] if match else _TREES.findall(text)
-    return tuple(
-        _build_node(int(channel), one, int(rank), other)
-        for channel, one, rank, other in matches
-        if ("/" in one) != ("/" in other)
-    )
-
-
-def _build_node(channel: int, left: str, rank: int, right: str) -> records.TreeNode:
-    up, down = (right, left) if "/" in left else (left, right)
-    children = tuple(int(child) for child in down.split("/") if child.isdecimal())
-    return records.TreeNode(-1, channel, int(up), rank, children)
+    nodes = []
+    for channel, left, rank, right in matches:
+        if ("/" in left) != ("/" in right):
+            up, down = (right, left) if "/" in left else (left, right)
+            children = tuple(int(child) for child in down.split("/") if child.isdecimal())
+            nodes.append(records.TreeNode(-1, int(channel), int(up), int(rank), children))
+    return tuple(nodes)
 
 
 _LINK = re.compile(
@@ -431,7 +420,7 @@ _LINK = re.compile(
 _NET = re.compile(r"\A(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
 
 
-def parse_link(text: str) -> records.TopologyLink | None:
+def _parse_link(text: str) -> records.TopologyLink | None:
     """Parses "Channel 00/0 : 1[1] -> 0[0] [send] via NET/IB/0/GDRDMA"."""
     match = _LINK.match(text)
     if match is None:
@@ -459,7 +448,7 @@ def parse_graphs(text: str) -> Graphs | None:
     if text.startswith("Tree"):
         parsed: tuple[Graph | None, ...] = parse_tree_nodes(text)
     else:
-        parsed = (parse_link(text) or parse_ring(text) or parse_neighbors(text),)
+        parsed = (_parse_link(text) or _parse_ring(text),)
     graphs = tuple(graph for graph in parsed if graph is not None)
     return Graphs(pointer, graphs) if graphs else None
 
@@ -475,11 +464,7 @@ _SYSTEM = re.compile(
 
 
 def _parse_gigabytes(text: str | None) -> int:
-    return -1 if text is None else _scale(text, 1e9)
-
-
-def _scale(text: str, factor: float) -> int:
     try:
-        return round(float(text) * factor)
+        return -1 if text is None else round(float(text) * 1e9)
     except (ValueError, OverflowError):
         return -1

@@ -196,7 +196,6 @@ def read_intact_sweeps(source: Source) -> Sweeps:
 
 def _read_report(source: Source) -> Sweeps:
     with open_unpacked(source) as content:
-        # Decodes a report. Raises DataError if the report is truncated.
         body = b"".join(iter(lambda: content.read(1 << 20), b""))
         try:
             report = _DECODER.decode(body)
@@ -205,12 +204,26 @@ def _read_report(source: Source) -> Sweeps:
             raise DataError(source.where, problem, "run the test again") from None
         devices = {device.rank: device.device_info for device in report.config.devices}
         nranks = max((rank for rank in devices if rank < MAX_RANKS), default=-1) + 1 or -1
+        # Of a program whose op is not one of ours, the op stays open.
+        name = report.results[0].experiment_name if report.results else ""
+        op = _OPS.get(name, parse_op(name))
         sweep = Sweep(
             source=source.where,
-            op=_decode_op(report.results[0].experiment_name) if report.results else "",
+            op=op if op in OP_CODE and op != "unknown" else "",
             nranks=nranks,
             devices=tuple(devices.get(rank, "") for rank in range(nranks)),
-            rows=tuple(_build_reported_row(row) for row in report.results),
+            rows=tuple(
+                SweepRow(
+                    message_bytes=row.size,
+                    count=row.count,
+                    dtype=normalize_dtype(row.type),
+                    redop=row.redop,
+                    root=_parse_root(row.root.strip()),
+                    out_of_place=_build_reported_timing(row.out_of_place),
+                    in_place=_build_reported_timing(row.in_place),
+                )
+                for row in report.results
+            ),
             avg_busbw_bytes_per_s=_convert_bandwidth(report.average_bus_bandwidth.bandwidth),
         )
     return Sweeps(source.where, (sweep,) if sweep.rows else (), ())
@@ -313,25 +326,34 @@ class _SweepReader:
         if not self.rows:
             return
         unit_ns = self.unit_ns or _infer_unit_ns(self.rows)
-        rows = tuple(_build_printed_row(match, unit_ns, self.counts_wrong) for match in self.rows)
+        rows = tuple(
+            SweepRow(
+                message_bytes=int(match[1]),
+                count=int(match[2]),
+                dtype=normalize_dtype(match[3].decode()),
+                redop=(match[4] or b"").decode(),
+                root=int(match[5] or -1),
+                out_of_place=_build_printed_timing(match.groups()[5:9], unit_ns, self.counts_wrong),
+                in_place=_build_printed_timing(match.groups()[9:13], unit_ns, self.counts_wrong),
+            )
+            for match in self.rows
+        )
         nranks = max(self.devices) + 1 if self.devices else -1
-        op = self._infer_op(rows, nranks)
+        # The program that was named before is the table's only if it prints such columns: several
+        # programs may write to one file.
+        possible = _list_possible_ops(rows, nranks, any(match[5] for match in self.rows))
+        op = self.program
+        if op not in possible:
+            table = f"table {len(self.done) + 1}"
+            op = possible[0] if len(possible) == 1 else ""
+            if op:
+                note = f"{table}: op {op} inferred from columns, sizes and bandwidths"
+            else:
+                note = f"{table}: the op is ambiguous: {' or '.join(possible) or 'any'}"
+            self.notes.append(Note("nccl_tests_op", note))
         devices = tuple(self.devices.get(rank, "") for rank in range(nranks))
         self.done.append(Sweep(self.source, op, nranks, devices, rows, avg_busbw_bytes_per_s))
         self.rows, self.devices, self.program = [], {}, ""
-
-    def _infer_op(self, rows: Sequence[SweepRow], nranks: int) -> str:
-        has_root = any(match[5] for match in self.rows)
-        possible = _list_possible_ops(rows, nranks, has_root)
-        if self.program in possible:
-            return self.program
-        table = f"table {len(self.done) + 1}"
-        if len(possible) == 1:
-            note = f"{table}: op {possible[0]} inferred from columns, sizes and bandwidths"
-        else:
-            note = f"{table}: the op is ambiguous: {' or '.join(possible) or 'any'}"
-        self.notes.append(Note("nccl_tests_op", note))
-        return possible[0] if len(possible) == 1 else ""
 
     def build_sweeps(self, torn_end: str) -> Sweeps:
         """All tables; the last one may be incomplete."""
@@ -346,18 +368,6 @@ class _SweepReader:
         if torn_end:
             self.notes.append(Note("nccl_tests_torn_file", f"the file ends early ({torn_end})"))
         return Sweeps(self.source, tuple(self.done), tuple(self.notes))
-
-
-def _build_printed_row(match: re.Match[bytes], unit_ns: int, counts_wrong: bool) -> SweepRow:
-    return SweepRow(
-        message_bytes=int(match[1]),
-        count=int(match[2]),
-        dtype=normalize_dtype(match[3].decode()),
-        redop=(match[4] or b"").decode(),
-        root=int(match[5] or -1),
-        out_of_place=_build_printed_timing(match.groups()[5:9], unit_ns, counts_wrong),
-        in_place=_build_printed_timing(match.groups()[9:13], unit_ns, counts_wrong),
-    )
 
 
 def _build_printed_timing(
@@ -475,22 +485,8 @@ def is_report(head: bytes) -> bool:
     return _REPORT_BEGIN.match(head) is not None
 
 
-def _decode_op(name: str) -> str:
-    op = _OPS.get(name, parse_op(name))
-    return op if op in OP_CODE and op != "unknown" else ""
-
-
-def _build_reported_row(row: _Row) -> SweepRow:
-    root = row.root.strip()
-    return SweepRow(
-        message_bytes=row.size,
-        count=row.count,
-        dtype=normalize_dtype(row.type),
-        redop=row.redop,
-        root=int(root) if root.isdecimal() and len(root) < 10 else -1,
-        out_of_place=_build_reported_timing(row.out_of_place),
-        in_place=_build_reported_timing(row.in_place),
-    )
+def _parse_root(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else -1
 
 
 def _build_reported_timing(half: _Half | None) -> Timing | None:

@@ -413,6 +413,7 @@ class MessageSplitter:
     def _split_interleaved(self, line: bytes, marks: list[re.Match[bytes]]) -> list[LogMessage]:
         starts = [0, *(mark.end() for mark in marks)]
         heads = [self._parse_head(line[a : m.start()]) for a, m in zip(starts, marks, strict=False)]
+        # A message ends where the head of the next one begins, which is in the middle of a line.
         ends = [m.start() - head[2] for m, head in zip(marks[1:], heads[1:], strict=True)]
         return [
             LogMessage(speaker, stamp_ns, mark[1], line[mark.end() : end][:_MOST_BYTES].rstrip())
@@ -426,7 +427,18 @@ class MessageSplitter:
         prefix = prefix[-_MOST_PREFIX:]
         match = _SPEAKER.search(prefix)
         assert match is not None  # the empty end matches
-        speaker = self._parse_speaker(match)
+        if match[1] is None:
+            host, pid, tid = "", -1, -1
+        else:
+            host, pid, tid = match[1].decode(errors="replace"), int(match[2]), int(match[3])
+            hosts = self._hosts.setdefault(pid, set())
+            if host not in hosts:
+                # The end of an interrupted message may stand before the host: a known host of
+                # this process that ends the word is the host.
+                known_hosts = [known for known in hosts if host.endswith(known)]
+                host = max(known_hosts, key=len, default=host)
+                hosts.add(host)
+        speaker = Speaker(host, pid, tid, int(match[4]) if match[4] else -1)
         start = match.start() + len(match[1] or b"") - len(speaker.host.encode())
         stamp_ns = int(match[5]) * 1000 if match[5] else -1
         for stamp in _STAMP.finditer(prefix[:start]):
@@ -434,18 +446,6 @@ class MessageSplitter:
             if stamp.end() == start:
                 start = stamp.start()
         return speaker, stamp_ns, len(prefix) - start
-
-    def _parse_speaker(self, match: re.Match[bytes]) -> Speaker:
-        dev = int(match[4]) if match[4] else -1
-        if match[1] is None:
-            return Speaker("", -1, -1, dev)
-        host, pid = match[1].decode(errors="replace"), int(match[2])
-        hosts = self._hosts.setdefault(pid, set())
-        if host not in hosts:
-            known_hosts = [known for known in hosts if host.endswith(known)]
-            host = max(known_hosts, key=len, default=host)
-            hosts.add(host)
-        return Speaker(host, pid, int(match[3]), dev)
 
 
 class _Wrapped(msgspec.Struct):

@@ -97,22 +97,18 @@ def format_headline(comparison: RunComparison) -> Text:
     text = Text(f"candidate {_describe_difference(comparison)}", style="bold").append(
         noise, "yellow"
     )
-    text.append(_describe_mean(comparison))
+    # The buckets are those of the mean step: it is named if it did not change as the median did.
+    mean_ns, changed_ns = comparison.baseline.mean.step_ns, comparison.candidate.mean.step_ns
+    more_ns = changed_ns - mean_ns
+    if abs(more_ns - comparison.difference_ns) > _APART_SHARE * mean_ns:
+        share = f" ({units.format_percent(abs(changed_ns / mean_ns - 1))})" if mean_ns else ""
+        more = units.format_milliseconds(abs(more_ns))
+        text.append(f"; its mean step is {more}{share} {'longer' if more_ns > 0 else 'shorter'}")
     return text.append(f": {named or 'no large change in any bucket'}", "not bold")
 
 
 _APART_SHARE = 0.05
 """The mean step is named if its change differs from the median's by this share of the step."""
-
-
-def _describe_mean(comparison: RunComparison) -> str:
-    """The change of the mean step, whose buckets are named, if it is not that of the median."""
-    one, other = comparison.baseline.mean.step_ns, comparison.candidate.mean.step_ns
-    if abs(other - one - comparison.difference_ns) <= _APART_SHARE * one:
-        return ""
-    share = f" ({units.format_percent(abs(other / one - 1))})" if one else ""
-    more = units.format_milliseconds(abs(other - one))
-    return f"; its mean step is {more}{share} {'longer' if other > one else 'shorter'}"
 
 
 def _describe_difference(comparison: RunComparison) -> str:
@@ -332,8 +328,29 @@ def build_scaling_screen(scaling: Scaling) -> RenderableType:
             f"({_WORK[scaling.work]})",
             "not bold",
         )
-    parts += [Text(), _build_scaling_table(scaling), Text(), _build_shares_table(scaling)]
-    costs = [_format_costs(run, scaling.reference) for run in scaling.runs[1:] if run.costs]
+    parts += [Text(), _build_scaling_table(scaling), Text()]
+    # The share of each bucket in the mean step; buckets of no run are omitted.
+    shown = [i for i in range(len(BUCKETS)) if any(run.step.buckets_ns[i] for run in scaling.runs)]
+    table = build_table("of the mean step")
+    for i in shown:
+        header = Text(BUCKETS[i], style=TERMINAL_STYLE[BUCKETS[i]])
+        table.add_column(header, justify="right", no_wrap=True)
+    for run in scaling.runs:
+        shares = (run.step.buckets_ns[i] / run.step.step_ns for i in shown)
+        table.add_row(run.name, *(units.format_percent(share) for share in shares))
+    parts.append(table)
+    # The GPU time that each run takes more for the same work, and its largest buckets.
+    costs = []
+    for run in (run for run in scaling.runs[1:] if run.costs):
+        total = sum(cost.share for cost in run.costs)
+        more = units.format_signed_percent(total)
+        text = Text(f"{run.name}: {more} GPU time over {scaling.reference}")
+        same_sign = (cost for cost in run.costs if cost.share * total > 0)
+        largest = sorted(same_sign, key=lambda cost: -abs(cost.share))[:_MAX_COSTS]
+        for i, cost in enumerate(one for one in largest if abs(one.share) >= _MIN_COST):
+            text.append(", " if i else ": ").append(cost.bucket, TERMINAL_STYLE[cost.bucket])
+            text.append(f" {units.format_signed_percent(cost.share)}")
+        costs.append(text)
     return Group(*parts, *([Text(), *costs] if costs else ()))
 
 
@@ -376,32 +393,6 @@ def _format_known(value: ValueT | None, form: Callable[[ValueT], str]) -> str:
 def _format_mesh(run: ScalingRun) -> str:
     axes = [axis for axis in run.mesh or () if axis.size > 1]
     return " ".join(f"{AXIS_SHORT.get(axis.axis, axis.axis)} {axis.size}" for axis in axes)
-
-
-def _build_shares_table(scaling: Scaling) -> Table:
-    """The share of each bucket in the mean step; buckets of no run are omitted."""
-    shown = [i for i in range(len(BUCKETS)) if any(run.step.buckets_ns[i] for run in scaling.runs)]
-    table = build_table("of the mean step")
-    for i in shown:
-        header = Text(BUCKETS[i], style=TERMINAL_STYLE[BUCKETS[i]])
-        table.add_column(header, justify="right", no_wrap=True)
-    for run in scaling.runs:
-        shares = (run.step.buckets_ns[i] / run.step.step_ns for i in shown)
-        table.add_row(run.name, *(units.format_percent(share) for share in shares))
-    return table
-
-
-def _format_costs(run: ScalingRun, reference: str) -> Text:
-    """The GPU time that the run takes more for the same work, and its largest buckets."""
-    total = sum(cost.share for cost in run.costs)
-    text = Text(f"{run.name}: {units.format_signed_percent(total)} GPU time over {reference}")
-    same_sign = (cost for cost in run.costs if cost.share * total > 0)
-    largest = sorted(same_sign, key=lambda cost: -abs(cost.share))[:_MAX_COSTS]
-    named = [cost for cost in largest if abs(cost.share) >= _MIN_COST]
-    for i, cost in enumerate(named):
-        text.append(", " if i else ": ").append(cost.bucket, TERMINAL_STYLE[cost.bucket])
-        text.append(f" {units.format_signed_percent(cost.share)}")
-    return text
 
 
 # The screen of what-if.

@@ -23,9 +23,12 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
     measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
     band = units.format_milliseconds_range(gap.low_ns, gap.high_ns)
     stage = f", stage {gap.stage}" if len(gap.stages) > 1 or gap.stage else ""
+    bound = ""
+    if gap.bound_ns is not None:
+        bound = f"bound {units.format_milliseconds(gap.bound_ns)} ({gap.bound_resource}), "
     heading = (
         f"MODEL COMPARISON{stage}   measured {units.format_milliseconds(measured)}, "
-        f"predicted {units.format_milliseconds(predicted)} ({band}), {_describe_bound(gap)}"
+        f"predicted {units.format_milliseconds(predicted)} ({band}), {bound}"
         f"difference {units.format_signed_percent(measured / predicted - 1)}   "
         f"confidence {gap.confidence}"
     )
@@ -42,34 +45,25 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
                     units.format_signed_milliseconds(took - expected),
                 )
         parts.append(table)
-    parts += [*_list_differences(gap), *_compare_speeds(gap)]
+    # The parts of the difference, largest first; the small ones in one line, so that they add up.
+    least = _MIN_SHARE * measured
+    large = sorted((row for row in gap.rows if abs(row.ns) >= least), key=lambda row: -abs(row.ns))
+    differences = [(row.ns, row.message) for row in large]
+    if small := sum(row.ns for row in gap.rows if abs(row.ns) < least):
+        differences.append((small, "smaller differences together"))
+    if differences:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(justify="right", no_wrap=True)
+        for ns, message in differences:
+            table.add_row(units.format_signed_milliseconds(ns), message)
+        parts += [Text("difference by cause", style="bold"), table]
+    parts += _compare_speeds(gap)
     if differing := [calls for calls in gap.calls if not calls.equal]:
         parts.append(Text("calls that differ: " + "; ".join(map(_compare_call, differing))))
     elif gap.calls:
         parts.append(Text("calls: counts and bytes as predicted"))
     parts += _compare_memory(gap)
     return parts + [Text(f"caveat: {note}", style="yellow") for note in gap.notes]
-
-
-def _describe_bound(gap: Gap) -> str:
-    if gap.bound_ns is None:
-        return ""
-    return f"bound {units.format_milliseconds(gap.bound_ns)} ({gap.bound_resource}), "
-
-
-def _list_differences(gap: Gap) -> list[RenderableType]:
-    """The parts of the difference, largest first; the small ones in one line."""
-    least = _MIN_SHARE * gap.shown.measured.step_ns
-    large = sorted((row for row in gap.rows if abs(row.ns) >= least), key=lambda row: -abs(row.ns))
-    small = sum(row.ns for row in gap.rows if abs(row.ns) < least)
-    parts = [(row.ns, row.message) for row in large]
-    if small:
-        parts.append((small, "smaller differences together"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right", no_wrap=True)
-    for ns, message in parts:
-        table.add_row(units.format_signed_milliseconds(ns), message)
-    return [Text("difference by cause", style="bold"), table] if parts else []
 
 
 def _compare_call(calls: ComparedCalls) -> str:

@@ -116,7 +116,22 @@ def _format_count(count: int, one: str, several: str) -> str:
 
 def _build_calls_table(hang: Hang) -> Table:
     shown = _select_calls(hang.stuck)
-    rows = [_format_call(call, _name_source(hang)) for call in shown]
+    rows = []
+    for call in shown:
+        size_bytes = call.message_bytes
+        away = format_ranks([one.rank for one in call.missing])
+        lost = f"{format_ranks(call.no_dump)} (no {_name_source(hang)})" if call.no_dump else ""
+        rows.append(
+            (
+                call.group.name,
+                _shorten(call.group.description),
+                f"{call.op} {call.seq}",
+                units.UNKNOWN if size_bytes is None else units.format_size(size_bytes),
+                format_ranks(call.waiting),
+                ", ".join(part for part in (away, lost) if part),
+                format_ranks(call.completed),
+            )
+        )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     # A column without an entry takes no room.
     columns = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
@@ -133,21 +148,6 @@ def _select_calls(stuck: Sequence[Stuck]) -> list[Stuck]:
     blocked = [call for call in stuck if call.waits_for]
     unfinished = [call for call in stuck if not call.waits_for]
     return [*blocked[:MOST_BLOCKED], *unfinished[:MOST_UNFINISHED]]
-
-
-def _format_call(call: Stuck, noun: str) -> tuple[str, ...]:
-    size = units.UNKNOWN if call.message_bytes is None else units.format_size(call.message_bytes)
-    lost = f"{format_ranks(call.no_dump)} (no {noun})" if call.no_dump else ""
-    away = format_ranks([one.rank for one in call.missing])
-    return (
-        call.group.name,
-        _shorten(call.group.description),
-        f"{call.op} {call.seq}",
-        size,
-        format_ranks(call.waiting),
-        ", ".join(part for part in (away, lost) if part),
-        format_ranks(call.completed),
-    )
 
 
 def _shorten(description: str) -> str:

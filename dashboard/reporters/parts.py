@@ -13,7 +13,7 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.parts.kernel_table import KernelRow
 from stepsplit.analyzer.report.headline import round_parts, round_shares
-from stepsplit.analyzer.report.part_rows import PartEvidence, PartRow
+from stepsplit.analyzer.report.part_rows import PartRow
 from stepsplit.analyzer.report.report import Report
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import build_table
@@ -57,16 +57,12 @@ def build_parts_section(report: Report) -> list[RenderableType]:
     elif rest:
         names = f"{len(rest)} smaller ones"
         groups.append((names, [row for kind in rest for row in by_kind[kind]]))
-    heading = Text(f"PARTS OF THE MODEL ({describe_evidence(evidence)})", "bold")
+    # How the parts were found, and how much of the step is in none.
+    layers = f", {evidence.layers} layer{'s' * (evidence.layers > 1)}" if evidence.layers else ""
+    unplaced = f"{units.format_percent(evidence.unplaced_share)} of the step not placed"
+    known = f"{_EVIDENCE.get(evidence.evidence, '')}{layers}; {unplaced}"
+    heading = Text(f"PARTS OF THE MODEL ({known})", "bold")
     return [Text(), heading, PartsTable(groups)]
-
-
-def describe_evidence(evidence: PartEvidence) -> str:
-    """How the parts were found, and how much of the step is in none."""
-    plural = "s" if evidence.layers > 1 else ""
-    layers = f", {evidence.layers} layer{plural}" if evidence.layers else ""
-    unplaced = f"; {units.format_percent(evidence.unplaced_share)} of the step not placed"
-    return f"{_EVIDENCE.get(evidence.evidence, '')}{layers}{unplaced}"
 
 
 _Groups = Sequence[tuple[str, Sequence[PartRow]]]
@@ -179,7 +175,9 @@ class KernelsTable:
                 rate = units.format_gigabytes_per_second(row.bytes_per_s)
             peak = "" if row.peak_share is None else units.format_percent(row.peak_share)
             saves = "" if row.saves_ns is None else units.format_milliseconds(row.saves_ns)
-            name = f"{shorten_kernel(row.name)} {row.shapes or ''}".rstrip()
+            # Without the templates and namespaces that all names have.
+            short = _WRAPPERS.sub("", row.name).split("(")[0]
+            name = f"{short} {row.shapes or ''}".rstrip()
             table.add_row(
                 name if len(name) <= room else f"{name[: room - 3]}...",
                 units.format_milliseconds(row.step_ns),
@@ -198,8 +196,3 @@ _LEAST_NAME, _OTHER_COLUMNS = 24, 64
 _WRAPPERS = re.compile(
     r"^void |at::native::|\(anonymous namespace\)::|cutlass::Kernel2?<|^triton_\w{3}_fused_+"
 )
-
-
-def shorten_kernel(name: str) -> str:
-    """The name of a kernel without the templates and namespaces that all have."""
-    return _WRAPPERS.sub("", name).split("(")[0]

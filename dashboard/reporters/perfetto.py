@@ -36,16 +36,25 @@ def perfetto_trace(report: Report, tables: Tables) -> Iterator[bytes]:
         _drop_empty_rows(tables.waits),
     )
     lanes = build_lanes(tables.boxes)
-    segments = tables.segments
+    segments, waits, boxes = tables.segments, tables.waits, tables.boxes
     end = segments.start_ns + segments.dur_ns
     track = lanes.compute_tracks(segments.rank, BAND)
     band = _Part(track, segments.bucket.astype(np.int64), BUCKETS, segments.start_ns, end)
-    parts = (
-        band,
-        _build_wait_slices(tables.waits, lanes),
-        _build_step_slices(report.steps, tables.segments, lanes),
-        _build_box_slices(tables.boxes, lanes),
-    )
+    columns = (waits.bucket, waits.owner, waits.axis, waits.op)
+    name, keys = _encode_keys(zip(*(column.tolist() for column in columns), strict=True))
+    names = []
+    for bucket, owner, axis, op in keys:
+        whom = f"waits for rank {owner}" if owner >= 0 else "waits"
+        names.append(f"{BUCKETS[bucket]}: {whom} ({f'{axis} {op}'.strip()})")
+    track, end = lanes.compute_tracks(waits.rank, WAITS), waits.start_ns + waits.dur_ns
+    wait_slices = _Part(track, name, tuple(names), waits.start_ns, end)
+    name, boxed = _encode_keys(zip(boxes.phase.tolist(), boxes.microbatch.tolist(), strict=True))
+    names = [f"{_LETTERS[phase]}{microbatch}" for phase, microbatch in boxed]
+    end = boxes.start_ns + boxes.dur_ns
+    box_slices = _Part(lanes.box_track, name, tuple(names), boxes.start_ns, end)
+    step_slices = _build_step_slices(report.steps, segments, lanes)
+    # The band comes first: the flows begin in its rows, whose numbers are those of the segments.
+    parts = (band, wait_slices, step_slices, box_slices)
     source = _find_sources(tables)
     known = np.flatnonzero(source >= 0)
     yield encode_header(
@@ -72,17 +81,6 @@ def _drop_empty_rows(table: _Table) -> _Table:
     return type(table)(*(getattr(table, column.name)[mask] for column in fields(table)))
 
 
-def _build_wait_slices(waits: Waits, lanes: Lanes) -> _Part:
-    columns = (waits.bucket, waits.owner, waits.axis, waits.op)
-    name, keys = _encode_keys(zip(*(column.tolist() for column in columns), strict=True))
-    names = []
-    for bucket, owner, axis, op in keys:
-        whom = f"waits for rank {owner}" if owner >= 0 else "waits"
-        names.append(f"{BUCKETS[bucket]}: {whom} ({f'{axis} {op}'.strip()})")
-    track, end = lanes.compute_tracks(waits.rank, WAITS), waits.start_ns + waits.dur_ns
-    return _Part(track, name, tuple(names), waits.start_ns, end)
-
-
 def _build_step_slices(rows: Iterable[StepRow], segments: Segments, lanes: Lanes) -> _Part:
     """One slice per step, from its first segment to its last."""
     kinds = {(row.rank, row.step): row.kind for row in rows}
@@ -95,12 +93,6 @@ def _build_step_slices(rows: Iterable[StepRow], segments: Segments, lanes: Lanes
     names = tuple(f"step {n}" if kind == "full" else f"step {n} ({kind})" for n, kind in keys)
     end = segments.start_ns[last] + segments.dur_ns[last]
     return _Part(lanes.compute_tracks(rank, STEPS), name, names, segments.start_ns[first], end)
-
-
-def _build_box_slices(boxes: Boxes, lanes: Lanes) -> _Part:
-    name, keys = _encode_keys(zip(boxes.phase.tolist(), boxes.microbatch.tolist(), strict=True))
-    names = tuple(f"{_LETTERS[phase]}{microbatch}" for phase, microbatch in keys)
-    return _Part(lanes.box_track, name, names, boxes.start_ns, boxes.start_ns + boxes.dur_ns)
 
 
 def _encode_keys(keys: Iterable[_Key]) -> tuple[Int64, list[_Key]]:
@@ -291,9 +283,20 @@ class Origins:
 
 def encode_header(tracks: Sequence[PerfettoTrack], names: Sequence[str]) -> bytes:
     """Encodes the packets of the track descriptors and the interned slice names."""
+    # Encodes the packets of the track descriptors and the interned slice names.
     texts = [(2, _encode_message((1, i + 1), (2, name))) for i, name in enumerate(names)]
-    interned = _encode_packet((_INTERNED, _encode_message(*texts)), (_SEQUENCE_FLAGS, _CLEARED))
-    return b"".join([interned, *(_encode_packet((_DESCRIPTOR, _encode_track(t))) for t in tracks)])
+    packets = [_encode_packet((_INTERNED, _encode_message(*texts)), (_SEQUENCE_FLAGS, _CLEARED))]
+    for track in tracks:
+        if track.pid is None:
+            descriptor = _encode_message(
+                (1, track.id), (2, track.name), (5, track.parent), (12, track.place)
+            )
+        else:
+            # A process orders its tracks by their place.
+            process = _encode_message((1, track.pid), (6, track.name))
+            descriptor = _encode_message((1, track.id), (3, process), (11, _EXPLICIT))
+        packets.append(_encode_packet((_DESCRIPTOR, descriptor)))
+    return b"".join(packets)
 
 
 def encode_slices(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
@@ -360,14 +363,6 @@ def _encode_varint_column(number: int, values: Int64, width: int = _ID_WIDTH) ->
 def _encode_fixed_column(number: int, values: Int64) -> UInt8:
     eight = np.ascontiguousarray(values, dtype="<u8").view(np.uint8).reshape(-1, 8)
     return np.hstack([_repeat_bytes(_encode_tag(number, 1), len(values)), eight])
-
-
-def _encode_track(track: PerfettoTrack) -> bytes:
-    """Encodes the descriptor of a track; a process orders its tracks by their place."""
-    if track.pid is None:
-        return _encode_message((1, track.id), (2, track.name), (5, track.parent), (12, track.place))
-    process = _encode_message((1, track.pid), (6, track.name))
-    return _encode_message((1, track.id), (3, process), (11, _EXPLICIT))
 
 
 def _encode_packet(*content: tuple[int, int | str | bytes]) -> bytes:

@@ -26,7 +26,7 @@ from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import build_table
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.gap.calibrate import Calibration, ExplainedStage
+    from stepsplit.analyzer.gap.calibrate import Calibration
 
 
 # The screen of plan: the best layouts, why others are slower, and the rule-of-thumb layout.
@@ -88,7 +88,21 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
         details.add_row(str(rank), Group(_build_settings(runner_up.candidate), text))
     parts += [table, Text(), details, Text(), *_build_decision_tree(job, plan)]
     if plan.pareto:
-        parts += [Text(), _build_pareto_table(plan)]
+        # The layouts that no other beats in step time, memory and number of GPUs at once.
+        table = build_table("GPUs", "not beaten", "step", "headroom", "recompute", "MFU", *cost)
+        table.columns[1].justify = "left"
+        for point in plan.pareto:
+            candidate = point.candidate
+            table.add_row(
+                f"{point.gpus:,}",
+                format_axes(candidate.choice),
+                units.format_milliseconds(candidate.step_ns),
+                units.format_gibibytes(point.headroom_bytes),
+                candidate.choice.recompute,
+                "" if candidate.mfu is None else units.format_percent(candidate.mfu),
+                *_format_cost(plan, candidate, point.gpus),
+            )
+        parts += [Text(), table]
     lines = format_job_lines(job, plan.best.choice)
     heading = "to job.toml: replace [parallel], and these keys of [training]"
     parts += [Text(), Text(heading, style="bold"), *map(Text, lines)]
@@ -113,25 +127,6 @@ def _format_cost(plan: Plan, candidate: Candidate, gpus: int) -> tuple[str, ...]
     """The cost of a million tokens in a cell of its own; no cell without a price."""
     cost = plan.compute_cost(candidate, gpus)
     return () if cost is None else (f"{cost:,.4g}",)
-
-
-def _build_pareto_table(plan: Plan) -> Table:
-    """The layouts that no other beats in step time, memory and number of GPUs at once."""
-    cost = ("1M tokens",) if plan.price_per_gpu_hour is not None else ()
-    table = build_table("GPUs", "not beaten", "step", "headroom", "recompute", "MFU", *cost)
-    table.columns[1].justify = "left"
-    for point in plan.pareto:
-        candidate = point.candidate
-        table.add_row(
-            f"{point.gpus:,}",
-            format_axes(candidate.choice),
-            units.format_milliseconds(candidate.step_ns),
-            units.format_gibibytes(point.headroom_bytes),
-            candidate.choice.recompute,
-            "" if candidate.mfu is None else units.format_percent(candidate.mfu),
-            *_format_cost(plan, candidate, point.gpus),
-        )
-    return table
 
 
 def _build_settings(candidate: Candidate) -> Text:
@@ -235,8 +230,17 @@ def _format_reason(best: Candidate, candidate: Candidate, reason: Reason) -> str
     """Such as "exposed tp +3.1 % (tp 8)"."""
     choice = candidate.choice
     if reason.bucket == "compute":
-        is_more = reason.delta_ns > 0
-        what = _describe_extra_compute(best.choice, choice) if is_more else "compute"
+        # Why the same model needs more compute time; less needs no reason.
+        if reason.delta_ns <= 0:
+            what = "compute"
+        elif choice.recompute != best.choice.recompute and choice.recompute != "none":
+            what = f"recomputation ({choice.recompute})"
+        elif choice.tp > best.choice.tp:
+            what = "narrower GEMMs"
+        elif choice.micro_batch < best.choice.micro_batch or choice.cp > best.choice.cp:
+            what = "smaller GEMMs"
+        else:
+            what = "compute of the slowest stage"
     elif reason.bucket == "p2p" and reason.axis == "pp":
         what = "messages between pipeline stages"
     else:
@@ -249,17 +253,6 @@ def _format_reason(best: Candidate, candidate: Candidate, reason: Reason) -> str
         microbatches = _format_microbatches(candidate.microbatches)
         detail = f" ({microbatches} for {choice.pp} stages{chunks})"
     return f"{what} {units.format_signed_percent(reason.delta_ns / best.step_ns)}{detail}"
-
-
-def _describe_extra_compute(best: Choice, choice: Choice) -> str:
-    """Why the same model needs more compute time."""
-    if choice.recompute != best.recompute and choice.recompute != "none":
-        return f"recomputation ({choice.recompute})"
-    if choice.tp > best.tp:
-        return "narrower GEMMs"
-    if choice.micro_batch < best.micro_batch or choice.cp > best.cp:
-        return "smaller GEMMs"
-    return "compute of the slowest stage"
 
 
 # The screen of calibrate: the constants, and how well they reproduce the runs.
@@ -310,7 +303,20 @@ def build_calibration_screen(calibration: Calibration, out: Path | None) -> Rend
         more = len(rows) - MAX_TRANSFERS
         left_out = Text(f"and {more} more (see --json)", style=_DIM)
         parts += [Group(table, left_out) if more > 0 else Group(table), Text()]
-    parts += [_build_stages_table(calibration.stages), Text()]
+    # Measured and predicted step of each stage, and the bucket with the largest error.
+    table = build_table("run", "stage", "measured", "predicted", "error", "largest in")
+    for stage in calibration.stages:
+        errors = zip(BUCKETS, (stage.predicted - stage.measured).buckets_ns, strict=True)
+        bucket, ns = max(errors, key=lambda pair: abs(pair[1]))
+        table.add_row(
+            stage.run,
+            str(stage.stage),
+            units.format_milliseconds(stage.step_ns),
+            units.format_milliseconds(stage.predicted.step_ns),
+            units.format_signed_percent(stage.predicted.step_ns / stage.step_ns - 1),
+            f"{bucket} {units.format_signed_percent(ns / stage.step_ns)}",
+        )
+    parts += [table, Text()]
     if out is None:
         return Group(*parts, Text("save these constants with --out FILE", style=_DIM))
     hint = (Text("[hardware]"), Text(f'file = "{out}"'))
@@ -345,24 +351,6 @@ def _list_constants(hardware: HardwareConfig, dtype: str) -> Iterable[tuple[str,
     )
 
 
-def _build_stages_table(stages: tuple[ExplainedStage, ...]) -> Table:
-    """Measured and predicted step of each stage, and the bucket with the largest error."""
-    table = build_table("run", "stage", "measured", "predicted", "error", "largest in")
-    for stage in stages:
-        off = units.format_signed_percent(stage.predicted.step_ns / stage.step_ns - 1)
-        errors = zip(BUCKETS, (stage.predicted - stage.measured).buckets_ns, strict=True)
-        bucket, ns = max(errors, key=lambda pair: abs(pair[1]))
-        table.add_row(
-            stage.run,
-            str(stage.stage),
-            units.format_milliseconds(stage.step_ns),
-            units.format_milliseconds(stage.predicted.step_ns),
-            off,
-            f"{bucket} {units.format_signed_percent(ns / stage.step_ns)}",
-        )
-    return table
-
-
 # The screen of validate: error and limit of each check, and the rows with the largest errors.
 
 EQUALITIES = "equalities"
@@ -387,17 +375,34 @@ def build_validation_screen(checks: Sequence[Check], every_row: bool = False) ->
     ones."""
     parts: list[RenderableType] = []
     found = [check for check in checks if check.rows or check.left_out]
-    for group in _GROUPS:
-        own = [check for check in found if _classify_check(check) == group]
-        if own:
-            is_equal = group == EQUALITIES
-            parts.append(_build_equality_table(own) if is_equal else _build_limit_table(own, group))
-            parts += [*_build_baseline_table(own), *_list_notes(own), Text()]
+    by_group: dict[str, list[Check]] = {group: [] for group in _GROUPS}
+    for check in found:
+        # A check belongs to the equalities, or to the first topic with a word of its name.
+        topics = (topic for topic, words in _TOPICS.items() if any(w in check.name for w in words))
+        is_equality = check.measure == "equality"
+        by_group[EQUALITIES if is_equality else next(topics, _COLLECTIVES)].append(check)
+    for group, own in by_group.items():
+        if not own:
+            continue
+        if group == EQUALITIES:
+            table = _build_table(EQUALITIES, "rows", "equal", "verdict")
+            for check in own:
+                equal = sum(row.equal for row in check.reported)
+                verdict = _format_verdict(check)
+                table.add_row(check.name, str(len(check.reported)), str(equal), verdict)
+        else:
+            table = _build_limit_table(own, group)
+        parts += [table, *_build_baseline_table(own), *_list_notes(own), Text()]
     for check in found:
         if check.sources:
             # The rows of other checks.
             continue
-        rows = check.rows if every_row else select_worst_rows(check)
+        rows = check.rows
+        if not every_row:
+            # The worst rows: not equal, or with an error that is worth a look.
+            is_equality = check.measure == "equality"
+            notable = [row for row in check.worst if is_equality or abs(row.error) >= _NOTABLE]
+            rows = tuple(notable[:_SHOWN])
         if rows:
             what = "not equal" if check.measure == "equality" else "largest errors"
             heading = Text(f"{check.name}: {'all rows' if every_row else what}", style="bold")
@@ -409,23 +414,6 @@ def build_validation_screen(checks: Sequence[Check], every_row: bool = False) ->
     fitted = len({row.case for check in checks for row in check.rows if row.fitted})
     words = f"{met} of {len(counted)} checks met; rows excluded because fitted: {fitted}"
     return Group(*parts, Text(words, style="bold" if met == len(counted) else "bold red"))
-
-
-def _classify_check(check: Check) -> str:
-    """The group of a check: equalities, or by the words of its name."""
-    if check.measure == "equality":
-        return EQUALITIES
-    topics = (topic for topic, words in _TOPICS.items() if any(w in check.name for w in words))
-    return next(topics, _COLLECTIVES)
-
-
-def _build_equality_table(checks: Sequence[Check]) -> Table:
-    table = _build_table(EQUALITIES, "rows", "equal", "verdict")
-    for check in checks:
-        rows = check.reported
-        equal = sum(row.equal for row in rows)
-        table.add_row(check.name, str(len(rows)), str(equal), _format_verdict(check))
-    return table
 
 
 def _build_limit_table(checks: Sequence[Check], name: str) -> Table:
@@ -525,14 +513,6 @@ def _list_notes(checks: Sequence[Check]) -> list[Text]:
 # The table of published and predicted values.
 
 _SHOWN, _NOTABLE = 3, 0.01
-
-
-def select_worst_rows(check: Check) -> Sequence[ValidationRow]:
-    """The worst rows: not equal, or with an error of at least 1 %."""
-    rows = check.worst
-    if check.measure != "equality":
-        rows = tuple(row for row in rows if abs(row.error) >= _NOTABLE)
-    return rows[:_SHOWN]
 
 
 def build_row_table(rows: Sequence[ValidationRow]) -> Table:

@@ -53,10 +53,38 @@ def build_prediction_screen(job: JobConfig, prediction: Prediction) -> Renderabl
     if open_keys := describe_unstated(prediction.unstated):
         parts.append(Text(open_keys, style="yellow"))
     parts.append(_build_memory_line(job, prediction))
-    parts += [Text(), build_split_table(prediction), _build_memo(prediction)]
+    parts += [Text(), build_split_table(prediction)]
+    split = prediction.split
+    memo = f"overlapped communication: {units.format_milliseconds(split.overlapped_ns)}"
+    if split.bubble_covered_ns:
+        covered = units.format_milliseconds(split.bubble_covered_ns)
+        memo += f", communication inside the pipeline bubble: {covered}"
+    memo += f"; model FLOPs: {units.format_flops(prediction.model_flops)}"
+    if prediction.hardware_flops != prediction.model_flops:
+        memo += f", with recomputation: {units.format_flops(prediction.hardware_flops)}"
+    parts.append(Text(memo, style="bright_black"))
     if prediction.compute_parts:
-        parts += [Text(), build_compute_table(prediction)]
-    parts += [Text(), _build_pipeline_line(job, prediction), build_stages_table(prediction)]
+        # Compute of the slowest stage by kinds of kernels, and the wait for the host, with the
+        # rate that is taken for each: a wrong rate is the first thing to look for.
+        table = build_table("compute and idle", "time", "at", "of peak")
+        for part in prediction.compute_parts:
+            table.add_row(
+                part.name,
+                units.format_milliseconds(part.ns),
+                units.format_rate(part.rate, part.unit),
+                "" if part.peak is None else units.format_percent(part.rate / part.peak),
+            )
+        parts += [Text(), table]
+    pipeline = "no pipeline: one stage"
+    if job.parallel.pp > 1:
+        chunks = job.parallel.stages_per_rank
+        of_chunks = f", {chunks} stages per rank" if chunks > 1 else ""
+        pipeline = (
+            f"pipeline {job.parallel.schedule}{of_chunks}, {job.microbatches:,} microbatches: "
+            f"bubble fraction {units.format_percent(prediction.bubble_fraction)}, "
+            f"bubble overhead {units.format_percent(prediction.bubble_overhead)}"
+        )
+    parts += [Text(), Text(pipeline), build_stages_table(prediction)]
     if prediction.communication:
         parts += [Text(), build_communication_table(prediction)]
     if prediction.notes:
@@ -142,30 +170,6 @@ def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
     return Text(f"{peak}: DOES NOT FIT{sure}{why}", style="bold red")
 
 
-def _build_memo(prediction: Prediction) -> Text:
-    split = prediction.split
-    memo = f"overlapped communication: {units.format_milliseconds(split.overlapped_ns)}"
-    if split.bubble_covered_ns:
-        covered = units.format_milliseconds(split.bubble_covered_ns)
-        memo += f", communication inside the pipeline bubble: {covered}"
-    memo += f"; model FLOPs: {units.format_flops(prediction.model_flops)}"
-    if prediction.hardware_flops != prediction.model_flops:
-        memo += f", with recomputation: {units.format_flops(prediction.hardware_flops)}"
-    return Text(memo, style="bright_black")
-
-
-def _build_pipeline_line(job: JobConfig, prediction: Prediction) -> Text:
-    if job.parallel.pp == 1:
-        return Text("no pipeline: one stage")
-    chunks = job.parallel.stages_per_rank
-    of_chunks = f", {chunks} stages per rank" if chunks > 1 else ""
-    return Text(
-        f"pipeline {job.parallel.schedule}{of_chunks}, {job.microbatches:,} microbatches: "
-        f"bubble fraction {units.format_percent(prediction.bubble_fraction)}, "
-        f"bubble overhead {units.format_percent(prediction.bubble_overhead)}"
-    )
-
-
 # The tables of a prediction: buckets, stages, communication.
 
 MOST_KINDS = 10
@@ -190,23 +194,13 @@ def build_split_table(prediction: Prediction) -> Table:
     return table
 
 
-def build_compute_table(prediction: Prediction) -> Table:
-    """Compute of the slowest stage by kinds of kernels, and the wait for the host, with the rate
-    that is taken for each."""
-    table = build_table("compute and idle", "time", "at", "of peak")
-    for part in prediction.compute_parts:
-        table.add_row(
-            part.name,
-            units.format_milliseconds(part.ns),
-            units.format_rate(part.rate, part.unit),
-            "" if part.peak is None else units.format_percent(part.rate / part.peak),
-        )
-    return table
-
-
 def build_stages_table(prediction: Prediction) -> Group | Table:
     """Parameters, compute, bubble and memory by category of each stage."""
-    shown = _select_stages(prediction)
+    # The first, last, slowest and fullest stage, then the others in order.
+    count = len(prediction.splits)
+    fullest = max(range(count), key=lambda i: prediction.memory[i].total_bytes)
+    first = dict.fromkeys((0, count - 1, _find_slowest_stage(prediction), fullest, *range(count)))
+    shown = sorted(list(first)[:MOST_STAGES])
     table = build_table("stage", *(str(i) for i in shown))
     splits = [prediction.splits[i] for i in shown]
     memory = [prediction.memory[i] for i in shown]
@@ -235,14 +229,6 @@ def _add_memory(
     form = units.format_memory_size if is_small else units.format_gibibytes
     if any(get_bytes(row) for row in memory):
         table.add_row(name, *(form(get_bytes(row)) for row in memory))
-
-
-def _select_stages(prediction: Prediction) -> list[int]:
-    """The first, last, slowest and fullest stage, then the others in order."""
-    count = len(prediction.splits)
-    fullest = max(range(count), key=lambda i: prediction.memory[i].total_bytes)
-    first = dict.fromkeys((0, count - 1, _find_slowest_stage(prediction), fullest, *range(count)))
-    return sorted(list(first)[:MOST_STAGES])
 
 
 def _find_slowest_stage(prediction: Prediction) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -28,19 +28,15 @@ from stepsplit.analyzer.report.kind_rows import describe_other_steps
 from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
     SETTLES,
-    Basis,
     IdleRow,
     Pipeline,
     Report,
-    Run,
-    Settle,
     WarningRow,
     compute_token_rate,
     format_hosts,
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
-from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.parts import build_all_parts, build_parts_section
@@ -76,12 +72,30 @@ def build_report_screen(report: Report, all_parts: bool = False) -> RenderableTy
     """The whole screen of a report, for a rich console of any width from 80 columns; with all_parts
     also the parts by layer and the kernels."""
     summary = report.summary or summarize(report.steps, report.exposed)
-    parts: list[RenderableType] = [_describe_run(report.run)]
+    run = report.run
+    known = (
+        f"run {run.name}",
+        f"{run.world_size} x {run.device} ({format_hosts(run)})",
+        " ".join(f"{a.axis} {a.size}" for a in run.mesh) if run.mesh else "mesh unknown",
+        run.backend or "",
+        f"torch {run.torch}" if run.torch else "",
+        f"NCCL {run.nccl}" if run.nccl else "",
+        f"mesh: {run.mesh_source}" if run.mesh_source else "",
+    )
+    parts: list[RenderableType] = [Text("   ".join(filter(None, known)), style="bold")]
+    # What the recording lacks comes before all that is computed without it.
     if lacks := describe_lacks(summary.lacks if summary else ()):
         parts.append(Text(lacks, style="bold yellow"))
-    if report.run.strategies:
-        known = ", ".join(map(_format_strategy, report.run.strategies))
-        parts.append(Text(f"detected parallelism: {known}", style="bold"))
+    if run.strategies:
+        strategies = []
+        for strategy in run.strategies:
+            words, schedule = strategy.in_words, SCHEDULE_NAMES.get(strategy.detail)
+            if schedule is not None:
+                words = words.replace(f"({strategy.detail})", f"({schedule})")
+            name = STRATEGY_NAME.get(strategy.name, strategy.name)
+            strategies.append(name + words.removeprefix(strategy.name))
+        known_strategies = ", ".join(strategies)
+        parts.append(Text(f"detected parallelism: {known_strategies}", style="bold"))
     parts += _describe_steps(report, summary)
     if memory := format_memory(report.memory or ()):
         parts.append(Text(memory))
@@ -112,14 +126,14 @@ def build_report_screen(report: Report, all_parts: bool = False) -> RenderableTy
         doubts = [set(basis.would_settle) for basis in bases]
         common = set.intersection(*doubts) if doubts else set()
         more += "".join(f"; to be sure: {SETTLES[one]}" for one in sorted(common))
-        rows = [
-            (
-                str(place),
-                units.format_milliseconds(finding.gain_ns),
-                finding.message + _format_doubt(finding.basis, common),
-            )
-            for place, finding in enumerate(report.findings, 1)
-        ]
+        rows = []
+        for place, finding in enumerate(report.findings, 1):
+            basis, doubt = finding.basis, ""
+            if basis and (needed := [one for one in basis.would_settle if one not in common]):
+                known_how = "inferred, " if basis.kind == "inferred" else ""
+                doubt = f"; {known_how}to be sure: {', '.join(SETTLES[one] for one in needed)}"
+            saving = units.format_milliseconds(finding.gain_ns)
+            rows.append((str(place), saving, finding.message + doubt))
         parts += _build_list(f"TOP BOTTLENECKS (estimated saving per step{more})", rows)
     if large := list_unexplained_buckets(report):
         rows = [(one.bucket, units.format_percent(one.share), one.part) for one in large]
@@ -130,34 +144,21 @@ def build_report_screen(report: Report, all_parts: bool = False) -> RenderableTy
     return Group(*parts)
 
 
-def _describe_run(run: Run) -> Text:
-    mesh = " ".join(f"{a.axis} {a.size}" for a in run.mesh) if run.mesh else "mesh unknown"
-    known = [f"run {run.name}", f"{run.world_size} x {run.device} ({format_hosts(run)})", mesh]
-    known += [run.backend or "", f"torch {run.torch}" if run.torch else ""]
-    known += [
-        f"NCCL {run.nccl}" if run.nccl else "",
-        f"mesh: {run.mesh_source}" if run.mesh_source else "",
-    ]
-    return Text("   ".join(part for part in known if part), style="bold")
-
-
-def _format_strategy(strategy: Strategy) -> str:
-    text = strategy.in_words
-    schedule = SCHEDULE_NAMES.get(strategy.detail)
-    if schedule is not None:
-        text = text.replace(f"({strategy.detail})", f"({schedule})")
-    return STRATEGY_NAME.get(strategy.name, strategy.name) + text.removeprefix(strategy.name)
-
-
 def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
     """Which steps and ranks were used, and how long a step took."""
     numbers = {row.step for row in report.steps}
     full = {row.step for row in report.steps if row.kind == "full"}
-    reasons = [_format_left_out(report, n) for n in sorted(numbers)]
-    left_out = ", ".join(filter(None, reasons))
-    steps = f"steps {len(full)} of {len(numbers)} used" + (
-        f" (left out: {left_out})" if left_out else ""
-    )
+    reasons = []
+    for number in sorted(numbers):
+        # Such as "#13 partial on rank 1"; nothing if all ranks use the step.
+        rows = [row for row in report.steps if row.step == number]
+        why = {row.kind: _LEFT_OUT[row.kind] for row in rows if row.kind in _LEFT_OUT}
+        if why:
+            left = [row.rank for row in rows if row.kind in _LEFT_OUT]
+            on = f" on {name_ranks(left)}" if len(left) < len(rows) else ""
+            reasons.append(f"#{number} {' or '.join(why.values())}{on}")
+    steps = f"steps {len(full)} of {len(numbers)} used"
+    steps += f" (left out: {', '.join(reasons)})" if reasons else ""
     ranks = f"{len(report.run.ranks)} of {report.run.world_size} ranks"
     first = (steps, ranks, format_clock_error(report))
     second = []
@@ -189,17 +190,6 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
 _LEFT_OUT = {"partial": "partial", "other": "other work"}
 
 
-def _format_left_out(report: Report, number: int) -> str:
-    """Why a step is not used, such as "#13 partial on rank 1"; "" if all ranks use it."""
-    rows = [row for row in report.steps if row.step == number]
-    why = {row.kind: _LEFT_OUT[row.kind] for row in rows if row.kind in _LEFT_OUT}
-    if not why:
-        return ""
-    left = [row.rank for row in rows if row.kind in _LEFT_OUT]
-    on = f" on {name_ranks(left)}" if len(left) < len(rows) else ""
-    return f"#{number} {' or '.join(why.values())}{on}"
-
-
 def _format_memo(report: Report, summary: Summary | None) -> Text:
     if summary is None:
         return Text("no step in the recording")
@@ -222,15 +212,6 @@ def _format_memo(report: Report, summary: Summary | None) -> Text:
     return Text(memo, style="bright_black")
 
 
-def _format_doubt(basis: Basis | None, said: Collection[Settle]) -> str:
-    """How a finding is known if that leaves doubts; "" if not, or if they are said already."""
-    needed = [one for one in (basis.would_settle if basis else ()) if one not in said]
-    if basis is None or not needed:
-        return ""
-    known = "inferred, " if basis.kind == "inferred" else ""
-    return f"; {known}to be sure: {', '.join(SETTLES[one] for one in needed)}"
-
-
 def _build_list(heading: str, rows: Sequence[tuple[str, str, str]]) -> list[RenderableType]:
     """A heading, and below it a line of name, number and sentence for each row."""
     table = Table.grid(padding=(0, 2))
@@ -251,6 +232,7 @@ _FEW_AXES = 2
 _LEAST_BAR = 8
 """Columns of the terminal that the bars need to be of use."""
 
+# Wider than any table: the width that a table would like to have is measured.
 _ANY_WIDTH = 1000
 
 _AXES = ("tp", "cp", "ep", "pp", "dp_replicate", "dp_shard")
@@ -414,8 +396,14 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
     places = sorted(list(first)[:MOST_STAGES])
     shown = [pipeline.stages[at] for at in places]
     table = build_table("stage", *(str(stage.stage) for stage in shown))
-    ranks = _list_ranks_by_stage(report, count)
-    ranks = [ranks[at] for at in places] if ranks else []
+    # The ranks of each stage by their position in the pp groups; none if a stage has none.
+    ranks: list[set[int]] = [set() for _ in pipeline.stages]
+    recorded = set(report.run.ranks)
+    for group in report.groups:
+        if group.axis == "pp" and len(group.ranks) == count:
+            for stage, rank in enumerate(group.ranks):
+                ranks[stage] |= {rank} & recorded
+    ranks = [ranks[at] for at in places] if all(ranks) else []
     if ranks:
         full = select_full_steps(report.steps)
         compute_ns = [[row.compute_ns for row in full if row.rank in own] for own in ranks]
@@ -436,17 +424,6 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
     if count > len(shown):
         table.caption = f"{count - len(shown)} more in report.json"
     return Group(Text(line), table)
-
-
-def _list_ranks_by_stage(report: Report, stages: int) -> list[set[int]]:
-    """The ranks of each stage by their position in the pp groups; empty if a stage has none."""
-    ranks: list[set[int]] = [set() for _ in range(stages)]
-    recorded = set(report.run.ranks)
-    for group in report.groups:
-        if group.axis == "pp" and len(group.ranks) == stages:
-            for stage, rank in enumerate(group.ranks):
-                ranks[stage] |= {rank} & recorded
-    return ranks if all(ranks) else []
 
 
 def build_collectives_table(report: Report) -> Table:

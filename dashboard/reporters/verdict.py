@@ -150,7 +150,15 @@ def format_markdown(verdict: CheckResult, most_bytes: int = COMMENT_BYTES) -> st
             for row in verdict.calls[:_MOST_CALLS]
         ]
         blocks.append(_format_table(_CALLS_COLUMNS, calls))
-    return _truncate("\n\n".join(blocks) + "\n", most_bytes)
+    text = "\n\n".join(blocks) + "\n"
+    if len(text.encode()) <= most_bytes:
+        return text
+    # GitHub and GitLab refuse a longer one: it is cut after its last whole line, and says so.
+    n_kept = most_bytes - len(_CUT.encode())
+    if n_kept < 0:
+        return ""
+    kept = text.encode()[:n_kept].decode(errors="ignore")
+    return kept.rpartition("\n")[0] + _CUT
 
 
 def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -170,16 +178,6 @@ def _escape_text(text: str) -> str:
 _ESCAPED = str.maketrans(
     {mark: f"\\{mark}" for mark in "\\`*_[]|#"} | {mark: f"&#{ord(mark)};" for mark in "<>@"}
 )
-
-
-def _truncate(text: str, most_bytes: int) -> str:
-    body = text.encode()
-    if len(body) <= most_bytes:
-        return text
-    if most_bytes < len(_CUT.encode()):
-        return ""
-    kept = body[: most_bytes - len(_CUT.encode())].decode(errors="ignore")
-    return kept.rpartition("\n")[0] + _CUT
 
 
 # Texts that all outputs of check share.

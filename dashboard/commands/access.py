@@ -12,6 +12,7 @@ from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.commands.common import (
     ROLE,
     FiniteRange,
+    build_json_option,
     claim_store,
     print_line,
     put_json,
@@ -99,8 +100,7 @@ def _open_database(url: str) -> Database:
 @click.option("--since", metavar="DATE", help="From this date or time (UTC), such as 2026-11-30.")
 @click.option("--last", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
               help="The newest entries only.")  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE",
-              help="Write the log as JSON; - for standard output.")  # fmt: skip
+@build_json_option("Write the log as JSON; - for standard output.")
 @store_option
 def audit_command(since: str | None, last: int, json_file: str | None, url: str) -> None:
     """Print the audit log: logins, uploads, deletions, tokens.

@@ -13,6 +13,8 @@ import click
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_error
 from stepsplit.dashboard.commands.common import (
+    build_json_option,
+    build_path_option,
     check_output,
     count_cores,
     load_rules,
@@ -38,16 +40,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("places", nargs=-1, required=True, metavar="PATH...")
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    help="Write report.json here; - for standard output.",
+@build_json_option("Write report.json here; - for standard output.")
+@build_path_option("--out", metavar="DIR", help="Write report.json and tables/ into this folder.")
+@build_path_option(
+    "--html", "html_file", metavar="FILE", help="Write the report as a self-contained HTML page."
 )
-@click.option("--out", metavar="DIR", type=click.Path(path_type=Path),
-              help="Write report.json and tables/ into this folder.")  # fmt: skip
-@click.option("--html", "html_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write the report as a self-contained HTML page.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
               help="Read with up to N processes; by default one per core.")  # fmt: skip
 @click.option("--scheduler", metavar="URL",
@@ -56,8 +53,12 @@ if TYPE_CHECKING:
 @click.option("--job", metavar="FILE",
               help="Compare with the model of this job.toml, which only needs what cannot be "
                    "inferred from the recording; auto: infer everything.")  # fmt: skip
-@click.option("--write-job", "job_out", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write what can be inferred of the job.toml; what cannot is named.")  # fmt: skip
+@build_path_option(
+    "--write-job",
+    "job_out",
+    metavar="FILE",
+    help="Write what can be inferred of the job.toml; what cannot is named.",
+)
 @click.option("--mesh", "mesh_text", metavar="AXES",
               help="The job's mesh, outermost axis first, such as pp=2,dp=2,tp=2; by default from "
                    "run.json, else inferred. A contradiction is a warning.")  # fmt: skip
@@ -155,10 +156,10 @@ STUCK_STATUS = 1
 
 @click.command()
 @click.argument("target", required=False, metavar="[TARGET]")
-@click.option("--json", "json_file", metavar="FILE",
-              help="Write hang.json here; - for standard output.")  # fmt: skip
-@click.option("--out", metavar="DIR", type=click.Path(path_type=Path),
-              help="Keep what the ranks answer, and hang.json, in this folder.")  # fmt: skip
+@build_json_option("Write hang.json here; - for standard output.")
+@build_path_option(
+    "--out", metavar="DIR", help="Keep what the ranks answer, and hang.json, in this folder."
+)
 @click.pass_context
 def hang_command(
     context: click.Context, target: str | None, json_file: str | None, out: Path | None
@@ -296,8 +297,9 @@ def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> N
 @click.option("--names", is_flag=True, hidden=True, expose_value=False)  # always so
 @click.option("--word", "words", metavar="WORD", multiple=True,
               help="Also replace names that contain this word; may be repeated.")  # fmt: skip
-@click.option("--key", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write what was replaced here; only you can read it.")  # fmt: skip
+@build_path_option(
+    "--key", metavar="FILE", help="Write what was replaced here; only you can read it."
+)
 @rules_option
 def redact_command(
     places: tuple[str, ...],

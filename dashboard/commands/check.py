@@ -16,6 +16,8 @@ import click
 from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_error
 from stepsplit.dashboard.commands.common import (
     artifacts_option,
+    build_json_option,
+    build_path_option,
     count_cores,
     load_rules,
     make_console,
@@ -52,12 +54,6 @@ _EPILOG = (
     "step:5%,3ms (the larger of both), exposed_comm:<=10%, mfu:>=40%, step:model+20%, "
     "calls:exact. Exit status: 0 pass, 1 regressed, 2 bad input, 3 inconclusive."
 )
-
-
-def _build_file_option(
-    flag: str, text: str
-) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    return click.option(flag, metavar="FILE", type=click.Path(path_type=Path), help=text)
 
 
 class _CheckCommand(click.Command):
@@ -107,18 +103,21 @@ class _CheckCommand(click.Command):
 @rules_option
 @click.option("--across-setups", is_flag=True,
               help="Allow runs that differ in device, mesh, backend or world size.")  # fmt: skip
-@click.option(
-    "--json", "json_file", metavar="FILE",
-    help="Write the result as JSON; - for standard output, without the screen.",
-)  # fmt: skip
-@_build_file_option("--junit", "Write a JUnit XML report.")
-@_build_file_option("--summary", "Append markdown to this file, such as $GITHUB_STEP_SUMMARY.")
-@_build_file_option("--markdown", "Write markdown for a pull request comment.")
-@_build_file_option("--codequality", "Write GitLab's code quality JSON.")
-@_build_file_option("--openmetrics", "Write OpenMetrics text for GitLab's metrics reports.")
-@_build_file_option("--bencher", "Write Bencher's JSON.")
-@_build_file_option(
-    "--benchmark-action", "Write github-action-benchmark's JSON (customSmallerIsBetter)."
+@build_json_option("Write the result as JSON; - for standard output, without the screen.")
+@build_path_option("--junit", metavar="FILE", help="Write a JUnit XML report.")
+@build_path_option(
+    "--summary", metavar="FILE", help="Append markdown to this file, such as $GITHUB_STEP_SUMMARY."
+)
+@build_path_option("--markdown", metavar="FILE", help="Write markdown for a pull request comment.")
+@build_path_option("--codequality", metavar="FILE", help="Write GitLab's code quality JSON.")
+@build_path_option(
+    "--openmetrics", metavar="FILE", help="Write OpenMetrics text for GitLab's metrics reports."
+)
+@build_path_option("--bencher", metavar="FILE", help="Write Bencher's JSON.")
+@build_path_option(
+    "--benchmark-action",
+    metavar="FILE",
+    help="Write github-action-benchmark's JSON (customSmallerIsBetter).",
 )
 @click.option("--dashboard", "dashboard_url", metavar="URL",
               help="Address of the dashboard that shows the store's runs, for links.")  # fmt: skip
@@ -145,7 +144,11 @@ def check_command(
     by stepsplit baseline, or runs of a store: store:branch=main,last=10 or store:ID. Give 3 to 5
     runs per side: the run-to-run noise cannot be estimated from a single run.
     """
-    from stepsplit.analyzer.regression.checks import to_json
+    from msgspec.structs import replace
+
+    from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
+    from stepsplit.analyzer.regression.checks import parse_budgets, to_json
+    from stepsplit.analyzer.regression.judge import check_candidate
     from stepsplit.dashboard.reporters.verdict import build_verdict_screen, format_annotations
 
     store = cache(lambda: open_runs(url, artifacts, token))
@@ -153,7 +156,22 @@ def check_command(
     baseline_runs = load_runs(baselines, store, None, rules)
     candidate_runs = load_runs(candidates, store, job_file, rules)
     shown_at = dashboard_url or (url if is_dashboard(url) else None)
-    verdict = _judge_runs(candidate_runs, baseline_runs, budgets, across_setups, shown_at)
+    # A query for the last runs of a branch may find the candidates too.
+    candidate_ids = {run.id for run in candidate_runs if run.id}
+    baseline_runs = [run for run in baseline_runs if run.id not in candidate_ids]
+    verdict = check_candidate(
+        [run.facts for run in candidate_runs],
+        [run.facts for run in baseline_runs],
+        parse_budgets(budgets or DEFAULT_BUDGETS),
+        across_setups,
+    )
+    newest_ids = [
+        next((run.id for run in reversed(side) if run.id), None)
+        for side in (baseline_runs, candidate_runs)
+    ]
+    if shown_at is not None and None not in newest_ids:
+        pair = f"baseline={newest_ids[0]}&candidate={newest_ids[1]}"
+        verdict = replace(verdict, compare_url=f"{shown_at.rstrip('/')}/compare?{pair}")
     if json_file != "-":
         make_console().print(build_verdict_screen(verdict))
         if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -182,33 +200,6 @@ def _try_output(output: Callable[[], object]) -> str | None:
     except StepsplitError as error:
         return str(error)
     return None
-
-
-def _judge_runs(
-    candidate: Sequence[SideRun],
-    baseline: Sequence[SideRun],
-    budgets: Sequence[str],
-    across_setups: bool,
-    dashboard_url: str | None,
-) -> CheckResult:
-    from msgspec.structs import replace
-
-    from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-    from stepsplit.analyzer.regression.checks import parse_budgets
-    from stepsplit.analyzer.regression.judge import check_candidate
-
-    candidate_ids = {run.id for run in candidate if run.id}
-    baseline_runs = [run for run in baseline if run.id not in candidate_ids]
-    sides = ([run.facts for run in candidate], [run.facts for run in baseline_runs])
-    verdict = check_candidate(*sides, parse_budgets(budgets or DEFAULT_BUDGETS), across_setups)
-    ids = [
-        next((run.id for run in reversed(side) if run.id), None)
-        for side in (baseline_runs, candidate)
-    ]
-    if dashboard_url is None or None in ids:
-        return verdict
-    address = f"{dashboard_url.rstrip('/')}/compare?baseline={ids[0]}&candidate={ids[1]}"
-    return replace(verdict, compare_url=address)
 
 
 def _record(
@@ -240,8 +231,9 @@ RECOMMENDED_RUNS = 3
 @click.argument("places", nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", required=True, metavar="FILE", type=click.Path(path_type=Path),
               help="File to write, such as a JSON file next to the tests.")  # fmt: skip
-@click.option("--budgets-out", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write budgets that such runs decide, for check --budget.")  # fmt: skip
+@build_path_option(
+    "--budgets-out", metavar="FILE", help="Write budgets that such runs decide, for check --budget."
+)
 @rules_option
 @runs_option
 @artifacts_option
@@ -315,15 +307,6 @@ class SideRun:
     id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """Selects runs of a store: the last ones that have all tags, or the one with the id."""
-
-    tags: tuple[tuple[str, str], ...] = ()
-    last: int = DEFAULT_LAST
-    id: str | None = None
-
-
 def load_runs(
     places: Sequence[str], open_store: OpenStore, job: str | None, rules: Rules
 ) -> list[SideRun]:
@@ -341,27 +324,12 @@ def load_runs(
         if place.startswith(STORE_PREFIX):
             if rules != BUILT_IN:
                 raise UsageError(f"{place}: already analyzed; with --rules give recordings")
-            runs += _load_stored_runs(open_store(), parse_query(place))
+            runs += _load_stored_runs(open_store, place)
             continue
         with show_reading_bar() as progress:
             metrics = read_run_metrics(place, count_cores(), progress, job, rules)
         runs += map(SideRun, metrics)
     return runs
-
-
-def parse_query(text: str) -> Query:
-    """Parses "store:branch=main,last=10" or "store:ID". Raises UsageError."""
-    words = [word.strip() for word in text.removeprefix(STORE_PREFIX).split(",")]
-    if len(words) == 1 and words[0] and "=" not in words[0]:
-        return Query(id=words[0])
-    pairs = [word.partition("=") for word in words]
-    tags = {key.strip(): value.strip() for key, _, value in pairs}
-    if not all(key and value for key, value in tags.items()):
-        raise UsageError(f"{text} is not a valid store query; {_EXAMPLE}")
-    last = tags.pop("last", str(DEFAULT_LAST))
-    if not last.isdecimal() or not 0 < int(last) < 10_000:
-        raise UsageError(f"{text}: last must be a number of runs; {_EXAMPLE}")
-    return Query(tuple(tags.items()), int(last))
 
 
 def open_runs(url: str, artifacts: str, token: str | None) -> Store | RemoteStore:
@@ -378,24 +346,33 @@ def is_dashboard(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def _load_stored_runs(store: Store | RemoteStore, query: Query) -> list[SideRun]:
-    """The finished runs that match the query, oldest first. Raises UsageError if none matches."""
+def _load_stored_runs(open_store: OpenStore, query: str) -> list[SideRun]:
+    """The finished runs of "store:branch=main,last=10", those with all tags, or of "store:ID",
+    oldest first. Raises UsageError if none matches."""
     from stepsplit.analyzer.regression.metrics import extract_metrics
     from stepsplit.analyzer.report.io import from_json
     from stepsplit.dashboard.upload import RemoteStore
 
+    store = open_store()
+    words = [word.strip() for word in query.removeprefix(STORE_PREFIX).split(",")]
+    run_id = words[0] if len(words) == 1 and "=" not in words[0] else ""
+    pairs = [] if run_id else [word.partition("=") for word in words]
+    values = {key.strip(): value.strip() for key, _, value in pairs}
+    if not all(key and value for key, value in values.items()):
+        raise UsageError(f"{query} is not a valid store query; {_EXAMPLE}")
+    last = values.pop("last", str(DEFAULT_LAST))
+    if not last.isdecimal() or not 0 < int(last) < 10_000:
+        raise UsageError(f"{query}: last must be a number of runs; {_EXAMPLE}")
+    tags = tuple(values.items())
     done: Sequence[RunRow | RemoteRun | None]
     if isinstance(store, RemoteStore):
-        if query.id is None:
-            done = store.list_done(query.tags, query.last)
-        else:
-            done = [store.find_done(query.id)]
+        done = [store.find_done(run_id)] if run_id else store.list_done(tags, int(last))
     else:
         rows = [run for run in store.list_runs() if run.state == "done" and not run.is_hang]
-        done = [run for run in rows if query.id in (None, run.id) and run.has_tags(query.tags)]
-    runs = [run for run in done if run is not None][: query.last]
+        done = [run for run in rows if run_id in ("", run.id) and run.has_tags(tags)]
+    runs = [run for run in done if run is not None][: int(last)]
     if not runs:
-        wanted = query.id or ", ".join(f"{key}={value}" for key, value in query.tags) or "any"
+        wanted = run_id or ", ".join(f"{key}={value}" for key, value in tags) or "any"
         raise UsageError(f"the store has no finished run for {wanted}; see the list of runs")
     sides = []
     for run in reversed(runs):
@@ -441,10 +418,7 @@ def _write_file(option: str, path: Path, verdict: CheckResult, issue_path: str) 
 
 @click.command()
 @click.argument("runs", metavar="BASELINE CANDIDATE...", nargs=-1, required=True)
-@click.option(
-    "--json", "json_file", metavar="FILE",
-    help="Write the comparison as JSON; - for standard output, without the screen.",
-)  # fmt: skip
+@build_json_option("Write the comparison as JSON; - for standard output, without the screen.")
 @click.option(
     "--work", type=click.Choice(["tokens", "gpu", "step"]),
     help="What several runs have in common, for their efficiency: tokens are known of each by a "

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from stepsplit.dashboard.store.store import Store
 
 
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
 # Default number of worker processes.
 
 
@@ -50,6 +52,19 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+# Options for files: commands differ only in what such a file is for.
+
+
+def build_path_option(*names: str, metavar: str, help: str) -> Callable[[_Command], _Command]:
+    """An option for the path of a file or folder."""
+    return click.option(*names, metavar=metavar, type=click.Path(path_type=Path), help=help)
+
+
+def build_json_option(help: str) -> Callable[[_Command], _Command]:
+    """The option --json, whose file is for `put_json`."""
+    return click.option("--json", "json_file", metavar="FILE", help=help)
 
 
 # Output files of a command, which never replace a recording.
@@ -93,7 +108,6 @@ def print_annotations(lines: Iterable[str]) -> None:
 # JSON output of a command.
 
 ResultT = TypeVar("ResultT")
-_Command = TypeVar("_Command", bound=Callable[..., object])
 
 
 def put_json(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from stepsplit.dashboard.commands.common import make_console, put_json
+from stepsplit.dashboard.commands.common import build_json_option, make_console, put_json
 from stepsplit.dashboard.environment import Environment, FolderState, read_environment
 
 if TYPE_CHECKING:
@@ -26,12 +26,7 @@ FAILS_STATUS = 1
 
 @click.command()
 @click.argument("commands", nargs=-1, type=click.Choice(COMMANDS), metavar="[COMMAND]...")
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    help="Write what was found here; - for standard output.",
-)
+@build_json_option("Write what was found here; - for standard output.")
 @click.pass_context
 def doctor_command(
     context: click.Context, commands: tuple[str, ...], json_file: str | None

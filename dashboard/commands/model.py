@@ -11,6 +11,8 @@ import click
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.dashboard.commands.common import (
+    build_json_option,
+    build_path_option,
     count_cores,
     load_rules,
     make_console,
@@ -46,10 +48,7 @@ if TYPE_CHECKING:
 @_files_argument
 @_kind_option
 @_set_option
-@click.option(
-    "--json", "json_file", metavar="FILE",
-    help="Write the prediction as JSON; - for standard output, without the screen.",
-)  # fmt: skip
+@build_json_option("Write the prediction as JSON; - for standard output, without the screen.")
 @click.option(
     "--explain", is_flag=True,
     help="Show each formula with the numbers of this job, and rules of thumb that differ.",
@@ -130,10 +129,7 @@ def print_notes(console: SafeConsole, notes: Sequence[str]) -> None:
     "--workers", metavar="N", type=click.IntRange(min=1), default=None,
     help="Search with up to N processes; by default one per core.",
 )  # fmt: skip
-@click.option(
-    "--json", "json_file", metavar="FILE",
-    help="Write the plan as JSON; - for standard output, without the screen.",
-)  # fmt: skip
+@build_json_option("Write the plan as JSON; - for standard output, without the screen.")
 def plan_command(
     job_files: tuple[Path, ...],
     kind: str,
@@ -193,14 +189,13 @@ def plan_command(
     "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
     help='Write the constants to this file; use it in job.toml as [hardware] file = "FILE".',
 )  # fmt: skip
-@click.option(
-    "--job", "job_file", metavar="FILE", type=click.Path(path_type=Path),
+@build_path_option(
+    "--job",
+    "job_file",
+    metavar="FILE",
     help="A job.toml, complete or partial, for what cannot be inferred from the recordings.",
-)  # fmt: skip
-@click.option(
-    "--json", "json_file", metavar="FILE",
-    help="Write the calibration as JSON; - for standard output, without the screen.",
-)  # fmt: skip
+)
+@build_json_option("Write the calibration as JSON; - for standard output, without the screen.")
 @rules_option
 def calibrate_command(
     places: tuple[str, ...],
@@ -268,10 +263,7 @@ EXIT_MISSED = 1
 
 @click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path, file_okay=False))
-@click.option(
-    "--json", "json_file", metavar="FILE",
-    help="Write all checks and rows as JSON; - for standard output, without the screen.",
-)  # fmt: skip
+@build_json_option("Write all checks and rows as JSON; - for standard output, without the screen.")
 @click.option("--rows", is_flag=True, help="Print every row, not only the largest errors.")
 @click.pass_context
 def validate_command(
@@ -331,10 +323,7 @@ class _ChangeCommand(click.Command):
     "--recorded-on", metavar="PRESET",
     help="Hardware of the recording, if its device name is unknown.",
 )  # fmt: skip
-@click.option(
-    "--json", "json_file", metavar="FILE",
-    help="Write the result as JSON; - for standard output, without the screen.",
-)  # fmt: skip
+@build_json_option("Write the result as JSON; - for standard output, without the screen.")
 @rules_option
 def what_if_command(
     places: tuple[str, ...],

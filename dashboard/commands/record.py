@@ -12,6 +12,7 @@ import click
 from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.dashboard.commands import COMMANDS
 from stepsplit.dashboard.commands.common import (
+    build_path_option,
     make_console,
     open_store,
     print_line,
@@ -75,10 +76,9 @@ _MEMINFO = Path("/proc/meminfo")
     metavar="LAYOUT",
     help="Ranks per axis, such as tp=2,pp=2,dp=1 or fsdp=4.",
 )
-@click.option(
+@build_path_option(
     "--out",
     metavar="DIR",
-    type=click.Path(path_type=Path),
     help="Folder of the recording; by default runs/demo, then runs/demo-2 and so on.",
 )
 @click.option("--no-serve", is_flag=True, help="Do not start the dashboard.")

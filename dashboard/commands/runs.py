@@ -14,6 +14,7 @@ from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.commands.common import (
     FiniteRange,
     artifacts_option,
+    build_path_option,
     open_existing_store,
     open_store,
     parse_tag,
@@ -153,8 +154,9 @@ def edit_command(
 
 @click.command()
 @click.argument("run_ids", nargs=-1, required=True, metavar="ID...")
-@click.option("--job", "job_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Add this job.toml to the runs' files first.")  # fmt: skip
+@build_path_option(
+    "--job", "job_file", metavar="FILE", help="Add this job.toml to the runs' files first."
+)
 @store_option
 @artifacts_option
 def retry_command(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -16,6 +16,7 @@ from stepsplit.dashboard.commands.common import (
     ROLE,
     FiniteRange,
     artifacts_option,
+    build_path_option,
     log_option,
     open_store,
     print_line,
@@ -72,22 +73,19 @@ memory_option = click.option(
 )
 @limit_option
 @memory_option
-@click.option(
+@build_path_option(
     "--password-file",
     metavar="FILE",
-    type=click.Path(path_type=Path),
     help="Require the password in this file, or in STEPSPLIT_PASSWORD; its role is admin.",
 )
-@click.option(
+@build_path_option(
     "--uploader-password-file",
     metavar="FILE",
-    type=click.Path(path_type=Path),
     help="A password for uploaders, or STEPSPLIT_UPLOADER_PASSWORD.",
 )
-@click.option(
+@build_path_option(
     "--viewer-password-file",
     metavar="FILE",
-    type=click.Path(path_type=Path),
     help="A password for viewers, or STEPSPLIT_VIEWER_PASSWORD.",
 )
 @click.option(
@@ -112,10 +110,9 @@ memory_option = click.option(
     metavar="NAME",
     help="Header in which the proxy sets each user's role instead.",
 )
-@click.option(
+@build_path_option(
     "--trusted-proxy-secret-file",
     metavar="FILE",
-    type=click.Path(path_type=Path),
     help="The secret that the proxy sends, or STEPSPLIT_PROXY_SECRET.",
 )
 @click.option(
@@ -127,10 +124,9 @@ memory_option = click.option(
 @click.option("--open-to-anyone", is_flag=True, help="Allow access without authentication.")
 @click.option("--alert-url", metavar="URL",
               help="Send each alert of a watched run to this webhook, signed.")  # fmt: skip
-@click.option(
+@build_path_option(
     "--alert-secret-file",
     metavar="FILE",
-    type=click.Path(path_type=Path),
     help="The key of the signature, or STEPSPLIT_ALERT_SECRET.",
 )
 @click.option(
@@ -247,7 +243,8 @@ def worker_command(
     from stepsplit.dashboard.store.worker import WorkerOptions, choose_memory_bytes, run_worker
 
     set_up_logs(log_format)
-    signal.signal(signal.SIGTERM, _stop_worker)
+    # An exit, and not the end of the process, returns the current job to the queue.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     worker_name = name or f"{socket.gethostname()}-{os.getpid()}"
     memory_bytes = _to_bytes(memory) or choose_memory_bytes(1)
     run_worker(store, WorkerOptions(worker_name, 60 * limit, memory_bytes, parent=parent))
@@ -255,8 +252,3 @@ def worker_command(
 
 def _to_bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * 2**30)
-
-
-def _stop_worker(number: int, frame: FrameType | None) -> None:
-    """Signal handler: exits, which returns the current job to the queue."""
-    raise SystemExit(0)

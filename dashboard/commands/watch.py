@@ -14,6 +14,7 @@ import click
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.commands.common import (
     FiniteRange,
+    build_path_option,
     parse_mesh,
     print_line,
     require_package,
@@ -23,7 +24,7 @@ from stepsplit.dashboard.sinks.log_to import build_log_option, check_log_to
 
 if TYPE_CHECKING:
     from stepsplit.collectors.watch.plan import WatchPlan
-    from stepsplit.dashboard.watch_process import ReducerOptions, ReducerProcess
+    from stepsplit.dashboard.watch_process import ReducerOptions
 
 ONLY_JOB = 0
 """--attach without a process."""
@@ -33,10 +34,9 @@ ONLY_JOB = 0
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="[OPTIONS] --",
 )
-@click.option(
+@build_path_option(
     "--out",
     metavar="DIR",
-    type=click.Path(path_type=Path),
     help="Folder of the watch, an earlier one to go on with it; by default the next runs/watch.",
 )
 @click.option("--name", metavar="NAME", help="Name of the run; by default that of the folder.")
@@ -86,11 +86,10 @@ ONLY_JOB = 0
     "--attach", "target", type=int, is_flag=False, flag_value=ONLY_JOB, metavar="[PID]",
     help="Watch a running job instead of a command, by a process of it; else the only one here.",
 )  # fmt: skip
-@click.option(
+@build_path_option(
     "--send",
     "ended",
     metavar="DIR",
-    type=click.Path(path_type=Path),
     help="Send what a watch that has ended could not, from its folder, and nothing else.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -103,6 +102,7 @@ def watch_command(
     It notes the step times of all ranks, and records a few steps now and then. A running job must
     have been started with `stepsplit record --standby` or `stepsplit watch`.
     """
+    from stepsplit.collectors.attach.client import start_watch, wait_until_over
     from stepsplit.collectors.guard import CollectError
     from stepsplit.collectors.job.launcher import is_rank, read_identity
     from stepsplit.collectors.watch.command import run_watched
@@ -129,7 +129,18 @@ def watch_command(
         if is_first_here and command:
             stack.enter_context(beside)
         try:
-            status = run_watched(command, plan) if command else _watch_job(request, plan, beside)
+            if command:
+                status = run_watched(command, plan)
+            else:
+                # A running job, until it has ended or until Ctrl-C.
+                target = None if request.target == ONLY_JOB else request.target
+                ranks = start_watch(target, plan)
+                here = ", ".join(str(rank.rank) for rank in ranks[:8])
+                here += ", ..." * (len(ranks) > 8)
+                print_line(f"watching ranks {here} in {plan.out}; Ctrl-C ends it", err=True)
+                with beside:
+                    wait_until_over(ranks)
+                status = 0
         except CollectError as error:
             raise UsageError(str(error)) from None
     if is_first_here:
@@ -196,19 +207,6 @@ class WatchRequest:
             has_uploads=self.upload_captures,
             log_to=check_log_to(self.log_to),
         )
-
-
-def _watch_job(request: WatchRequest, plan: WatchPlan, beside: ReducerProcess) -> int:
-    """Watches a running job until it has ended, or until Ctrl-C."""
-    from stepsplit.collectors.attach.client import start_watch, wait_until_over
-
-    target = None if request.target == ONLY_JOB else request.target
-    ranks = start_watch(target, plan)
-    here = ", ".join(str(rank.rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    print_line(f"watching ranks {here} in {plan.out}; Ctrl-C ends it", err=True)
-    with beside:
-        wait_until_over(ranks)
-    return 0
 
 
 def _report_watch(plan: WatchPlan, options: ReducerOptions, attached: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.headline import Summary, summarize
@@ -41,28 +42,25 @@ def _list_split_terms(report: Report) -> Mapping[str, object]:
     if summary is None:
         return {}
     own = {f"{one.bucket}_ns": one.mean_ns for one in summary.buckets}
-    return {"step_ns": summary.step_ns, **own, "rows_of_steps": len(_select_rows(report))}
+    return {
+        "step_ns": summary.step_ns,
+        **own,
+        "rows_of_steps": len(select_full_steps(report.steps)),
+    }
 
 
-def _select_rows(report: Report) -> tuple[object, ...]:
-    return select_full_steps(report.steps)
-
-
-def _make_bucket_terms(bucket: str) -> Terms:
-    def list_terms(report: Report) -> Mapping[str, object]:
-        rows = select_full_steps(report.steps)
-        if not rows:
-            return {}
-        summary = _get_summary(report)
-        own = [one for one in summary.buckets if one.bucket == bucket] if summary else []
-        return {
-            f"sum_{bucket}_ns": sum(getattr(row, f"{bucket}_ns") for row in rows),
-            "rows_of_steps": len(rows),
-            f"mean_{bucket}_ns": own[0].mean_ns if own else None,
-            "share": own[0].share if own else None,
-        }
-
-    return list_terms
+def _list_bucket_terms(bucket: str, report: Report) -> Mapping[str, object]:
+    rows = select_full_steps(report.steps)
+    if not rows:
+        return {}
+    summary = _get_summary(report)
+    own = [one for one in summary.buckets if one.bucket == bucket] if summary else []
+    return {
+        f"sum_{bucket}_ns": sum(getattr(row, f"{bucket}_ns") for row in rows),
+        "rows_of_steps": len(rows),
+        f"mean_{bucket}_ns": own[0].mean_ns if own else None,
+        "share": own[0].share if own else None,
+    }
 
 
 def _list_exposed_terms(report: Report) -> Mapping[str, object]:
@@ -125,7 +123,7 @@ _BUCKET_ENTRIES = {
         f"of a run: the sum of {bucket}_ns over ranks and full steps / the number of these rows",
         _STEPS,
         "docs/method.md",
-        _make_bucket_terms(bucket),
+        partial(_list_bucket_terms, bucket),
     )
     for bucket in BUCKETS
 }

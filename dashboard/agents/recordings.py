@@ -103,30 +103,28 @@ class Recordings:
                 continue
             if problem := describe_special(place):
                 raise UsageError(f"{mark_recorded(name)} is {problem}; name a file or a folder")
-            self._refuse_links(place, base, name)
+            # The files of a folder are read with it, and those next to a file: a link that leads
+            # out of the root would show what lies outside.
+            folder = place if place.is_dir() else place.parent
+            walked = folder.rglob("*") if place.is_dir() else folder.iterdir()
+            for number, path in enumerate(walked, 1):
+                if leads_outside(path, base):
+                    inner = mark_recorded(path.relative_to(base).as_posix())
+                    raise UsageError(
+                        f"{mark_recorded(name)}: {inner} is a link that leads out of the folders"
+                        " that this server reads; remove it"
+                    )
+                if number > _MAX_FILES:
+                    raise UsageError(
+                        f"{mark_recorded(name)} has more than {_MAX_FILES:,} files; name one"
+                        " recording"
+                    )
             return place
         where = ", ".join(mark_recorded(str(root)) for root in self.roots) or "no folder"
         raise UsageError(
             f"{mark_recorded(name)}: nothing of this name below the folders that this server reads"
             f" ({where}); the tool recordings lists what there is"
         )
-
-    def _refuse_links(self, place: Path, base: Path, name: str) -> None:
-        """Raises UsageError if what is read with the place has a link that leads out of the root:
-        the files of a folder, or those next to a file."""
-        folder = place if place.is_dir() else place.parent
-        walked = folder.rglob("*") if place.is_dir() else folder.iterdir()
-        for number, path in enumerate(walked, 1):
-            if leads_outside(path, base):
-                inner = mark_recorded(path.relative_to(base).as_posix())
-                raise UsageError(
-                    f"{mark_recorded(name)}: {inner} is a link that leads out of the folders that"
-                    " this server reads; remove it"
-                )
-            if number > _MAX_FILES:
-                raise UsageError(
-                    f"{mark_recorded(name)} has more than {_MAX_FILES:,} files; name one recording"
-                )
 
     def find_job(self, name: str) -> Path:
         """The place of a job.toml, whose own references stay below the roots too."""
@@ -161,26 +159,29 @@ class Recordings:
         """The recording or run, analyzed unless it has a report. Raises StepsplitError."""
         with self._lock:
             if name.startswith(RUN):
-                return self._open_stored(name)
+                run_id, store = name.removeprefix(RUN), self.store
+                run = None if store is None else store.find_run(run_id)
+                if store is None or run is None:
+                    no_run = "no such run; the tool recordings lists them"
+                    raise UsageError(f"{mark_recorded(name)}: {no_run}")
+                if run.is_hang:
+                    problem = "has Flight Recorder dumps and no traces; use the tool hang"
+                    raise UsageError(f"{name} {problem}")
+                if run.state != "done":
+                    why = f": {mark_recorded(run.error)}" if run.error else ""
+                    raise UsageError(f"{name} is {run.state}{why}; it has no report")
+                report = store.load_report(run_id)
+                return OpenedRun(name, report, lambda: store.load_tables(run_id), None)
             path = self.find_path(name)
-            key = _fingerprint(path)
+            # What changes when a file of the recording does.
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            stats = [(str(file), file.lstat()) for file in files]
+            key = tuple((file, one.st_mtime_ns, one.st_size) for file, one in stats)
             found = self._opened.pop(key, None) or _open_path(name, path)
             self._opened[key] = found
             while len(self._opened) > _CACHED:
                 self._opened.pop(next(iter(self._opened)))
             return found
-
-    def _open_stored(self, name: str) -> OpenedRun:
-        run_id, store = name.removeprefix(RUN), self.store
-        run = None if store is None else store.find_run(run_id)
-        if store is None or run is None:
-            raise UsageError(f"{mark_recorded(name)}: no such run; the tool recordings lists them")
-        if run.is_hang:
-            raise UsageError(f"{name} has Flight Recorder dumps and no traces; use the tool hang")
-        if run.state != "done":
-            why = f": {mark_recorded(run.error)}" if run.error else ""
-            raise UsageError(f"{name} is {run.state}{why}; it has no report")
-        return OpenedRun(name, store.load_report(run_id), lambda: store.load_tables(run_id), None)
 
     def open_hang(self, name: str) -> Hang:
         """What the calls of a job hung at. Raises StepsplitError."""
@@ -215,13 +216,6 @@ def _walk_recordings(folder: Path, base: Path, depth: int) -> Iterator[ListedRun
         for entry in entries:
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                 yield from _walk_recordings(Path(entry.path), base, depth + 1)
-
-
-def _fingerprint(path: Path) -> object:
-    """What changes when a file of the recording does."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    stats = [(str(file), file.lstat()) for file in files]
-    return tuple((name, one.st_mtime_ns, one.st_size) for name, one in stats)
 
 
 def _open_path(name: str, path: Path) -> OpenedRun:

@@ -27,7 +27,7 @@ from stepsplit.dashboard.agents.queries import (
     StepsQuery,
     TimelineQuery,
 )
-from stepsplit.dashboard.agents.recordings import OpenedRun, Recordings
+from stepsplit.dashboard.agents.recordings import Recordings
 from stepsplit.dashboard.agents.unknowns import list_unknowns
 
 # What there is.
@@ -237,7 +237,26 @@ def list_waits(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
         for row in report.lateness
         if row.straggler
     ]
-    rows, unknowns = _sum_waits(opened, steps)
+    # Pairs of ranks, from the tables; without these, or with too many ranks, caused_by is all.
+    rows: list[tuple[object, ...]] = []
+    unknowns: tuple[CannotAnswer, ...] = ()
+    tables, size = opened.load_tables(), max(report.run.ranks, default=-1) + 1
+    if tables is None:
+        unknowns = (_lacks_tables("who waits for whom"),)
+    elif size > _MAX_MATRIX:
+        unknown = CannotAnswer(
+            "each pair of ranks",
+            "not_known",
+            f"there are {size:,} ranks; pairs are summed up to {_MAX_MATRIX:,}",
+            "caused_by, which has all ranks",
+        )
+        unknowns = (unknown,)
+    else:
+        waits = tables.waits.select(np.isin(tables.waits.step, list_full_steps(report.steps)))
+        sums = sum_waits_by_root(waits, size) // steps
+        pairs = np.argwhere(sums)
+        order = np.argsort(-sums[pairs[:, 0], pairs[:, 1]], kind="stable")
+        rows = [(one, other, int(sums[one, other])) for one, other in pairs[order].tolist()]
     about = (
         "caused_by: waiting of all ranks together that a rank caused, per step; rank null: the"
         " schedule, variation or unknown. rows: how long waits_rank waits per step for for_rank, at"
@@ -250,29 +269,6 @@ def list_waits(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
         rows,
         (*unknowns, *list_unknowns(report, "waits")),
     )
-
-
-def _sum_waits(
-    opened: OpenedRun, steps: int
-) -> tuple[list[tuple[object, ...]], tuple[CannotAnswer, ...]]:
-    tables = opened.load_tables()
-    if tables is None:
-        return [], (_lacks_tables("who waits for whom"),)
-    report = opened.report
-    waits = tables.waits.select(np.isin(tables.waits.step, list_full_steps(report.steps)))
-    size = max(report.run.ranks, default=-1) + 1
-    if size > _MAX_MATRIX:
-        unknown = CannotAnswer(
-            "each pair of ranks",
-            "not_known",
-            f"there are {size:,} ranks; pairs are summed up to {_MAX_MATRIX:,}",
-            "caused_by, which has all ranks",
-        )
-        return [], (unknown,)
-    sums = sum_waits_by_root(waits, size) // steps
-    pairs = np.argwhere(sums)
-    largest = pairs[np.argsort(-sums[pairs[:, 0], pairs[:, 1]], kind="stable")].tolist()
-    return [(one, other, int(sums[one, other])) for one, other in largest], ()
 
 
 _MAX_MATRIX = 2_048

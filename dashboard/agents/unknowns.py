@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.report.headline import LackingRow
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.trace import Lack
-from stepsplit.dashboard.agents.answers import CannotAnswer, mark_recorded
+from stepsplit.dashboard.agents.answers import CannotAnswer, Reason, mark_recorded
 
 Find = Callable[[Report], CannotAnswer | None]
 
@@ -30,13 +29,24 @@ class UnknownEntry:
 
 def list_unknowns(report: Report, tool: str) -> tuple[CannotAnswer, ...]:
     """What the recording cannot answer of what the tool is asked; what it has lost comes first."""
-    lost = [_describe_lack(row.lack, row.ranks) for row in _lacks(report)]
+    lost = []
+    for row in () if report.summary is None else report.summary.lacks:
+        whose = (
+            f"of ranks {units.format_number_list(row.ranks)}" if row.ranks else "of the recording"
+        )
+        lost.append(
+            CannotAnswer(
+                f"anything that rests on the lost part {whose}",
+                "incomplete_recording",
+                f"incomplete recording: {mark_recorded(row.lack)} {whose}",
+                # A report of a later version may have lost what this one does not know.
+                next(
+                    (fix for lack, fix in _FIX.items() if lack == row.lack), "a complete recording"
+                ),
+            )
+        )
     found = [entry.find(report) for entry in UNKNOWNS if tool in entry.tools]
     return (*lost, *(one for one in found if one is not None))
-
-
-def _lacks(report: Report) -> tuple[LackingRow, ...]:
-    return () if report.summary is None else report.summary.lacks
 
 
 _FIX = {
@@ -52,15 +62,12 @@ _FIX = {
 }
 
 
-def _describe_lack(lack: str, ranks: tuple[int, ...]) -> CannotAnswer:
-    whose = f"of ranks {units.format_number_list(ranks)}" if ranks else "of the recording"
-    known = next((fix for one, fix in _FIX.items() if one == lack), "a complete recording")
-    return CannotAnswer(
-        f"anything that rests on the lost part {whose}",
-        "incomplete_recording",
-        f"incomplete recording: {mark_recorded(lack)} {whose}",
-        known,
-    )
+def _if(
+    lacks: Callable[[Report], bool], question: str, reason: Reason, because: str, needed: str
+) -> Find:
+    """The same answer for every report of which the condition is true."""
+    answer = CannotAnswer(question, reason, because, needed)
+    return lambda report: answer if lacks(report) else None
 
 
 def _find_no_steps(report: Report) -> CannotAnswer | None:
@@ -72,17 +79,6 @@ def _find_no_steps(report: Report) -> CannotAnswer | None:
         "too_few",
         f"the recording has {what}",
         "three complete steps or more, marked by prof.step() or recorded by stepsplit record",
-    )
-
-
-def _find_no_mesh(report: Report) -> CannotAnswer | None:
-    if report.run.mesh is not None or report.run.world_size == 1:
-        return None
-    return CannotAnswer(
-        "which axis of the parallel layout (tp, pp, dp, cp, ep) a call, a wait or a rank is of",
-        "not_known",
-        "no mesh is stated, and the recording does not show one",
-        "analyze --mesh pp=2,dp=2,tp=2 with the job's layout, or stepsplit record",
     )
 
 
@@ -121,39 +117,6 @@ def _find_no_link(report: Report) -> CannotAnswer | None:
         f"{own}the recording does not say how fast the link should be",
         "model_comparison with a job.toml that names the [hardware], compare with a healthy run, or"
         " nccl-tests on the same nodes",
-    )
-
-
-def _find_no_model(report: Report) -> CannotAnswer | None:
-    if report.prediction is not None:
-        return None
-    return CannotAnswer(
-        "MFU, tokens per second, and how long the step should take",
-        "needs_model",
-        "the report has no model comparison",
-        "model_comparison (job 'auto' or a job.toml)",
-    )
-
-
-def _find_no_mfu(report: Report) -> CannotAnswer | None:
-    if report.prediction is None or report.mfu is not None:
-        return None
-    return CannotAnswer(
-        "MFU",
-        "not_known",
-        "the peak of this device at the training's dtype is not known",
-        "[hardware] with the peak FLOP/s in a job.toml",
-    )
-
-
-def _find_no_memory(report: Report) -> CannotAnswer | None:
-    if report.memory:
-        return None
-    return CannotAnswer(
-        "memory of any rank",
-        "not_recorded",
-        "the recording has no memory",
-        "stepsplit record, or a memory snapshot (torch.cuda.memory._dump_snapshot) with the traces",
     )
 
 
@@ -208,17 +171,6 @@ def _find_unknown_idle(report: Report) -> CannotAnswer | None:
     )
 
 
-def _find_no_shapes(report: Report) -> CannotAnswer | None:
-    if not any(row.shapes is None for row in report.slow_kernels):
-        return None
-    return CannotAnswer(
-        "whether a slow rank has a slow device or more work, for kernels without shapes",
-        "not_recorded",
-        "input shapes and grids of these kernels were not recorded",
-        "stepsplit record --shapes, or record_shapes=True",
-    )
-
-
 def _find_no_parts(report: Report) -> CannotAnswer | None:
     evidence = report.part_evidence
     unplaced = 1.0 if evidence is None else evidence.unplaced_share
@@ -237,47 +189,91 @@ def _find_no_parts(report: Report) -> CannotAnswer | None:
 _LEAST_UNPLACED = 0.2
 
 
-def _find_no_profiling_cost(report: Report) -> CannotAnswer | None:
-    if report.run.profiling_slowdown is not None:
-        return None
-    return CannotAnswer(
-        "how much the profiler itself slows the steps",
-        "not_recorded",
-        "step times without the profiler are not recorded",
-        "stepsplit record, which keeps the times of steps before and after",
-    )
-
-
-def _find_other_causes(report: Report) -> CannotAnswer | None:
-    if report.findings:
-        return None
-    return CannotAnswer(
-        "what a fix would save",
-        "not_known",
-        "no cause with a saving of 1 % of the step or more was found in what is recorded; this is"
-        " no proof that there is none",
-        "summary and idle for the largest parts; a recording with --shapes and of all ranks",
-    )
-
-
 _ON_WAITS = ("summary", "waits", "steps")
 
 UNKNOWNS = (
     UnknownEntry(
         ("recording", "summary", "findings", "steps", "waits", "critical_path"), _find_no_steps
     ),
-    UnknownEntry(("recording", "summary", "waits", "collectives"), _find_no_mesh),
+    UnknownEntry(
+        ("recording", "summary", "waits", "collectives"),
+        _if(
+            # With a single rank nothing is left to ask.
+            lambda report: report.run.mesh is None and report.run.world_size != 1,
+            "which axis of the parallel layout (tp, pp, dp, cp, ep) a call, a wait or a rank is of",
+            "not_known",
+            "no mesh is stated, and the recording does not show one",
+            "analyze --mesh pp=2,dp=2,tp=2 with the job's layout, or stepsplit record",
+        ),
+    ),
     UnknownEntry(("recording", *_ON_WAITS, "collectives"), _find_estimates),
     UnknownEntry(("collectives",), _find_no_link),
-    UnknownEntry(("recording", "summary"), _find_no_model),
-    UnknownEntry(("summary", "model_comparison"), _find_no_mfu),
-    UnknownEntry(("recording", "memory"), _find_no_memory),
+    UnknownEntry(
+        ("recording", "summary"),
+        _if(
+            lambda report: report.prediction is None,
+            "MFU, tokens per second, and how long the step should take",
+            "needs_model",
+            "the report has no model comparison",
+            "model_comparison (job 'auto' or a job.toml)",
+        ),
+    ),
+    UnknownEntry(
+        ("summary", "model_comparison"),
+        _if(
+            # Without a prediction the entry above says more.
+            lambda report: report.prediction is not None and report.mfu is None,
+            "MFU",
+            "not_known",
+            "the peak of this device at the training's dtype is not known",
+            "[hardware] with the peak FLOP/s in a job.toml",
+        ),
+    ),
+    UnknownEntry(
+        ("recording", "memory"),
+        _if(
+            lambda report: not report.memory,
+            "memory of any rank",
+            "not_recorded",
+            "the recording has no memory",
+            "stepsplit record, or a memory snapshot (torch.cuda.memory._dump_snapshot) with the"
+            " traces",
+        ),
+    ),
     UnknownEntry(("pipeline",), _find_no_pipeline),
     UnknownEntry(("waits", "findings"), _find_unexplained_waits),
     UnknownEntry(("idle",), _find_unknown_idle),
-    UnknownEntry(("findings", "kernels"), _find_no_shapes),
+    UnknownEntry(
+        ("findings", "kernels"),
+        _if(
+            lambda report: any(row.shapes is None for row in report.slow_kernels),
+            "whether a slow rank has a slow device or more work, for kernels without shapes",
+            "not_recorded",
+            "input shapes and grids of these kernels were not recorded",
+            "stepsplit record --shapes, or record_shapes=True",
+        ),
+    ),
     UnknownEntry(("parts",), _find_no_parts),
-    UnknownEntry(("recording",), _find_no_profiling_cost),
-    UnknownEntry(("findings",), _find_other_causes),
+    UnknownEntry(
+        ("recording",),
+        _if(
+            lambda report: report.run.profiling_slowdown is None,
+            "how much the profiler itself slows the steps",
+            "not_recorded",
+            "step times without the profiler are not recorded",
+            "stepsplit record, which keeps the times of steps before and after",
+        ),
+    ),
+    UnknownEntry(
+        ("findings",),
+        _if(
+            lambda report: not report.findings,
+            "what a fix would save",
+            "not_known",
+            "no cause with a saving of 1 % of the step or more was found in what is recorded;"
+            " this is no proof that there is none",
+            "summary and idle for the largest parts; a recording with --shapes and of all ranks",
+        ),
+    ),
 )
 """Entries in the order in which they are said."""

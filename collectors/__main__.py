@@ -49,7 +49,16 @@ def main(arguments: Sequence[str] | None = None, explain_stop: ExplainStop | Non
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_record(verbs)
     _add_attach(verbs, explain_stop)
-    _add_gather(verbs)
+    verb = verbs.add_parser(
+        "gather",
+        usage="stepsplit gather FOLDER ... --out DIR",
+        description="Merge the folders that the hosts of one run wrote to their local disks.",
+    )
+    verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="one per host")
+    verb.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the merged recording"
+    )
+    verb.set_defaults(run=_gather)
     try:
         with guard_output():
             options = parser.parse_args(argv)
@@ -230,19 +239,6 @@ def _attach(options: argparse.Namespace, explain_stop: ExplainStop | None) -> in
     )
     sys.stderr.write(f"{escape_controls(message)}\n")
     return 0
-
-
-def _add_gather(verbs: _Verbs) -> None:
-    verb = verbs.add_parser(
-        "gather",
-        usage="stepsplit gather FOLDER ... --out DIR",
-        description="Merge the folders that the hosts of one run wrote to their local disks.",
-    )
-    verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="one per host")
-    verb.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the merged recording"
-    )
-    verb.set_defaults(run=_gather)
 
 
 def _gather(options: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +63,13 @@ class Trainer:
         self.schedule: Any = None
         if stages > 1:
             self.schedule = build_pipeline(self.module, args, mesh, self.device_mesh, device)
-        self.text = generate_characters()
+        # The text, as indices into the alphabet; the same on every rank.
+        pick = random.Random(_TEXT_SEED).choice
+        text = " ".join(
+            f"{pick(_SUBJECTS)} {pick(_VERBS)} {pick(_SUBJECTS)} {pick(_ADVERBS)}."
+            for _ in range(_SENTENCES)
+        )
+        self.text = torch.tensor([ALPHABET.index(letter) for letter in text])
 
     def step(self, number: int) -> float | None:
         """Runs one optimizer step; returns the loss if this rank has the last stage."""
@@ -74,8 +79,14 @@ class Trainer:
         replica = self.mesh.coordinate(self.rank, "dp_replicate") * shards
         replica += self.mesh.coordinate(self.rank, "dp_shard")
         sequences = self.recipe.microbatches * self.recipe.micro_batch
-        data = draw_batch(self.text, sequences, self.recipe.seq_len, number * replicas + replica)
-        tokens, targets = data.tokens.to(self.device), data.targets.to(self.device)
+        # Random windows of the text, by a seed of the step and of the rank's data; the targets are
+        # shifted by one.
+        draw = torch.Generator().manual_seed(number * replicas + replica)
+        n_starts = len(self.text) - self.recipe.seq_len - 1
+        starts = torch.randint(n_starts, (sequences, 1), generator=draw)
+        window = self.text[starts + torch.arange(self.recipe.seq_len + 1)]
+        tokens = window[:, :-1].contiguous().to(self.device)
+        targets = window[:, 1:].contiguous().to(self.device)
         run_batch = self._run_microbatches if self.schedule is None else self._run_pipeline
         losses = run_batch(tokens, targets)
         sync_gradients(self.parameters, self.mesh, self.device_mesh)
@@ -94,7 +105,12 @@ class Trainer:
         """Runs the microbatches without a pipeline; only the last one syncs gradients."""
         count, losses = self.recipe.microbatches, []
         for index, (x, y) in enumerate(zip(tokens.chunk(count), targets.chunk(count), strict=True)):
-            with _sync_only_if(index == count - 1, self.module):
+            is_last, sync = index == count - 1, nullcontext()
+            if isinstance(self.module, FSDPModule):
+                self.module.set_requires_gradient_sync(is_last)
+            elif isinstance(self.module, nn.parallel.DistributedDataParallel) and not is_last:
+                sync = self.module.no_sync()
+            with sync:
                 loss = compute_stage_loss(self.module(x), y) / count
                 loss.backward()
             losses.append(loss.detach() * count)
@@ -106,7 +122,15 @@ def main() -> None:
     if os.environ.get(FOLLOW_STDIN):
         threading.Thread(target=_exit_with_parent, daemon=True).start()
     command = parse_command()
-    device = _join_job()
+    torch.set_num_threads(1)
+    # NCCL if each rank has a GPU, else gloo.
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        distributed.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        distributed.init_process_group("gloo")
     try:
         train_for_calibration(command, "before", device)
         losses = train(command, device)
@@ -185,26 +209,6 @@ def delay_rank(module: Any, args: DemoArgs, rank: int) -> None:
             float(torch.mm(square, square)[0, 0])
 
     module.register_forward_pre_hook(delay)
-
-
-def _join_job() -> Any:
-    """Joins the process group: NCCL if each rank has a GPU, else gloo. Returns the device."""
-    torch.set_num_threads(1)
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        distributed.init_process_group("nccl", device_id=device)
-        return device
-    distributed.init_process_group("gloo")
-    return torch.device("cpu")
-
-
-def _sync_only_if(last: bool, module: Any) -> Any:
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
-    elif isinstance(module, nn.parallel.DistributedDataParallel) and not last:
-        return module.no_sync()
-    return nullcontext()
 
 
 def _exit_with_parent() -> None:
@@ -371,31 +375,7 @@ ALPHABET = " .abcdefghijklmnopqrstuvwxyz"
 
 VOCAB = 32
 
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tokens and targets of one step, (sequences, seq_len); targets are shifted by one."""
-
-    tokens: Any
-    targets: Any
-
-
-def generate_characters(sentences: int = 500, seed: int = 7) -> Any:
-    """Generates the text as indices into the alphabet; the same on every rank."""
-    pick = random.Random(seed).choice
-    text = " ".join(
-        f"{pick(_SUBJECTS)} {pick(_VERBS)} {pick(_SUBJECTS)} {pick(_ADVERBS)}."
-        for _ in range(sentences)
-    )
-    return torch.tensor([ALPHABET.index(letter) for letter in text])
-
-
-def draw_batch(text: Any, sequences: int, seq_len: int, seed: int) -> Batch:
-    """Draws random windows of the text; the same seed gives the same windows."""
-    draw = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - seq_len - 1, (sequences, 1), generator=draw)
-    window = text[starts + torch.arange(seq_len + 1)]
-    return Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())
+_SENTENCES, _TEXT_SEED = 500, 7
 
 
 if __name__ == "__main__":

@@ -49,7 +49,11 @@ def warn_on_failure(rank: int, lost: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in DISK_FULL and error.filename:
-            _warn_full(rank, Path(error.filename).parent, error.errno)
+            folder = Path(error.filename).parent
+            if folder not in _full_folders:
+                _full_folders.add(folder)
+                name = errno.errorcode[error.errno]
+                warn_lost(rank, f"its files: {os.strerror(error.errno)} ({name}) in {folder}")
         else:
             _warn_of_error(rank, lost, error)
     except Exception as error:  # noqa: BLE001 - no user code runs in here
@@ -75,14 +79,6 @@ def is_reported_full(folder: Path) -> bool:
 def forget_full_folder(folder: Path) -> None:
     """Reports a full disk again if the folder is still full in the next recording."""
     _full_folders.discard(folder)
-
-
-def _warn_full(rank: int, folder: Path, number: int) -> None:
-    if folder in _full_folders:
-        return
-    _full_folders.add(folder)
-    name = errno.errorcode[number]
-    warn_lost(rank, f"its files: {os.strerror(number)} ({name}) in {folder}")
 
 
 def _warn_of_error(rank: int, lost: str, error: Exception) -> None:

@@ -165,7 +165,15 @@ class ProfiledRun:
             if self._logger is not None:
                 self._logger.step(self._recording.is_complete)
         elif self._watch is not None:
-            self._watch_step(self._watch)
+            if self._sampler is None and self._resumed is not None:
+                # A watch begins with the first step: before it, the steps of an earlier process
+                # are not known.
+                with warn_on_failure(read_job()[0], "its watch"):
+                    before = self._resumed.read(self._step + 1)
+                    self._sampler = start_sampler(self._watch, self._mesh, before)
+                self._resumed = None
+            if self._sampler is not None:
+                self._sampler.end_step(self._step)
         self._step += 1
 
     def stop(self, failed: bool = False) -> None:
@@ -187,15 +195,6 @@ class ProfiledRun:
         self._watch, sampler, self._sampler = None, self._sampler, None
         if sampler is not None:
             sampler.close()
-
-    def _watch_step(self, plan: WatchPlan) -> None:
-        """Ends a step of a watched job, whose watch begins with its first step."""
-        if self._sampler is None and self._resumed is not None:
-            with warn_on_failure(read_job()[0], "its watch"):
-                self._sampler = start_sampler(plan, self._mesh, self._resumed.read(self._step + 1))
-            self._resumed = None
-        if self._sampler is not None:
-            self._sampler.end_step(self._step)
 
     def __enter__(self) -> Self:
         return self.start()

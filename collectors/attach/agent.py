@@ -24,7 +24,7 @@ from stepsplit.collectors.probes.flight_recorder import read_flight_json
 from stepsplit.collectors.probes.nccl_log import build_log_path, limit_log_size, truncate_log
 from stepsplit.collectors.record.environment import build_kineto_environment
 from stepsplit.collectors.record.plan import PLAN_VARIABLE, RecordPlan
-from stepsplit.collectors.watch.plan import WATCH_VARIABLE, WatchPlan, read_watch_plan
+from stepsplit.collectors.watch.plan import WATCH_VARIABLE, read_watch_plan
 
 if TYPE_CHECKING:
     from stepsplit.collectors.record.active_recording import ActiveRecording
@@ -68,7 +68,7 @@ class Agent:
         self._watchdog.install()
         when_imported("torch.optim.optimizer", self._counter.install)
         when_imported("torch.optim.optimizer", _configure_kineto)
-        when_joined(self._handle_join)
+        when_imported(_C10D, lambda: _wrap_initialization(self._handle_join))
 
     def _handle_join(self) -> None:
         """Runs when the process group is initialized: a job may hang before its first step."""
@@ -89,16 +89,27 @@ class Agent:
         if step == _UNSTEADY_STEPS:
             self._steps_before = self._counter.read_steps_before(step + 1)
         if step >= _UNSTEADY_STEPS and self._watch is not None:
-            self._begin_watch(self._watch)
+            # This rank is sampled for as long as it runs, or until an attach ends that.
+            plan, self._watch, self._ends_watch = self._watch, None, False
+            with warn_on_failure(read_identity().rank, "its watch"):
+                from stepsplit.collectors.watch.sampler import start_sampler
+
+                self._sampler = start_sampler(plan, plan.mesh, self._steps_before)
         if self._sampler is not None:
             self._sampler.end_step(step)
-            self._end_watch_if_requested(self._sampler)
+            if self._ends_watch:
+                sampler, self._sampler, self._ends_watch = self._sampler, None, False
+                sampler.leave()
         if self._recording is not None:
             self._recording.end_step(step)
             if self._recording.over:
                 self._close()
         if self._early is not None:
-            self._end_early_step(self._early, step)
+            self._early.end_step(step)
+            if step == self._first:
+                # All ranks share the first step of the plan: from there on, its steps are kept.
+                early, self._early = self._early, None
+                early.discard()
         if self._plan is not None and step + 1 >= self._compute_begin_step(self._plan):
             self._begin(step + 1)
         elif self._plan is not None and step == 0:
@@ -134,13 +145,6 @@ class Agent:
                 )
                 self._early.begin(1)
 
-    def _end_early_step(self, early: ActiveRecording, step: int) -> None:
-        """Drops the early recording with the first step of the plan, which all ranks share."""
-        early.end_step(step)
-        if step == self._first:
-            self._early = None
-            early.discard()
-
     def _begin(self, next_step: int) -> None:
         # An earlier recording may still time the steps after it.
         self._close()
@@ -157,35 +161,10 @@ class Agent:
                     keep_earlier=True,
                     read_steps_before=self._counter.read_steps_before,
                 )
-                self._recording.begin(next_step, self._list_step_times(next_step))
-
-    def _begin_watch(self, plan: WatchPlan) -> None:
-        """Begins to sample this rank for as long as it runs, or until an attach ends it."""
-        self._watch, self._ends_watch = None, False
-        with warn_on_failure(read_identity().rank, "its watch"):
-            from stepsplit.collectors.watch.sampler import start_sampler
-
-            self._sampler = start_sampler(plan, plan.mesh, self._steps_before)
-
-    def _end_watch_if_requested(self, sampler: Sampler) -> None:
-        if self._ends_watch:
-            self._sampler, self._ends_watch = None, False
-            sampler.leave()
-
-    def _answer_watch(self, plan: WatchPlan | None) -> messages.AgentAnswer:
-        done, is_watched = self._counter.steps, self._sampler is not None or self._watch is not None
-        if plan is None:
-            self._watch, self._ends_watch = None, self._sampler is not None
-            return messages.AgentAnswer(True, done)
-        if is_watched:
-            return messages.AgentAnswer(False, done, "it is already watched")
-        self._watch = plan
-        return messages.AgentAnswer(True, done)
-
-    def _list_step_times(self, next_step: int) -> list[int]:
-        """The times of the last steps, without the first ones of the job."""
-        times_ns = [later - earlier for earlier, later in pairwise(self._times)]
-        return times_ns[max(0, _UNSTEADY_STEPS - (next_step - len(times_ns))) :]
+                # The times of the last steps, without the first ones of the job.
+                times_ns = self._list_recent_times()
+                unsteady = max(0, _UNSTEADY_STEPS - (next_step - len(times_ns)))
+                self._recording.begin(next_step, times_ns[unsteady:])
 
     def _close(self) -> None:
         recording, self._recording = self._recording, None
@@ -255,26 +234,30 @@ class Agent:
                         left_states.leave_state(self._observer.describe_loss())
                     continue
                 with connection, warn_on_failure(read_identity().rank, "a request of an attach"):
-                    self._serve_request(connection)
-
-    def _serve_request(self, connection: socket.socket) -> None:
-        if not sockets.is_of_this_user(connection):
-            return
-        # Others who only try whether this socket is in use send nothing.
-        if line := messages.read_line(connection):
-            connection.settimeout(messages.TIMEOUT_S)
-            connection.sendall(messages.format_answer(self._answer(line)))
+                    if not sockets.is_of_this_user(connection):
+                        continue
+                    # Others who only try whether this socket is in use send nothing.
+                    if line := messages.read_line(connection):
+                        connection.settimeout(messages.TIMEOUT_S)
+                        connection.sendall(messages.format_answer(self._answer(line)))
 
     def _answer(self, line: bytes) -> messages.Status | messages.AgentAnswer | messages.LookAnswer:
         question = messages.parse_request(line)
         plan = question.plan
+        done = self._counter.steps
         if question.look:
             return self._look(question.flight)
-        if question.watch is not None or question.ends_watch:
-            return self._answer_watch(question.watch)
+        if question.watch is not None:
+            if self._sampler is not None or self._watch is not None:
+                return messages.AgentAnswer(False, done, "it is already watched")
+            self._watch = question.watch
+            return messages.AgentAnswer(True, done)
+        if question.ends_watch:
+            # The sampler is left at the end of a step, by the thread that steps.
+            self._watch, self._ends_watch = None, self._sampler is not None
+            return messages.AgentAnswer(True, done)
         if plan is None:
             return self._build_status()
-        done = self._counter.steps
         if self._is_busy():
             return messages.AgentAnswer(False, done, "it is already being recorded")
         if done + 1 > (plan.first or 0) - plan.warmup:
@@ -356,11 +339,6 @@ def _configure_kineto() -> None:
 # The moment at which a process becomes a rank.
 
 _C10D = "torch.distributed.distributed_c10d"
-
-
-def when_joined(then: Callable[[], None]) -> None:
-    """Calls `then` each time this process has initialized its process group."""
-    when_imported(_C10D, lambda: _wrap_initialization(then))
 
 
 def _wrap_initialization(then: Callable[[], None]) -> None:

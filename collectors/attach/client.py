@@ -45,7 +45,10 @@ def attach_and_wait(
         if kineto_daemon.find_daemon_ranks(target):
             return _record_by_kineto(target, plan, timeout_s)
         inject_into_ranks(target, plan)
-    return _record_by_agents(target, plan, timeout_s, watch)
+    deadline = time.monotonic() + timeout_s
+    with _take_turn(_wait_for_two_steps(target, watch)[0], deadline):
+        _wait_until_free(target, deadline, watch)
+        return _record_next_steps(target, plan, timeout_s, watch)
 
 
 def _has_agent(target: int) -> bool:
@@ -53,15 +56,6 @@ def _has_agent(target: int) -> bool:
         pid in sockets.list_agents() and messages.ask_status(pid) is not None
         for pid in processes.list_process_tree(target)
     )
-
-
-def _record_by_agents(
-    target: int | None, plan: RecordPlan, timeout_s: float, watch: StopWatch
-) -> str:
-    deadline = time.monotonic() + timeout_s
-    with _take_turn(_wait_for_two_steps(target, watch)[0], deadline):
-        _wait_until_free(target, deadline, watch)
-        return _record_next_steps(target, plan, timeout_s, watch)
 
 
 def _record_next_steps(
@@ -106,22 +100,17 @@ def _build_spec(plan: RecordPlan, captured: tuple[kineto_daemon.CapturedTrace, .
     sizes = [place.world_size for place in places.values()]
     host = Path("/proc/sys/kernel/hostname").read_text().strip()
     world_size = max(*sizes, len(captured), max(each.rank for each in captured) + 1)
+    mesh = Mesh.parse(plan.mesh) if plan.mesh else None
+    if mesh is not None and mesh.world_size != world_size:
+        say(f"--mesh has {mesh.world_size} ranks but the job has {world_size}: it is ignored")
+        mesh = None
     return RunSpec(
         name=plan.name,
         world_size=world_size,
         backend="",
-        mesh=_check_mesh(plan.mesh, world_size),
+        mesh=mesh,
         ranks=tuple(RankInfo(e.rank, places[e.pid].local_rank, host, e.pid, "") for e in captured),
     )
-
-
-def _check_mesh(text: str, world_size: int) -> Mesh | None:
-    """The mesh that the user states; None, with a message, if it does not match the job."""
-    mesh = Mesh.parse(text) if text else None
-    if mesh is None or mesh.world_size == world_size:
-        return mesh
-    say(f"--mesh has {mesh.world_size} ranks but the job has {world_size}: it is ignored")
-    return None
 
 
 # One recording of a job at a time.

@@ -49,16 +49,13 @@ def inject(pid: int, plan: RecordPlan) -> None:
         file.write(script)
     try:
         remote_exec(pid, file.name)
-        _await_agent(pid)
+        # The agent answers from the end of the next step on.
+        deadline = time.monotonic() + _AGENT_TIMEOUT_S
+        while messages.ask_status(pid) is None:
+            if time.monotonic() > deadline:
+                raise CollectError(f"process {pid} did not end a step in {_AGENT_TIMEOUT_S:.0f} s")
+            time.sleep(0.2)
     except (OSError, RuntimeError) as error:
         raise CollectError(f"cannot run code in process {pid}: {error}") from None
     finally:
         Path(file.name).unlink()
-
-
-def _await_agent(pid: int) -> None:
-    deadline = time.monotonic() + _AGENT_TIMEOUT_S
-    while messages.ask_status(pid) is None:
-        if time.monotonic() > deadline:
-            raise CollectError(f"process {pid} did not end a step in {_AGENT_TIMEOUT_S:.0f} s")
-        time.sleep(0.2)

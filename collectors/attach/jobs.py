@@ -22,17 +22,21 @@ def find_job_ranks(target: int | None, or_else: str = _OR_DAEMON) -> tuple[messa
             jobs[status.job].append(status)
     if target is not None:
         matching = [
-            job for job in jobs.values() if any(_is_of_process(rank, target) for rank in job)
+            job
+            for job in jobs.values()
+            if any(target in (one.pid, *processes.list_ancestors(one.pid)) for one in job)
         ]
     else:
         matching = list(jobs.values())
-    if len(matching) != 1:
-        raise CollectError(_explain_job_choice(matching, target, or_else))
+    if len(matching) > 1:
+        raise CollectError(_list_choices([job[0].pid for job in matching], "are on standby"))
+    if not matching:
+        what = "no job" if target is None else f"no rank of process {target}"
+        raise CollectError(
+            f"{what} on this host is on standby, or no step has ended yet; start the job with"
+            f" stepsplit record --standby -- ...{or_else}"
+        )
     return tuple(sorted(matching[0], key=lambda rank: rank.rank))
-
-
-def _is_of_process(rank: messages.Status, target: int) -> bool:
-    return target in (rank.pid, *processes.list_ancestors(rank.pid))
 
 
 def _list_choices(pids: Sequence[int], what: str) -> str:
@@ -41,53 +45,34 @@ def _list_choices(pids: Sequence[int], what: str) -> str:
     return f"{len(pids)} jobs {what} on this host; choose a process of one: {named}"
 
 
-def _explain_job_choice(
-    jobs: Sequence[Sequence[messages.Status]], target: int | None, or_else: str
-) -> str:
-    if jobs:
-        return _list_choices([job[0].pid for job in jobs], "are on standby")
-    what = "no job" if target is None else f"no rank of process {target}"
-    return (
-        f"{what} on this host is on standby, or no step has ended yet; start the job with"
-        f" stepsplit record --standby -- ...{or_else}"
-    )
-
-
 def find_processes(target: int | None) -> list[int]:
     """The processes of the job's ranks on this host. Raises CollectError if it is not one job."""
     if target is not None and not processes.is_process_alive(target):
         raise CollectError(f"no process {target} on this host; name a rank or the launcher")
     jobs: dict[str, list[int]] = {}
+    left = {one.pid: one.job for one in reversed(left_states.read_left_states())}
     for pid in filter(processes.is_process_alive, sockets.list_agents()):
-        jobs.setdefault(_name_job(pid), []).append(pid)
+        name = left.get(pid)
+        if name is None:
+            # It has left nothing: a job of one rank does not.
+            answer = messages.ask_look(pid)
+            name = f"process {pid}" if answer is None else answer.state.job
+        jobs.setdefault(name, []).append(pid)
     if target is not None:
         jobs = {
             name: pids
             for name, pids in jobs.items()
             if any(target in (pid, *processes.list_ancestors(pid)) for pid in pids)
         }
-    if len(jobs) != 1:
-        raise CollectError(_explain_choice(list(jobs.values()), target))
+    if len(jobs) > 1:
+        raise CollectError(_list_choices([pids[0] for pids in jobs.values()], "have an agent"))
+    if not jobs:
+        what = "no job on this host" if target is None else f"no rank of process {target}"
+        raise CollectError(
+            f"{what} has an agent; start the job with stepsplit record [--standby] -- ..., or name"
+            " a folder with the Flight Recorder dumps of the ranks"
+        )
     return next(iter(jobs.values()))
-
-
-def _name_job(pid: int) -> str:
-    """The name of the process's job, by what it has left or else by its agent."""
-    left = next((one for one in left_states.read_left_states() if one.pid == pid), None)
-    if left is not None:
-        return left.job
-    answer = messages.ask_look(pid)
-    return f"process {pid}" if answer is None else answer.state.job
-
-
-def _explain_choice(jobs: Sequence[Sequence[int]], target: int | None) -> str:
-    if jobs:
-        return _list_choices([job[0] for job in jobs], "have an agent")
-    what = "no job on this host" if target is None else f"no rank of process {target}"
-    return (
-        f"{what} has an agent; start the job with stepsplit record [--standby] -- ..., or name"
-        " a folder with the Flight Recorder dumps of the ranks"
-    )
 
 
 def find_running_rank(spec: RunSpec) -> int | None:

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,20 +64,6 @@ def capture(target: int, plan: RecordPlan, timeout_s: float) -> tuple[CapturedTr
     ranks = find_daemon_ranks(target)
     folder = Path(plan.out).absolute()
     make_owner_folder(folder)
-    with _open_daemon_socket(next(iter(ranks))) as server:
-        _configure(server, ranks, _format_configuration(folder, plan))
-    expected = [
-        CapturedTrace(pid, rank, folder / f"kineto_{pid}.json") for pid, rank in ranks.items()
-    ]
-    _wait_for_traces([each.trace for each in expected], time.monotonic() + timeout_s)
-    for each in expected:
-        # Kineto writes them under the umask of the job, which may be of another user.
-        with suppress(PermissionError):
-            each.trace.chmod(PRIVATE)
-    return tuple(sorted(expected, key=lambda each: each.rank))
-
-
-def _format_configuration(folder: Path, plan: RecordPlan) -> str:
     lines = {
         "ACTIVITIES_LOG_FILE": folder / "kineto.json",
         "ACTIVITIES_ITERATIONS": plan.steps,
@@ -88,7 +74,22 @@ def _format_configuration(folder: Path, plan: RecordPlan) -> str:
         "PROFILE_PROFILE_MEMORY": str(plan.memory).lower(),
         "PROFILE_WITH_STACK": str(plan.stacks).lower(),
     }
-    return "".join(f"{name}={value}\n" for name, value in lines.items())
+    with _open_daemon_socket(next(iter(ranks))) as server:
+        _configure(server, ranks, "".join(f"{name}={value}\n" for name, value in lines.items()))
+    expected = [
+        CapturedTrace(pid, rank, folder / f"kineto_{pid}.json") for pid, rank in ranks.items()
+    ]
+    # Kineto does not say when it has written a trace: its file then ends as JSON does.
+    deadline = time.monotonic() + timeout_s
+    while missing := next((one.trace for one in expected if not _is_complete(one.trace)), None):
+        if time.monotonic() > deadline:
+            raise CollectError(f"{missing}: not written in time; is the job still running steps?")
+        time.sleep(_POLL_S)
+    for each in expected:
+        # Kineto writes them under the umask of the job, which may be of another user.
+        with suppress(PermissionError):
+            each.trace.chmod(PRIVATE)
+    return tuple(sorted(expected, key=lambda each: each.rank))
 
 
 @contextmanager
@@ -149,12 +150,20 @@ def _configure(server: socket.socket, ranks: Collection[int], text: str) -> None
             message, credentials, _, sender = server.recvmsg(65536, _CREDENTIALS_BYTES)
         except TimeoutError:
             continue
-        pid, uid = _read_sender(credentials)
+        # The kernel says who has sent it; without that, (0, -1) is no rank.
+        pid, uid = 0, -1
+        for level, what, data in credentials:
+            if (level, what) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                pid, uid, _ = _CREDENTIALS.unpack(data)
         if pid not in ranks or uid != _read_owner(pid):
             if len(strangers) < _MAX_NAMED:
                 strangers.add(f"process {pid} of user {uid}")
             continue
-        kind = _unpack_kind(message)
+        # Of the body nothing is needed: it says the pid of its process, which the kernel says too.
+        kind = ""
+        if len(message) >= _HEAD.size:
+            _, name = _HEAD.unpack_from(message)
+            kind = name.rstrip(b"\0").decode(errors="replace")
         if kind == "ctxt":
             _send_reply(server, sender, kind, struct.pack("=i", 1))
         elif kind == "req":
@@ -173,43 +182,16 @@ _CREDENTIALS_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size)
 _MAX_NAMED = 3
 
 
-def _read_sender(credentials: Sequence[tuple[int, int, bytes]]) -> tuple[int, int]:
-    """The pid and uid of a sender; (0, -1) without credentials."""
-    for level, kind, data in credentials:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-            pid, uid, _ = _CREDENTIALS.unpack(data)
-            return pid, uid
-    return 0, -1
-
-
 def _read_owner(pid: int) -> int | None:
     with suppress(OSError):
         return Path(f"/proc/{pid}").stat().st_uid
     return None
 
 
-def _unpack_kind(message: bytes) -> str:
-    """The kind of a message; "" if it is malformed. Of its body nothing is needed: it says the pid
-    of its process, which the kernel says too."""
-    if len(message) < _HEAD.size:
-        return ""
-    _, kind = _HEAD.unpack_from(message)
-    return str(kind.rstrip(b"\0").decode(errors="replace"))
-
-
 def _send_reply(server: socket.socket, sender: str | bytes, kind: str, body: bytes) -> None:
     # The process may have ended meanwhile; it is then reported as not configured.
     with suppress(OSError, TypeError):
         server.sendto(_HEAD.pack(len(body), kind.encode()) + body, sender)
-
-
-def _wait_for_traces(traces: Sequence[Path], deadline: float) -> None:
-    """Returns when all the files are complete."""
-    while not all(_is_complete(trace) for trace in traces):
-        if time.monotonic() > deadline:
-            missing = next(trace for trace in traces if not _is_complete(trace))
-            raise CollectError(f"{missing}: not written in time; is the job still running steps?")
-        time.sleep(_POLL_S)
 
 
 def _is_complete(trace: Path) -> bool:

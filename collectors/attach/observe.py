@@ -46,15 +46,30 @@ def observe_job(target: int | None, out: Path) -> tuple[rank_state.RankState, ..
         looks.append(_look_at_all(pids))
     stopped = not _has_progress(*looks[-2:])
     answers = _look_at_all(pids, flight=True) if stopped else looks[-1]
-    states = [_join_looks(pid, answer, looks[-2]) for pid, answer in answers.items()]
+    states = [
+        _describe_silent(pid)
+        if answer is None
+        # Its looks in order: that before may have had no answer.
+        else replace(
+            answer.state, looks=(*(before.state.looks if before else ()), *answer.state.looks)
+        )
+        for pid, answer, before in ((pid, one, looks[-2][pid]) for pid, one in answers.items())
+    ]
     states = _add_ended(states)
     try:
         make_owner_folder(out)
         for state in states:
             rank_state.write_state(out, state)
-        _write_dumps(out, answers)
+        for answer in answers.values():
+            if answer is not None and answer.flight:
+                name = f"rank{answer.state.rank}_flight.json"
+                write_whole(out / name, answer.flight.encode())
         if stopped:
-            _write_ras(out, pids)
+            # What NCCL's RAS says, if it answers; it may be that of another job.
+            said = ask_ras(processes.read_environment(pids[0]))
+            named = {int(number) for number in _RAS_PROCESS.findall(said)}
+            if named & set(pids):
+                write_whole(out / rank_state.RAS_NAME, said.encode())
     except OSError as error:
         raise CollectError(f"{out}: {error.strerror}; choose another --out") from None
     return tuple(states)
@@ -96,18 +111,6 @@ def _read_progress(state: rank_state.RankState) -> tuple[int, int]:
     return state.looks[-1].steps, state.looks[-1].calls
 
 
-def _join_looks(
-    pid: int, answer: messages.LookAnswer | None, earlier: _Answers
-) -> rank_state.RankState:
-    """The state of a rank with its looks in order, or what its process says without an agent."""
-    if answer is None:
-        return _describe_silent(pid)
-    before = earlier[pid]
-    if before is None:
-        return answer.state
-    return replace(answer.state, looks=(*before.state.looks, *answer.state.looks))
-
-
 def _describe_silent(pid: int) -> rank_state.RankState:
     """The state of a rank that does not answer, by what it has left or else its environment."""
     condition = rank_state.SILENT if processes.is_process_alive(pid) else rank_state.ENDED
@@ -134,20 +137,6 @@ def _add_ended(states: Sequence[rank_state.RankState]) -> list[rank_state.RankSt
         if left.job == first.job and left.rank < first.world_size:
             known.setdefault(left.rank, left)
     return [known[rank] for rank in sorted(known)]
-
-
-def _write_dumps(out: Path, answers: _Answers) -> None:
-    for answer in answers.values():
-        if answer is not None and answer.flight:
-            write_whole(out / f"rank{answer.state.rank}_flight.json", answer.flight.encode())
-
-
-def _write_ras(out: Path, pids: Sequence[int]) -> None:
-    """Writes what NCCL's RAS says of this job, if it answers; it may be that of another job."""
-    said = ask_ras(processes.read_environment(pids[0]))
-    named = {int(number) for number in _RAS_PROCESS.findall(said)}
-    if named & set(pids):
-        write_whole(out / rank_state.RAS_NAME, said.encode())
 
 
 _RAS_PROCESS = re.compile(r'(?:"pid": *|\b[Pp]rocess )(\d+)')

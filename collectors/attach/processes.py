@@ -52,7 +52,7 @@ def is_process_alive(pid: int) -> bool:
 def list_ancestors(pid: int) -> list[int]:
     """The ancestors of the process, its parent first."""
     parents: list[int] = []
-    while (pid := _read_parent(pid)) > 1:
+    while (fields := _read_stat(pid)) and (pid := int(fields[1])) > 1:
         parents.append(pid)
     return parents
 
@@ -61,11 +61,6 @@ def list_process_tree(pid: int) -> list[int]:
     """The process and all of its descendants, in order."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return sorted(each for each in pids if each == pid or pid in list_ancestors(each))
-
-
-def _read_parent(pid: int) -> int:
-    fields = _read_stat(pid)
-    return int(fields[1]) if fields else 0
 
 
 def _read_stat(pid: int) -> list[str]:

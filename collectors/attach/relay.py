@@ -71,12 +71,9 @@ def _forward_published_plans() -> None:
             text = job_store.wait_for_value(f"attach/{number}", _FOREVER_S, messages.POLL_S)
             if text is None:
                 return
-            _ask_ranks(parse_plan(text))
-
-
-def _ask_ranks(plan: RecordPlan) -> None:
-    """Asks the ranks of this host to record; ranks that already have the plan refuse as busy."""
-    for pid in sockets.list_agents():
-        status = messages.ask_status(pid)
-        if status is not None and status.job == read_job_name():
-            messages.ask_record(pid, plan, relayed=True)
+            # Ranks that already have the plan refuse as busy.
+            plan = parse_plan(text)
+            for pid in sockets.list_agents():
+                status = messages.ask_status(pid)
+                if status is not None and status.job == read_job_name():
+                    messages.ask_record(pid, plan, relayed=True)

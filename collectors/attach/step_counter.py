@@ -41,7 +41,7 @@ class StepCounter:
         """Hooks into every optimizer of the process."""
         listener = Listener(self._enter_step, self._exit_step)
         add_listener(listener)
-        wrap_engines(listener)
+        when_imported(_ENGINE, lambda: _wrap_engine(listener))
 
     def read_steps_before(self, steps_ended: int) -> int:
         """The steps of a resumed job before this process, by its optimizer; 0 if unknown.
@@ -62,7 +62,14 @@ class StepCounter:
         running = self._running
         while running and running.pop() is not optimizer:
             pass
-        if not running and self._is_leader(id(optimizer)):
+        if running:
+            return
+        # The leader is replaced by an optimizer that steps often without it.
+        own = id(optimizer)
+        self._others[own] += 1
+        if self._leader is None or self._others[own] >= LEADER_CHANGE_STEPS:
+            self._leader = own
+        if own == self._leader:
             self._others.clear()
             self.steps += 1
             self._stepped = optimizer
@@ -71,12 +78,6 @@ class StepCounter:
             finally:
                 # Not kept, as the script may drop it.
                 self._stepped = None
-
-    def _is_leader(self, optimizer: int) -> bool:
-        self._others[optimizer] += 1
-        if self._leader is None or self._others[optimizer] >= LEADER_CHANGE_STEPS:
-            self._leader = optimizer
-        return optimizer == self._leader
 
 
 def _is_stepping(optimizer: Any) -> bool:
@@ -95,12 +96,8 @@ def _is_stepping(optimizer: Any) -> bool:
 _ENGINE = "deepspeed.runtime.engine"
 
 
-def wrap_engines(listener: Listener) -> None:
-    """Reports each step of a DeepSpeed engine to the listener, as an outer optimizer."""
-    when_imported(_ENGINE, lambda: _wrap_engine(listener))
-
-
 def _wrap_engine(listener: Listener) -> None:
+    """Reports each step of a DeepSpeed engine to the listener, as an outer optimizer."""
     engine_type: Any = getattr(sys.modules[_ENGINE], "DeepSpeedEngine", None)
     original = getattr(engine_type, "_take_model_step", None)
     if original is None:

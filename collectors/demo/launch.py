@@ -101,29 +101,27 @@ def _start(command: Sequence[str], world_size: int, logs: Path, stack: ExitStack
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
-                env=_build_rank_environment(rank, world_size, port),
+                env=build_helper_environment(
+                    {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(world_size),
+                        "LOCAL_WORLD_SIZE": str(world_size),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(port),
+                        "GLOO_SOCKET_IFNAME": "lo",
+                        "NCCL_SOCKET_IFNAME": "lo",
+                        "OMP_NUM_THREADS": "1",
+                        # Keep freed memory: returning and reallocating it causes page faults in
+                        # random steps.
+                        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+                        "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+                        FOLLOW_STDIN: "1",
+                    }
+                ),
             )
         ranks.append(_Rank(rank, process, stdout, stderr))
     return ranks
-
-
-def _build_rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    added = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        # Keep freed memory: returning and reallocating it causes page faults in random steps.
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-        FOLLOW_STDIN: "1",
-    }
-    return build_helper_environment(added)
 
 
 def _wait_for_ranks(ranks: Sequence[_Rank], deadline: float) -> None:

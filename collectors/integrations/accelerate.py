@@ -43,19 +43,16 @@ def profile_accelerator(
     Enter it after accelerator.prepare(...), so that run.json includes the model.
     """
     run = LazyRecording(out, **options)
+    # The classes whose step() a loop calls; with DeepSpeed the step happens in backward.
+    import_library("accelerate.utils", "accelerate")
+    base = import_library("accelerate.optimizer", "accelerate").AcceleratedOptimizer
+    kinds = [base, *(each for each in base.__subclasses__() if "step" in vars(each))]
     with ExitStack() as undo:
         ended = _StepListener(run)
-        for kind in _list_optimizer_types():
+        for kind in kinds:
             undo.enter_context(call_after_each(kind, "step", ended))
         undo.enter_context(run.record_around(lambda: _read_accelerator_spec(accelerator)))
         yield
-
-
-def _list_optimizer_types() -> list[type]:
-    """The classes whose step() a loop calls; with DeepSpeed the step happens in backward."""
-    import_library("accelerate.utils", "accelerate")
-    base = import_library("accelerate.optimizer", "accelerate").AcceleratedOptimizer
-    return [base, *(each for each in base.__subclasses__() if "step" in vars(each))]
 
 
 class _StepListener:
@@ -107,7 +104,13 @@ def read_mesh(state: Any) -> dict[str, int] | None:
         # accelerate's sp shards sequences, as cp does.
         names = ("cp" if name == "sp" else name for name in mesh.mesh_dim_names)
         return dict(zip(names, mesh.shape, strict=True))
-    axis = _find_data_axis(state)
+    kind, axis = state.distributed_type.name, None
+    if kind == "DEEPSPEED":
+        axis = choose_data_axis(state.deepspeed_plugin.zero_stage)
+    elif kind == "FSDP":
+        axis = _find_fsdp_axis(state.fsdp_plugin)
+    elif kind == "NO" or kind.startswith("MULTI_"):
+        axis = "dp_replicate"
     return None if axis is None else {axis: state.num_processes}
 
 
@@ -131,15 +134,6 @@ def read_sharding(state: Any) -> tuple[int | None, str | None]:
 def infer_framework(state: Any, plain: str) -> str:
     """The training framework: deepspeed, or `plain` otherwise."""
     return "deepspeed" if state.distributed_type.name == "DEEPSPEED" else plain
-
-
-def _find_data_axis(state: Any) -> str | None:
-    kind = state.distributed_type.name
-    if kind == "DEEPSPEED":
-        return choose_data_axis(state.deepspeed_plugin.zero_stage)
-    if kind == "FSDP":
-        return _find_fsdp_axis(state.fsdp_plugin)
-    return "dp_replicate" if kind == "NO" or kind.startswith("MULTI_") else None
 
 
 def _find_fsdp_axis(plugin: Any) -> str | None:

@@ -95,7 +95,8 @@ def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
     microbatches = trainer.accumulate_grad_batches
     sequences = None
     if micro_batch is not None and mesh is not None:
-        sequences = micro_batch * microbatches * _count_replicas(mesh)
+        replicas = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+        sequences = micro_batch * microbatches * replicas
     strategy = trainer.strategy
     kind = type(strategy).__name__
     zero, offload = None, describe_fsdp_offload(getattr(strategy, "cpu_offload", None))
@@ -115,10 +116,6 @@ def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
     )
 
 
-def _count_replicas(mesh: dict[str, int]) -> int:
-    return mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
-
-
 def _read_mesh(trainer: Any) -> dict[str, int] | None:
     """{axis: size}, outermost first; None if the strategy does not define it."""
     strategy, ranks = trainer.strategy, trainer.world_size
@@ -127,17 +124,13 @@ def _read_mesh(trainer: Any) -> dict[str, int] | None:
         mesh = strategy.device_mesh
         return {_AXES[dim]: n for dim, n in zip(mesh.mesh_dim_names, mesh.shape, strict=True)}
     if kind == "FSDPStrategy":
-        return _read_fsdp_mesh(strategy, ranks)
-    if kind == "DeepSpeedStrategy":
-        return {choose_data_axis(read_zero_config(strategy.config)[0]): ranks}
-    return {"dp_replicate": ranks} if kind in ("DDPStrategy", "SingleDeviceStrategy") else None
-
-
-def _read_fsdp_mesh(strategy: Any, ranks: int) -> dict[str, int] | None:
-    name = strategy.sharding_strategy.name
-    if "HYBRID" in name:
+        name = strategy.sharding_strategy.name
+        if "HYBRID" not in name:
+            return {"dp_replicate" if name == "NO_SHARD" else "dp_shard": ranks}
         # Without a mesh, its groups are not known here.
         mesh = strategy.kwargs.get("device_mesh")
         sizes = mesh if isinstance(mesh, tuple) else getattr(mesh, "shape", ())
         return dict(zip(("dp_replicate", "dp_shard"), sizes, strict=True)) if sizes else None
-    return {"dp_replicate" if name == "NO_SHARD" else "dp_shard": ranks}
+    if kind == "DeepSpeedStrategy":
+        return {choose_data_axis(read_zero_config(strategy.config)[0]): ranks}
+    return {"dp_replicate": ranks} if kind in ("DDPStrategy", "SingleDeviceStrategy") else None

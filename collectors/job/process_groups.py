@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import suppress
 
 import torch
 from torch import distributed
@@ -51,13 +51,10 @@ def count_calls() -> int:
     """The collectives called so far on this rank, the sum of its groups' sequence numbers."""
     world = getattr(getattr(distributed, "distributed_c10d", None), "_world", None)
     groups = [group for group, ranks in getattr(world, "pg_group_ranks", {}).items() if ranks]
-    return sum(_read_sequence_number(group) for group in groups)
-
-
-def _read_sequence_number(group: Any) -> int:
-    read = getattr(group, "_get_sequence_number_for_group", None)
-    try:
-        return 0 if read is None else int(read())
-    except RuntimeError:
-        # The backend keeps no sequence numbers.
-        return 0
+    calls = 0
+    for group in groups:
+        read = getattr(group, "_get_sequence_number_for_group", None)
+        # Some backends keep no sequence numbers, and raise.
+        with suppress(RuntimeError):
+            calls += 0 if read is None else int(read())
+    return calls

@@ -8,6 +8,7 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,12 @@ class RankDescription:
 def describe_rank() -> RankDescription:
     """The description of this rank."""
     rank, _, _ = read_job()
-    info = RankInfo(
-        rank, read_identity().local_rank, socket.gethostname(), os.getpid(), _describe_device()
-    )
+    device = "cpu"
+    # Do not initialize CUDA in a job that trains on the CPU.
+    if torch.cuda.is_initialized():
+        index = torch.cuda.current_device()
+        device = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+    info = RankInfo(rank, read_identity().local_rank, socket.gethostname(), os.getpid(), device)
     # Only a group's first member describes it: at 10,000 ranks, all members would send 1 GB.
     led = tuple(group for group in list_groups() if group.ranks[0] == rank)
     return RankDescription(info, led, read_host_info())
@@ -87,7 +91,13 @@ def _fetch_descriptions(store: Any, run: str, ranks: Sequence[int]) -> dict[int,
     keys = [_build_store_key(run, rank) for rank in ranks]
     if store.check(keys):
         values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-        return dict(zip(ranks, map(_decode_description, values), strict=True))
+        found = {}
+        for rank, text in zip(ranks, values, strict=True):
+            body = json.loads(text)
+            groups = tuple(map(decode_group, body["groups"]))
+            machine = HostInfo(**body["machine"])
+            found[rank] = RankDescription(RankInfo(**body["rank"]), groups, machine)
+        return found
     if len(ranks) == 1:
         return {}
     half = len(ranks) // 2
@@ -96,22 +106,8 @@ def _fetch_descriptions(store: Any, run: str, ranks: Sequence[int]) -> dict[int,
     )
 
 
-def _describe_device() -> str:
-    # Do not initialize CUDA in a job that trains on the CPU.
-    if not torch.cuda.is_initialized():
-        return "cpu"
-    index = torch.cuda.current_device()
-    return f"cuda:{index} {torch.cuda.get_device_name(index)}"
-
-
 def _build_store_key(run: str, rank: int) -> str:
     return f"stepsplit/{run}/{rank}"
-
-
-def _decode_description(text: bytes) -> RankDescription:
-    body = json.loads(text)
-    led = tuple(map(decode_group, body["groups"]))
-    return RankDescription(RankInfo(**body["rank"]), led, HostInfo(**body["machine"]))
 
 
 # The host of a rank.
@@ -120,21 +116,17 @@ def _decode_description(text: bytes) -> RankDescription:
 def read_host_info() -> HostInfo:
     """This host; its GPUs are read only if the process already uses CUDA."""
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return HostInfo(
         host=socket.gethostname(),
-        cpu=_read_cpu_name(),
+        # ARM has no model name there.
+        cpu=next(models, platform.machine()),
         cores=os.cpu_count() or 0,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         gpu=torch.cuda.get_device_name() if gpus else None,
         gpus=gpus,
         gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
     )
-
-
-def _read_cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from stepsplit.collectors.guard import warn_lost
@@ -32,10 +31,15 @@ def dump_flight_json(rank: int, since_unix_ns: int) -> bytes | None:
         text = _call_recorder(name)
         first = _find_first_entry(text)
         if first is not None and first not in first_entries:
-            _warn_of_lost_entries(rank, text, first, since_unix_ns)
+            if first.get("record_id", 0) > 0 and first.get("time_created_ns", 0) > since_unix_ns:
+                # The recorder is a ring: what came before its first entry was overwritten.
+                n_entries = text.count('"record_id"')
+                lost = f"all but the last {n_entries} collectives of its Flight Recorder"
+                warn_lost(rank, f"{lost}; set a larger TORCH_FR_BUFFER_SIZE before the job starts")
             dumps.append(text)
             first_entries.append(first)
-    if _trains_with_nccl() and not any(_is_of_nccl(first) for first in first_entries):
+    names = [str(first.get("profiling_name", "")) for first in first_entries]
+    if _trains_with_nccl() and not any(name.startswith("nccl") for name in names):
         reason = "it is empty; set TORCH_FR_BUFFER_SIZE=20000 before the job starts"
         warn_lost(
             rank, f"NCCL's Flight Recorder: {reason} (TORCH_NCCL_TRACE_BUFFER_SIZE, old name)"
@@ -74,19 +78,6 @@ def _find_first_entry(dump: str) -> dict[str, Any] | None:
     return entry
 
 
-def _warn_of_lost_entries(
-    rank: int, dump: str, first: Mapping[str, Any], since_unix_ns: int
-) -> None:
-    if first.get("record_id", 0) > 0 and first.get("time_created_ns", 0) > since_unix_ns:
-        n_entries = dump.count('"record_id"')
-        lost = f"all but the last {n_entries} collectives of its Flight Recorder"
-        warn_lost(rank, f"{lost}; set a larger TORCH_FR_BUFFER_SIZE before the job starts")
-
-
-def _is_of_nccl(entry: Mapping[str, Any]) -> bool:
-    return str(entry.get("profiling_name", "")).startswith("nccl")
-
-
 def _trains_with_nccl() -> bool:
     """Whether this process has a group of several ranks on NCCL (or RCCL) and uses a GPU."""
     import torch
@@ -104,7 +95,9 @@ def _merge_dumps(one: str, other: str) -> str:
     """The entries and groups of both dumps; only the smaller one is decoded."""
     large, small = (one, other) if len(one) >= len(other) else (other, one)
     body = json.loads(small)
-    entries = [_renumber_group(entry) for entry in body["entries"]]
+    entries = [
+        entry | {"pg_id": entry.get("pg_id", 0) + _OTHER_GROUPS} for entry in body["entries"]
+    ]
     statuses = {
         str(int(number) + _OTHER_GROUPS): status
         for number, status in body.get("pg_status", {}).items()
@@ -112,10 +105,6 @@ def _merge_dumps(one: str, other: str) -> str:
     large = _insert(large, '"entries"', "[", json.dumps(entries))
     large = _insert(large, '"pg_config"', "{", json.dumps(body.get("pg_config", {})))
     return _insert(large, '"pg_status"', "{", json.dumps(statuses))
-
-
-def _renumber_group(entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"pg_id": entry.get("pg_id", 0) + _OTHER_GROUPS}
 
 
 def _insert(dump: str, key: str, bracket: str, more: str) -> str:

@@ -43,11 +43,23 @@ def read_gpu(uuid: str) -> GpuReading:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return GpuReading(None, "pynvml (nvidia-ml-py) is not installed")
+    note = ""
     try:
         nvml.nvmlInit()
-        handle, note = _open_device(nvml, uuid)
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except Exception:  # noqa: BLE001 - NVML has an error class per reason
+            # It is the id of a MIG instance, which has no readings of its own.
+            part = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+            handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+            note = "a MIG instance: clock, throttling and links are those of the whole GPU"
     except Exception as error:  # noqa: BLE001 - NVML has an error class per reason
         return GpuReading(None, f"NVML cannot read GPU {uuid}: {error}")
+    # The replays of all NVLinks together; unknown if the GPU has no NVLink.
+    kind = getattr(nvml, "NVML_NVLINK_ERROR_DL_REPLAY", None)
+    ask = nvml.nvmlDeviceGetNvLinkErrorCounter
+    counts = [_query_or_none(partial(ask, handle, link, kind)) for link in range(_MAX_LINKS)]
+    known = [count for count in counts if count is not None]
     state = GpuState(
         at_unix_ns=time.time_ns(),
         sm_clock_mhz=_query_or_none(
@@ -56,28 +68,9 @@ def read_gpu(uuid: str) -> GpuReading:
         throttle_reasons=_query_or_none(
             lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         ),
-        link_errors=_sum_link_errors(nvml, handle),
+        link_errors=sum(known) if known else None,
     )
     return GpuReading(state, note)
-
-
-def _open_device(nvml: Any, uuid: str) -> tuple[Any, str]:
-    """The handle of the GPU, or of the whole one that a MIG instance is a part of."""
-    try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), ""
-    except Exception:  # noqa: BLE001 - NVML has an error class per reason
-        part = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-    whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
-    return whole, "a MIG instance: clock, throttling and links are those of the whole GPU"
-
-
-def _sum_link_errors(nvml: Any, handle: Any) -> int | None:
-    """The number of replays of all NVLinks together; None if the GPU has no NVLink."""
-    kind = getattr(nvml, "NVML_NVLINK_ERROR_DL_REPLAY", None)
-    ask = nvml.nvmlDeviceGetNvLinkErrorCounter
-    counts = [_query_or_none(partial(ask, handle, link, kind)) for link in range(_MAX_LINKS)]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
 
 
 def _query_or_none(question: Callable[[], Any]) -> int | None:

@@ -167,14 +167,13 @@ class ClockServer:
                 for key, _ in selector.select(deadline - now_s):
                     tokens -= 1
                     with suppress(OSError):
-                        self._answer_one(key.data)
-
-    def _answer_one(self, server: socket.socket) -> None:
-        datagram, sender = server.recvfrom(_DATAGRAM.size + 1)
-        request = _unpack(self.address.key, _REQUEST, datagram)
-        if request is not None and sender[:2] != server.getsockname()[:2]:
-            nonce, _ = request
-            server.sendto(_pack(self.address.key, _ANSWER, nonce, time.time_ns()), sender)
+                        server = key.data
+                        datagram, sender = server.recvfrom(_DATAGRAM.size + 1)
+                        request = _unpack(self.address.key, _REQUEST, datagram)
+                        # One in the name of this socket would be answered to itself.
+                        if request is not None and sender[:2] != server.getsockname()[:2]:
+                            answer = _pack(self.address.key, _ANSWER, request[0], time.time_ns())
+                            server.sendto(answer, sender)
 
 
 def _list_own_addresses(names: Sequence[str]) -> Iterator[list[str]]:
@@ -185,8 +184,23 @@ def _list_own_addresses(names: Sequence[str]) -> Iterator[list[str]]:
     """
     found = dict.fromkeys(address for name in names for address in _resolve(name))
     yield [address for address in found if not ipaddress.ip_address(address).is_loopback]
-    yield list(_find_route())
-    yield list(_list_interfaces())
+    # The address from which one would reach another network. These two are reserved for
+    # documentation, and nothing is sent.
+    routes: list[str] = []
+    for kind, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            routes.append(probe.getsockname()[0])
+    yield routes
+    interfaces: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                reply = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                address = socket.inet_ntoa(reply[20:24])
+                if not ipaddress.ip_address(address).is_loopback:
+                    interfaces.append(address)
+    yield interfaces
     yield ["127.0.0.1"]
 
 
@@ -199,25 +213,7 @@ def _resolve(name: str) -> Iterator[str]:
                     yield str(address[0])
 
 
-def _find_route() -> Iterator[str]:
-    # Addresses that are reserved for documentation. Nothing is sent.
-    for kind, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))
-            yield probe.getsockname()[0]
-
-
 _SIOCGIFADDR = 0x8915
-
-
-def _list_interfaces() -> Iterator[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                address = socket.inet_ntoa(found[20:24])
-                if not ipaddress.ip_address(address).is_loopback:
-                    yield address
 
 
 def probe_clock(host: str, port: int, key: str) -> ClockProbe | None:
@@ -227,22 +223,18 @@ def probe_clock(host: str, port: int, key: str) -> ClockProbe | None:
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as client:
                 # From now on the kernel drops what comes from another address.
                 client.connect(address)
-                if (best := _find_fastest_round_trip(client, key)) is not None:
+                best: ClockProbe | None = None
+                lost = 0
+                for _ in range(_MAX_ROUNDS):
+                    measured = _measure_round_trip(client, key)
+                    lost += measured is None
+                    if lost >= _MAX_LOST:
+                        break
+                    if measured and (best is None or measured.round_trip_ns < best.round_trip_ns):
+                        best = measured
+                if best is not None:
                     return best
     return None
-
-
-def _find_fastest_round_trip(client: socket.socket, key: str) -> ClockProbe | None:
-    best: ClockProbe | None = None
-    lost = 0
-    for _ in range(_MAX_ROUNDS):
-        measured = _measure_round_trip(client, key)
-        lost += measured is None
-        if lost >= _MAX_LOST:
-            break
-        if measured and (best is None or measured.round_trip_ns < best.round_trip_ns):
-            best = measured
-    return best
 
 
 def _measure_round_trip(client: socket.socket, key: str) -> ClockProbe | None:

@@ -76,7 +76,18 @@ class HostSampler:
             self._running.release()
         looks = tuple(self._looks)
         return HostSamples(
-            places=tuple(_describe_place(place) for place in tuple(self._places)),
+            places=tuple(
+                tuple(
+                    CodeFrame(
+                        # Without the functions around a nested one.
+                        getattr(code, "co_qualname", code.co_name).rsplit("<locals>.", 1)[-1],
+                        shorten_file(code.co_filename),
+                        line,
+                    )
+                    for code, line in place
+                )
+                for place in tuple(self._places)
+            ),
             at_unix_ns=tuple(at_ns for at_ns, _ in looks),
             place=tuple(place for _, place in looks),
             gc_pauses=tuple(self._pauses),
@@ -136,7 +147,16 @@ def find_place(frame: FrameType | None) -> _Place | None:
         code = frame.f_code
         kind = _kinds.get(code.co_filename)
         if kind is None:
-            kind = _kinds[code.co_filename] = _classify_file(code.co_filename)
+            file, paths = code.co_filename, sysconfig.get_paths()
+            if file.startswith("<") or file.startswith(_list_skipped_folders()):
+                kind = _SKIPPED
+            elif any(name in Path(file).parts for name in _SITE_FOLDERS):
+                # Before the standard library, whose folder has these folders in it.
+                kind = _LIBRARY
+            else:
+                is_standard = file.startswith((paths["stdlib"], paths["platstdlib"]))
+                kind = _SKIPPED if is_standard else _USER
+            _kinds[file] = kind
         if kind == _USER:
             here = code, frame.f_lineno or code.co_firstlineno
             return (here,) if inner is None else (inner, here)
@@ -146,32 +166,11 @@ def find_place(frame: FrameType | None) -> _Place | None:
     return None if inner is None else (inner,)
 
 
-def _classify_file(file: str) -> int:
-    if file.startswith("<") or file.startswith(_list_skipped_folders()):
-        return _SKIPPED
-    if any(name in Path(file).parts for name in _SITE_FOLDERS):
-        return _LIBRARY
-    paths = sysconfig.get_paths()
-    return _SKIPPED if file.startswith((paths["stdlib"], paths["platstdlib"])) else _USER
-
-
 @functools.cache
 def _list_skipped_folders() -> tuple[str, ...]:
     """The folders of torch and of the collectors, each with a separator at its end."""
     own = Path(__file__).parents[1]
     return tuple(f"{Path(folder)}{os.sep}" for folder in (*torch.__path__, own, own.resolve()))
-
-
-def _describe_place(place: _Place) -> tuple[CodeFrame, ...]:
-    return tuple(
-        CodeFrame(_name_function(code), shorten_file(code.co_filename), line)
-        for code, line in place
-    )
-
-
-def _name_function(code: CodeType) -> str:
-    name: str = getattr(code, "co_qualname", code.co_name)
-    return name.rsplit("<locals>.", 1)[-1]
 
 
 def shorten_file(file: str) -> str:

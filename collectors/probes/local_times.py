@@ -49,8 +49,14 @@ class LocalTimes:
     def _hook_first_parameter(self, optimizer: Any) -> None:
         if self._handle is not None:
             return
+        # A DTensor's gradient is not this rank's alone: see the class.
         weights = (each for group in optimizer.param_groups for each in group["params"])
-        weight = next(filter(_has_local_gradient, weights), None)
+        local = (
+            one
+            for one in weights
+            if one.requires_grad and one.is_leaf and not hasattr(one, "device_mesh")
+        )
+        weight = next(local, None)
         if weight is None:
             remove_listener(self._listener)
             return
@@ -65,10 +71,6 @@ class LocalTimes:
             self._clock = _HostClock()
             self.close()
             warn_lost(0, f"the local times of its steps: {error!r}")
-
-
-def _has_local_gradient(weight: Any) -> bool:
-    return weight.requires_grad and weight.is_leaf and not hasattr(weight, "device_mesh")
 
 
 class _HostClock:

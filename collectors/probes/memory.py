@@ -53,13 +53,14 @@ class MemoryMeter:
                 path = folder / "memory" / f"rank{self._rank}_snapshot.pickle"
                 write_in_background(snapshot, path, self._rank)
         measured = bool(self._held)
+        retries, before = self._count_retries(), self._retries_before
         return MemoryState(
             weights_bytes=sum(sizes[0] for sizes in self._held.values()) if measured else None,
             gradients_bytes=sum(self._gradients.values()) if measured else None,
             optimizer_bytes=sum(held[1] for held in self._held.values()) if measured else None,
             peak_allocated_bytes=self._read_peak("max_memory_allocated"),
             peak_reserved_bytes=self._read_peak("max_memory_reserved"),
-            allocation_retries=self._count_retries_since_begin(),
+            allocation_retries=None if before is None or retries is None else retries - before,
         )
 
     def _record_gradients(self, optimizer: Any) -> None:
@@ -69,7 +70,13 @@ class MemoryMeter:
 
     def _record_weights_and_states(self, optimizer: Any) -> None:
         if (key := _identify_optimizer(optimizer)) not in self._held:
-            own, states = list(_iterate_weights(optimizer)), list(_iterate_states(optimizer))
+            own = list(_iterate_weights(optimizer))
+            states = [
+                value
+                for state in optimizer.state.values()
+                if isinstance(state, dict)
+                for value in state.values()
+            ]
             weights = _find_module_weights(sys._getframe()) or own
             everything = sum_storage_bytes([*weights, *own, *states])
             held = sum_storage_bytes(weights)
@@ -82,10 +89,6 @@ class MemoryMeter:
         with warn_on_failure(self._rank, "the retries of its CUDA allocator"):
             return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
         return None
-
-    def _count_retries_since_begin(self) -> int | None:
-        before, now = self._retries_before, self._count_retries()
-        return None if before is None or now is None else now - before
 
     def _read_peak(self, name: str) -> int | None:
         """A peak of the CUDA allocator; a pluggable allocator has none."""
@@ -138,8 +141,3 @@ def sum_storage_bytes(tensors: Iterable[Any]) -> int:
 
 def _iterate_weights(optimizer: Any) -> Iterator[Any]:
     return (weight for group in optimizer.param_groups for weight in group["params"])
-
-
-def _iterate_states(optimizer: Any) -> Iterator[Any]:
-    states = (state for state in optimizer.state.values() if isinstance(state, dict))
-    return (value for state in states for value in state.values())

@@ -80,8 +80,16 @@ _hooked = False
 
 def add_listener(listener: Listener) -> None:
     """Adds a listener. A listener that raises is removed, and the training continues."""
-    global _listeners
-    _register_hooks()
+    global _listeners, _hooked
+    if not _hooked:
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        _hooked = True
+        register_optimizer_step_pre_hook(_call_before)
+        register_optimizer_step_post_hook(_call_after)
     _listeners += (listener,)
 
 
@@ -89,20 +97,6 @@ def remove_listener(listener: Listener) -> None:
     """Removes a listener."""
     global _listeners
     _listeners = tuple(each for each in _listeners if each is not listener)
-
-
-def _register_hooks() -> None:
-    global _hooked
-    if _hooked:
-        return
-    from torch.optim.optimizer import (
-        register_optimizer_step_post_hook,
-        register_optimizer_step_pre_hook,
-    )
-
-    _hooked = True
-    register_optimizer_step_pre_hook(_call_before)
-    register_optimizer_step_post_hook(_call_after)
 
 
 def _call_before(optimizer: Any, args: Any, kwargs: Any) -> None:

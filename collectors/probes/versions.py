@@ -39,21 +39,19 @@ def read_versions() -> tuple[tuple[str, str], ...]:
     """The versions of Python and torch; with a GPU of CUDA or HIP, NCCL, CUPTI and the driver."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if torch.cuda.is_available():
+        nccl = None
+        # A torch without NCCL has no version of it, and says so in several ways.
+        with suppress(Exception):
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
         found = {
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
-            "nccl": _read_nccl_version(),
+            "nccl": nccl,
             "cupti": read_cupti_version() if torch.version.cuda else None,
             "driver": read_driver_version(),
         }
         versions |= {name: str(version) for name, version in found.items() if version}
     return tuple(versions.items())
-
-
-def _read_nccl_version() -> str | None:
-    with suppress(Exception):
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    return None
 
 
 def read_driver_version(places: Sequence[Path] = DRIVER_FILES) -> str | None:

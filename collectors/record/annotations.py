@@ -105,7 +105,9 @@ class _MessageLabels:
             here, there = ranks[group.rank()], ranks[peer]
             src, dst = (here, there) if op == "send" else (there, here)
             channel = f"group={group.group_name} src={src} dst={dst} tag={tag}"
-            payload = _format_payload(tensors)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            payload = f"bytes={size} dtype={dtype}"
         except (AttributeError, LookupError, RuntimeError, TypeError):
             return None
         return f"stepsplit::{op} {channel} n={next(self._numbers[op, channel])} {payload}"
@@ -131,11 +133,6 @@ def _annotate_message(
             return original(group, *args)
 
     return annotated
-
-
-def _format_payload(tensors: Sequence[Any]) -> str:
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return f"bytes={size} dtype={str(tensors[0].dtype).removeprefix('torch.')}"
 
 
 def replace_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:

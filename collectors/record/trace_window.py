@@ -75,7 +75,10 @@ class TraceWindow:
         if self._profiler is not None and step >= self._first:
             if not self._started:
                 self._start()
-                self._name_modules()
+                if self._plan.modules and has_compiled_code():
+                    warn("--modules: not with torch.compile, whose code hooks would compile again")
+                elif self._plan.modules:
+                    self._names.enter_context(name_modules())
             self._mark = record_function(f"ProfilerStep#{number}")
             self._mark.__enter__()
 
@@ -125,7 +128,7 @@ class TraceWindow:
         if torch.autograd._profiler_enabled() or self._is_other_prepared():
             raise ProfilerInUseError("the script's own torch.profiler is running")
         TraceWindow._open = self
-        self._patches.callback(_release_window)
+        self._patches.callback(setattr, TraceWindow, "_open", None)
         self._profiler = torch.profiler.profile(
             activities=self._activities,
             record_shapes=self._plan.shapes,
@@ -144,14 +147,6 @@ class TraceWindow:
     def _start(self) -> None:
         self._started = True
         self._call_own(self._profiler.start_trace)
-
-    def _name_modules(self) -> None:
-        if not self._plan.modules:
-            return
-        if has_compiled_code():
-            warn("--modules: not with torch.compile, whose code hooks would compile again")
-            return
-        self._names.enter_context(name_modules())
 
     def _wrap_starter(self, name: str) -> None:
         original = getattr(autograd_profiler, name, None)
@@ -211,10 +206,6 @@ def _choose_config(plan: RecordPlan) -> Any:
         return kind(trace_only=True)
     except TypeError:
         return None
-
-
-def _release_window() -> None:
-    TraceWindow._open = None
 
 
 class PreparedProfilers:

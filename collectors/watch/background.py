@@ -213,7 +213,11 @@ class WatchThread:
     def _lead(self) -> bool:
         """Rank 0: announces the first sample, and after each one the next."""
         recent = self.recent_ns
-        if len(recent) < WINDOW_STEPS or self.done < self._find_first_step():
+        # Where the profiler stays attached, the steps before the first sample are all that later
+        # ones can be compared with.
+        is_long = time.monotonic() - self._begin_s > _FIRST_STEP_S
+        first_step = _FIRST_STEP if can_detach() or is_long else _FIRST_STEP_IF_ATTACHED
+        if len(recent) < WINDOW_STEPS or self.done < first_step:
             return True
         if self._rise is not None and not can_detach() and (risen := self._rise.describe()):
             self._end_samples(risen)
@@ -221,7 +225,10 @@ class WatchThread:
         if not self._heard:
             self._announce(self.done, median(recent))
             return True
-        if self._may_replace_next(median(recent)) and take_capture_request(Path(self._plan.out)):
+        # A capture on request replaces the next sample, if all ranks will hear of another in time.
+        due, lead = self.next_sample, self._compute_lead(median(recent))
+        may_replace = due is not None and due.step > self.done + 2 * lead
+        if may_replace and take_capture_request(Path(self._plan.out)):
             self._announce(self.done, median(recent), is_capture=True)
             return True
         for own in _drain(self._reports):
@@ -233,11 +240,6 @@ class WatchThread:
             step_ns = median(recent)
             self._announce(first + self._controller.compute_interval(step_ns), step_ns)
         return True
-
-    def _find_first_step(self) -> int:
-        """The step from which on there may be a sample."""
-        is_long = time.monotonic() - self._begin_s > _FIRST_STEP_S
-        return _FIRST_STEP if can_detach() or is_long else _FIRST_STEP_IF_ATTACHED
 
     def _announce(self, step: int, step_ns: float, is_capture: bool = False) -> None:
         """Publishes the next sample, so far ahead that every rank will have heard of it.
@@ -262,11 +264,6 @@ class WatchThread:
     def _compute_lead(self, step_ns: float) -> int:
         """The steps in which every rank hears of a sample."""
         return math.ceil((2 * self._poll_s + 0.5) * 1e9 / step_ns) + self._plan.warmup + 3
-
-    def _may_replace_next(self, step_ns: float) -> bool:
-        """Whether the announced sample is so far ahead that all ranks will hear of another."""
-        due = self.next_sample
-        return due is not None and due.step > self.done + 2 * self._compute_lead(step_ns)
 
     def _collect_reports(self, own: SampleReport) -> list[SampleReport]:
         """The reports of the other sampled ranks that come in time."""

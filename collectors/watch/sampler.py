@@ -129,7 +129,18 @@ class Sampler:
         if next_step > due.step - plan.warmup:
             sample.no_data = f"this rank heard of it late, after step {next_step - 1}"
         elif sample.is_sampled:
-            self._open_window(sample)
+            sample.window = TraceWindow(
+                RecordPlan(
+                    out=str(sample.folder),
+                    name=plan.name,
+                    first=due.step,
+                    steps=plan.steps,
+                    warmup=plan.warmup,
+                ),
+                due.step,
+                lambda: self._abandon(sample, "the script's own torch.profiler was started"),
+                self._prepared.is_any_waiting,
+            )
             if self._rise is not None:
                 self._rise.begin_sample()
         self._begin_step(sample, next_step)
@@ -138,21 +149,6 @@ class Sampler:
         if due.pivot is None or self._mesh is None:
             return True
         return self.rank in list_cross(self._mesh, due.pivot)
-
-    def _open_window(self, sample: ActiveSample) -> None:
-        plan = RecordPlan(
-            out=str(sample.folder),
-            name=self._plan.name,
-            first=sample.plan.step,
-            steps=self._plan.steps,
-            warmup=self._plan.warmup,
-        )
-        sample.window = TraceWindow(
-            plan,
-            sample.plan.step,
-            lambda: self._abandon(sample, "the script's own torch.profiler was started"),
-            self._prepared.is_any_waiting,
-        )
 
     def _begin_step(self, sample: ActiveSample, step: int) -> None:
         if sample.window is None:

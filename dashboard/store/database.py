@@ -180,6 +180,17 @@ VERSION = "0014"
 _OLDER = ("0001", "0002", "0003")
 """Schemas from before stepsplit 0.1.0, whose schema is 0004; it migrates their stores."""
 
+_UNRELEASED = tuple(f"{number:04}" for number in range(5, 14))
+"""Schemas between those of two releases, which no release has written."""
+
+_VERSIONS = sa.Table(
+    "alembic_version",
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32), nullable=False),
+    sa.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+"""Alembic's own table, as it makes it."""
+
 _MIGRATION_LOCK = 0x57E9_5B17
 """Advisory lock that serializes migrations of a PostgreSQL database."""
 
@@ -187,7 +198,7 @@ _MIGRATION_LOCK = 0x57E9_5B17
 def migrate(connection: Connection) -> None:
     """Migrates the schema to the newest version within a write transaction.
 
-    Raises UsageError for a database of a newer stepsplit, or from before its first release.
+    Raises UsageError for a database of a newer stepsplit, or of none of its releases.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(
@@ -200,7 +211,12 @@ def migrate(connection: Connection) -> None:
     elif tables.has_table("runs"):
         # The first stores had no version.
         version = _OLDER[0]
-    if version != VERSION:
+    if version is None:
+        # A new store has the tables of today, without the way there.
+        METADATA.create_all(connection)
+        _VERSIONS.create(connection, checkfirst=True)
+        connection.execute(sa.insert(_VERSIONS), {"version_num": VERSION})
+    elif version != VERSION:
         _upgrade(connection, version)
     # A table of another kind than ours was refused above; one of another name is here.
     if connection.dialect.name == "sqlite":
@@ -210,7 +226,7 @@ def migrate(connection: Connection) -> None:
                 raise _build_foreign_error("table", name)
 
 
-def _upgrade(connection: Connection, version: str | None) -> None:
+def _upgrade(connection: Connection, version: str) -> None:
     # Imported only here: alembic is slow to load and most stores are up to date.
     from alembic import command
     from alembic.config import Config
@@ -219,12 +235,17 @@ def _upgrade(connection: Connection, version: str | None) -> None:
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if version is not None and version not in known:
+    if version not in known:
         place = connection.engine.url.render_as_string(hide_password=True)
         if version in _OLDER:
             raise UsageError(
                 f"{place}: a store from before stepsplit 0.1.0 (schema {version}); open it once"
                 " with stepsplit 0.1.0, or choose another --store"
+            )
+        if version in _UNRELEASED:
+            raise UsageError(
+                f"{place}: a store of no release of stepsplit (schema {version}); choose another"
+                " --store, and upload its runs again"
             )
         hint = "upgrade stepsplit, or choose another --store"
         raise UsageError(f"the store is from a newer stepsplit (schema {version}); {hint}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from generate.released import RELEASED
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import Engine, make_url
 
@@ -28,10 +31,32 @@ store.close()
 """
 
 
-def test_the_migrations_make_exactly_todays_tables(bare_database_url: str, tmp_path: Path) -> None:
+def test_a_new_store_has_exactly_todays_tables(bare_database_url: str, tmp_path: Path) -> None:
     Store.open(bare_database_url, tmp_path / "artifacts").close()
 
     assert _differences(bare_database_url) == []
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in RELEASED.iterdir()))
+def test_a_store_of_a_release_has_exactly_todays_tables(version: str, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "store.db")) as connection:
+        connection.executescript((RELEASED / version / "store.sql").read_text())
+    url = f"sqlite:///{tmp_path}/store.db"
+
+    Store.open(url, tmp_path / "artifacts").close()
+
+    assert _differences(url) == []
+
+
+def test_a_store_of_no_release_is_left_alone(bare_database_url: str, tmp_path: Path) -> None:
+    Store.open(bare_database_url, tmp_path / "artifacts").close()
+    engine = _engine(bare_database_url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0009'"))
+    engine.dispose()
+
+    with pytest.raises(UsageError, match=r"of no release of stepsplit \(schema 0009\); choose"):
+        Store.open(bare_database_url, tmp_path / "artifacts")
 
 
 def test_the_newest_migration_is_the_one_that_is_opened() -> None:

@@ -57,6 +57,7 @@ class ZstdStream:
 
 MAX_MEMBERS = 32_768
 
+# A .gz alone is a file and no archive.
 _ARCHIVE = re.compile(r"\.(zip|tar|tgz|tbz2|txz|tar\.\w+)$", re.I)
 
 _DIGITS = re.compile(r"([0-9]+)")
@@ -123,6 +124,7 @@ def _list_place(place: str) -> Iterator[Source]:
 
 def _expand_archive(source: Source, folder: Path) -> Iterator[Source]:
     """The members if the file is an archive, else the file itself."""
+    # A pipe is refused later, with its own message, by whatever opens it.
     if not _ARCHIVE.search(source.where) or is_special(source):
         yield source
         return
@@ -154,6 +156,7 @@ def _extract_tar_members(path: Path, shown: str, folder: Path) -> Iterator[Sourc
     unpacked_bytes = 0
     with open_unpacked(DiskFile(path, shown)) as content:
         try:
+            # As a stream: a packed tar cannot be searched, and its members come once.
             with tarfile.open(fileobj=content, mode="r|") as archive:  # type: ignore[call-overload]
                 for member in filter(tarfile.TarInfo.isreg, archive):
                     unpacked_bytes += member.size
@@ -187,6 +190,7 @@ FREE_BYTES = 256 << 20
 
 MAX_RATIO = 100
 
+# The failed read is repeated in blocks of a page, and in the page of the damage byte by byte.
 _STEPS = (1 << 12, 1)
 
 
@@ -368,6 +372,7 @@ class _Zlib:
         return self._inner.unused_data
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        # The state before this call, which a failed call has lost.
         data, before = self._rest + data, self._inner.copy()
         try:
             block = self._inner.decompress(data, max_length)

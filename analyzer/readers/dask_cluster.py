@@ -53,6 +53,7 @@ class DaskCluster(Struct, frozen=True):
                 completed.add(future)
                 return
 
+        # Each result that comes back sends the next task.
         for _ in range(_QUEUED_A_THREAD * self.worker_count):
             submit_next()
         for future in completed:

@@ -46,6 +46,7 @@ LEAST_FILES = 16
 MAPPED_BYTES = 64 << 20
 """About so much of each file stays mapped; the rest is dropped."""
 
+# As Arrow aligns its own arrays.
 _ALIGNMENT = 64
 
 _PREFIX, _LOCK = "stepsplit-events-", "in_use"
@@ -229,6 +230,7 @@ class _Columns:
         """A column, read-only."""
         place = self._place
         content = place.file.map_record(place.begin, place.end)
+        # The file has grown since, and was mapped anew: the arrays are of the old mapping.
         if content is not self._content:
             parts = zip(place.dtypes, place.lengths, place.offsets, strict=True)
             self._arrays = tuple(np.frombuffer(content, *part) for part in parts)
@@ -243,6 +245,7 @@ class _StoreFile:
         self._path = path
         self._folder = _FOLDERS.get(str(Path(path).parent))
         self._content: mmap.mmap | None = None
+        # Of the record that was used last, and about how much is mapped.
         self._last_begin, self._used_bytes = -1, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -303,6 +306,7 @@ class _Folder:
         _FOLDERS[path] = self
         new = Path(path, "new")
         lock = open(new, "xb", opener=open_private)  # noqa: SIM115 - open as long as the folder
+        # Locked before it has its name: another process that cleans up never sees it unlocked.
         fcntl.flock(lock, fcntl.LOCK_EX)
         new.rename(Path(path, _LOCK))
         weakref.finalize(self, _remove_store, path, lock)

@@ -22,8 +22,10 @@ _SCHEMA = pa.schema(
      "lane": pa.int32(), "correlation": pa.int64(), "shape": pa.int32()}
 )  # fmt: skip
 
+# A row group is in memory at once.
 _GROUP_ROWS = 1 << 17
 
+# Small, or nearly in order: their differences take few bits.
 _DELTAS = ("start_ns", "dur_ns", "correlation")
 
 _ABOUT = b"stepsplit"

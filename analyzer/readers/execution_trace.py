@@ -39,6 +39,7 @@ COMM, GROUPS = "record_param_comms", "## process_group:init ##"
 
 _OF_SCHEMA = re.compile(rb'"schema"\s*:\s*"\d+\.\d+\.\d+-chakra')
 
+# Keys of every node, by which a list of nodes without a schema is recognized.
 _OF_NODE = (re.compile(rb'"id"\s*:\s*\d'), re.compile(rb'"(?:ctrl_deps|rf_id)"\s*[:,]'))
 
 _RANK_IN_NAME = re.compile(r"(?:rank|et|trace)[-_.]?(\d{1,6})(?!.*\d)", re.IGNORECASE)
@@ -112,6 +113,7 @@ class ExecutionTrace:
 
 def is_execution_trace(head: bytes) -> bool:
     """Whether the bytes are the beginning of an execution trace: a schema, or a node's keys."""
+    # A byte order mark may stand before the brace.
     list_begin = (
         NODES.search(head) if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") else None
     )
@@ -209,6 +211,7 @@ class _TraceCollector:
 
         It is known from the rank's own calls, or as the only common member of its groups.
         """
+        # Rooted calls name their root and messages their peer in place of the own rank.
         own = (comm for comm in self.comms if comm.op not in (*ROOTED, *MESSAGES))
         own_ranks = {self._book.find_global_rank(comm) for comm in own} - {-1}
         shared = self._book.ranks_in_all
@@ -472,12 +475,14 @@ MAX_NODE_BYTES = 4 << 20
 
 NODES = re.compile(rb'"nodes"\s*:\s*\[')
 
+# Possessive quantifiers: a text of megabytes without its end must not cost quadratic time.
 _TEXT = rb'"(?:[^"\\]++|\\.)*+"'
 
 _FLAT = rb'\{(?:[^{}"]++|' + _TEXT + rb")*+\}"
 
 _DEEP = rb'\{(?:[^{}"]++|' + _TEXT + rb"|" + _FLAT + rb")*+\}"
 
+# An object of at most three levels, which all nodes of torch are.
 _NODE = re.compile(rb'\{(?:[^{}"]++|' + _TEXT + rb"|" + _DEEP + rb")*+\}", re.DOTALL)
 
 _BEGIN = re.compile(rb'\{\s*"(?:id"|name"\s*:\s*"[^"]*"\s*,\s*"id")')
@@ -566,6 +571,7 @@ class NodeStream:
         # The text up to the beginning of the list of nodes, or the first MOST_NODE_BYTES.
         text = b""
         while len(text) < MAX_NODE_BYTES and (block := self._content.read(BLOCK_BYTES)):
+            # Block by block: the fields before the list may be long, and are needed at the end.
             text += block
             if NODES.search(text):
                 break
@@ -575,6 +581,7 @@ class NodeStream:
         before, at = text[: list_begin.end() - 1], list_begin.end()
         while at >= 0:
             at = _end(_BETWEEN.match(text, at))
+            # The list has ended; what follows is read with the fields around it.
             if text.startswith(b"]", at):
                 break
             node = _NODE.match(text, at)
@@ -614,6 +621,7 @@ def _decode_node(text: bytes) -> Node | None:
     try:
         return _DECODER.decode(text)
     except UnicodeDecodeError:
+        # A name may be cut within a character, which costs its node nothing else.
         return _decode_node(text.decode(errors="replace").encode())
     except JSON_ERRORS:
         return None

@@ -107,6 +107,7 @@ def find_kinds(source: Source, kinds: Iterable[FileKind[Any]]) -> tuple[FileKind
         return named
     with open_unpacked(source) as content:
         head = content.read(HEAD_BYTES)
+        # A text that is no JSON: it may be the output of a job.
         if b"\0" not in head and head.lstrip()[:1] not in (b"{", b"["):
             head += content.read(_LONG_HEAD_BYTES)
     return tuple(kind for kind in kinds if kind.recognize and kind.recognize(head))
@@ -220,6 +221,7 @@ KINDS: tuple[FileKind[Any], ...] = (
     TRACE,
     FileKind(
         "Nsight Systems export",
+        # The first bytes first: the reader is not imported for a file of another format.
         recognize=lambda head: head.startswith(_SQLITE) and Import("nsys", "is_nsys_export")(head),
         read=Import("nsys", "read_nsys"),
         count=lambda traces: sum(len(trace.events) for trace in traces),

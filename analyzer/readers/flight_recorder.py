@@ -31,10 +31,12 @@ from stepsplit.analyzer.trace import Call, Group, Note, RankCalls, build_calls
 
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)", re.I)
 
+# torch appends the rank to TORCH_NCCL_DEBUG_INFO_TEMP_FILE.
 _ENDS_IN_NUMBER = re.compile(r"(?<!\d)(\d{1,7})(?:\.[a-z]\w*){0,8}$", re.I)
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
+# nccl:recv 0<-1
 _PEER = re.compile(r"\d\s*(?:->|<-)\s*(\d{1,7})\s*$")
 
 
@@ -241,6 +243,7 @@ def _name_groups(
 
     Numbers are local to a process and names are global; both increase as groups are created.
     """
+    # Entries know both; a group on which nothing was called has a status alone.
     names_in_entries = {entry.group_number: entry.group_name for entry in entries}
     names = [group.name for group in listed]
     if len(names) != len(numbers) or not all(map(_NUMBER.fullmatch, names)):
@@ -379,6 +382,7 @@ def _compute_bytes(sizes: Any, dtypes: Sequence[str]) -> int:
     if not isinstance(sizes, (list, tuple)) or not sizes:
         return -1
     shapes = [sizes] if all(isinstance(dim, int) for dim in sizes) else sizes
+    # Some versions write one dtype for all tensors of a call.
     kinds = dtypes if len(dtypes) == len(shapes) else [*dtypes[:1]] * len(shapes)
     widths = [compute_element_bytes(kind) for kind in kinds]
     counts = [_count_elements(shape) for shape in shapes]
@@ -471,6 +475,7 @@ def is_flight_dump(head: bytes) -> bool:
     """Whether the bytes are the beginning of a Flight Recorder dump, JSON or pickle."""
     if is_pickle(head):
         return any(key in head for key in (b"profiling_name", b"pg_config", b"pg_status"))
+    # A trace of Kineto may contain the key of an entry in the arguments of its events.
     if not head.removeprefix(_BOM).lstrip().startswith((b"{", b"[")) or b'"traceEvents"' in head:
         return False
     if b'"profiling_name"' in head:

@@ -270,6 +270,7 @@ class Rules:
         return next(families, OTHER)
 
     def _find_kernel_rule(self, name: str) -> KernelRule | None:
+        # One search of all patterns at once; only few names need the rules one by one.
         return None if self.suspect.search(name.lower()) is None else self._find_rule(name)
 
     def _find_rule(self, name: str) -> KernelRule | None:
@@ -333,6 +334,7 @@ class EventClassifier:
         kernels = events.is_category(Category.KERNEL)
         kind[kernels] = EventKind.COMPUTE
         kind[events.is_category(Category.MEMCPY, Category.MEMSET)] = EventKind.COPY
+        # After the copies: a copy that is a part of a call is communication.
         kind[calls.event] = EventKind.COMMUNICATION
         if events.on_device:
             # The kind of each kernel by its name; other events may have names of kernels.
@@ -382,6 +384,7 @@ def _find_computing_ops(events: Events) -> Bool:
         rows = np.flatnonzero(computes & here)
         calls = events.start_ns[communicates & here]
         first = np.searchsorted(calls, events.start_ns[rows], side="left")
+        # A call that begins within the op: the op's time has its wait.
         after = np.searchsorted(calls, events.ends_of(rows), side="left")
         computes[rows[after > first]] = False
         ranges = compiles & here

@@ -28,8 +28,10 @@ from stepsplit.analyzer.trace import Int64, Lack, Note
 
 ALLOCATOR_UNIT_BYTES = 512
 
+# Stacks are most of a snapshot, and no number here needs them.
 _UNUSED_KEYS = frozenset({"frames", "cpp_frames", "forward_frames", "external_annotations"})
 
+# map and unmap are those of expandable segments.
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 _FREES = frozenset({"free_requested", "free_completed"})
@@ -106,6 +108,7 @@ def read_memory(source: Source) -> MemoryRecord:
     segments = _convert_values(snapshot.segments, _Segment)
     traces = [_convert_values(trace, _Event) for trace in snapshot.device_traces]
     n_entries = len(snapshot.segments) + sum(len(trace) for trace in snapshot.device_traces)
+    # An entry of a later torch may lack what is needed here; the others still add up.
     n_odd = n_entries - len(segments) - sum(len(trace) for trace in traces)
     events = {number: trace for number, trace in enumerate(traces) if trace}
     numbers = sorted({segment.device for segment in segments} | events.keys())
@@ -233,10 +236,12 @@ CATEGORIES = (
 )
 """In the order of torch's index; "unknown" are tensors that torch cannot classify."""
 
+# time_ns, action, change_bytes, category, within the ranges that torch can write
 _ROW = re.compile(rb"\[\s*(-1|[0-8]?\d{1,18})\s*,\s*([1-4])\s*,\s*(-?\d{1,15})\s*,\s*([0-7])\s*\]")
 
 _RAW = re.compile(rb"\A\s*\[\s*" + _ROW.pattern)
 
+# Its first time is in microseconds of Unix time: 16 digits that begin with 1 until 2033.
 _SUMMED = re.compile(rb"\A\s*\[\s*\[\s*1\d{15}\s*[,\]]")
 
 _MAX_ROW_BYTES = 256
@@ -253,6 +258,7 @@ def read_timeline(first: bytes, content: UnpackedStream, where: str) -> MemoryRe
             where, times_ns, category_bytes.sum(axis=1), category_bytes.T, ()
         )
     rows, n_odd, torn = _read_rows(first, content)
+    # As floats: the sum of damaged sizes may not fit into 64 bits.
     if float(np.abs(rows[:, 2].astype(np.float64)).sum()) > _MAX_BYTES:
         raise DataError(where, "implausible sizes", RECORD_AGAIN)
     times_ns, changes = rows[:, 0], rows[:, 2]

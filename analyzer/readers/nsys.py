@@ -57,6 +57,7 @@ _MAX_ENVIRONMENT = 1 << 20
 
 _MAGIC = b"SQLite format 3\0"
 
+# Each version exports other tables, and each export has one of these.
 _TABLES = re.compile(rb"CREATE TABLE \W?(StringIds|NVTX_EVENTS|TARGET_INFO_|ENUM_NSYS_|META_DATA_)")
 
 
@@ -106,6 +107,7 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
             if values:
                 payloads[row] = Payload(**values)
     groups = build_communicators(processes, ranks.of_process, payloads)
+    # An export of one host may know the size only by the ranks in it.
     world_size = max(session.world_size, 1 + max(ranks.of_process))
     traces, classifier = [], EventClassifier(rules)
     for process, rank in zip(processes, ranks.of_process, strict=True):
@@ -191,6 +193,7 @@ def _assign_ranks(
     rows = db.read_ints("MPI_RANKS", ("globalTid", "rank"))
     mpi = dict(zip(compute_process_key(rows[:, 0]).tolist(), rows[:, 1].tolist(), strict=True))
     by_mpi = [mpi.get(process.key, -1) for process in processes]
+    # A damaged or incomplete table of ranks is not used at all: ranks from two sources may collide.
     if min(by_mpi) >= 0 and max(by_mpi) < _MAX_RANKS and len(set(by_mpi)) == len(by_mpi):
         return _Ranks(tuple(by_mpi), ())
     if len(processes) == 1:
@@ -211,6 +214,7 @@ def _assign_ranks(
 
 # Matching of NCCL kernels with the API calls that launched them.
 
+# ncclAllReduce, but not a range of the user such as nccl_warmup.
 _NCCL = re.compile(r"nccl[A-Z]")
 
 _HEADER_BYTES = 32
@@ -344,6 +348,7 @@ def _build_call(
     kernel: int, api_call: _ApiCall, issued_ns: int, group_id: int, communicator: NsysCommunicator
 ) -> Call:
     sent_bytes, size, peer = api_call.payload.sent_bytes, communicator.size, api_call.payload.peer
+    # Collectives with a part per rank are called with the size of one part.
     full_bytes = sent_bytes * size if sent_bytes >= 0 and size > 0 else -1
     input_bytes = full_bytes if api_call.op in _PER_RANK_OPS else sent_bytes
     return Call(
@@ -427,6 +432,7 @@ def _split_launch_windows(
         if name == "ncclGroupStart":
             depth += 1
         elif name == "ncclGroupEnd":
+            # A recording may begin within a group of calls.
             depth = max(depth - 1, 0)
             if not depth:
                 yield _LaunchWindow(start_ns, end_ns, tuple(waiting))
@@ -449,8 +455,10 @@ def _distribute_api_calls(
     for kernel, op in enumerate(ops):
         candidates = [o for o in api_calls if o.op == op or (op == "unknown" and o.op not in ops)]
         n_same_op = ops.count(op)
+        # As many kernels as calls of this op: NCCL launches them in the order of the calls.
         if n_same_op == len(candidates):
             candidates = [candidates[ops[:kernel].count(op)]]
+        # One kernel may have fused several of the calls: the communicator is sure, the size is not.
         elif n_same_op > 1 and len(candidates) > 1:
             candidates = [replace(o, payload=replace(o.payload, sent_bytes=-1)) for o in candidates]
         shares.append(tuple(candidates))
@@ -467,11 +475,13 @@ _DEVICE_LANE = 1 << 62
 
 _KERNEL_NAMES = ("demangledName", "shortName", "mangledName")
 
+# By CUPTI's number of the kind; those after PtoP are Nsight's own, for unified memory.
 _COPIES = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH",
            "PtoP", "HtoD", "DtoH", "DtoD")  # fmt: skip
 
 _DTOD, _PTOP = _COPIES.index("DtoD"), _COPIES.index("PtoP")
 
+# By CUPTI's number of the kind of memory.
 _MEMORY = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device", "Managed")
 
 _KERNEL, _GRAPH, _MEMCPY, _MEMSET = _ON_DEVICE = tuple(
@@ -560,6 +570,7 @@ def _build_process(activity: _Activity, key: int) -> Process:
     rows = rows[np.argsort(activity.place[rows, 0], kind="stable")]
     start, end, place, device, stream, correlation = activity.place[rows].T
     category = activity.category[rows].astype(np.uint8)
+    # Each process keeps its own names only: an export of a host has those of all its ranks.
     names, name_id = np.unique(activity.name[rows], return_inverse=True)
     on_device = np.isin(category, DEVICE_CATEGORIES)
     keys = np.where(

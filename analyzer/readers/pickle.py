@@ -17,10 +17,12 @@ from stepsplit.analyzer.readers.compression import ByteReader
 
 MAX_BYTES = 1 << 30
 
+# PROTO with a list, dict or object of protocols 2 to 5, or the first opcodes of protocol 0.
 _PICKLE_START = re.compile(
     rb"\x80[\x02\x03][\](}c]|\x80[\x04\x05](\x95.{8})?[\](})\x8c\x8f]|\([dl]p0\n|[\]}]q\x00", re.S
 )
 
+# GLOBAL, INST, OBJ, REDUCE, BUILD, persistent ids, NEWOBJ and extensions.
 _CODE_OPCODES = frozenset(b"cRbioPQ\x81\x82\x83\x84\x92\x93")
 
 _STOP = ord(".")
@@ -133,6 +135,7 @@ class _PickleMachine:
 
     def read_long(self, size: int) -> int:
         """Reads a signed number of this many bytes, at most 255."""
+        # No dump has one: a longer number would only be slow to print and to compare.
         if size > 255:
             raise ValueError("an integer of more than 255 bytes")
         return int.from_bytes(self.take(size), "little", signed=True)
@@ -164,6 +167,7 @@ class _PickleMachine:
     def build_items(self, flat: list[Any]) -> dict[Any, Any]:
         """The dict of alternating keys and values."""
         keys = flat[::2]
+        # Nearly all dicts have texts as keys only.
         if set(map(type, keys)) != {str}:
             keys = [_check_hashable(key) for key in keys]
         pairs = dict(zip(keys, flat[1::2], strict=True))

@@ -33,6 +33,7 @@ from stepsplit.analyzer.trace import (
 
 SCHEMA = "stepsplit.rank_table/1"
 
+# Sums of durations within these fit into 64 bits.
 _MOST_EVENTS, _MOST_NS = 1 << 28, 1 << 60
 
 _HINT = "write it again with stepsplit reduce"

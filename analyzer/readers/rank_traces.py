@@ -25,6 +25,7 @@ RankTraces = tuple[RankTrace, ...]
 
 MAX_RANKS = 10_000_000
 
+# More notes become one, or a job of thousands of ranks would have nothing but these.
 _MAX_SINGLE_NOTES = 4
 
 _RANK_IN_NAME = re.compile(
@@ -32,6 +33,7 @@ _RANK_IN_NAME = re.compile(
 )
 """Excludes local_rank, which repeats on each node."""
 
+# The rank mostly comes last: what else is numbered, such as hosts, stands before it.
 _LAST_NUMBER = re.compile(r"(\d{1,7})\D*$")
 
 _SUFFIXES = re.compile(r"(\.(pt|trace|json|gz|zst|xz|bz2|sqlite)){1,8}$", re.I)
@@ -202,6 +204,7 @@ def _set_rank(rank: int, trace: RankTrace) -> RankTrace:
 def _guess_ranks(traces: Sequence[RankTrace], taken: set[int]) -> list[RankTrace]:
     """Assigns ranks by the last numbers in the names if they are small, else by position."""
     numbers = [parse_last_number(trace.source) for trace in traces]
+    # A number that two names share is not the rank.
     is_unique = len({*numbers, *taken}) == len(numbers) + len(taken)
     if (
         len(traces) > 1
@@ -223,6 +226,7 @@ def _resolve_rank_conflicts(
     for candidate in candidates:
         if candidate.stated_rank is not None:
             names_by_rank[candidate.stated_rank].add(candidate.named_rank)
+    # Processes that torch.distributed does not know say rank 0 in each of their files.
     wrong = {rank for rank, names in names_by_rank.items() if len(names) > 1 and None not in names}
     if not wrong:
         return candidates, ()

@@ -87,6 +87,7 @@ def read_recording_files(
                 trace_notes.append(files.note_unreadable(kind, source, read))
             else:
                 candidates += read
+    # A record replaces run.json if a job was killed before rank 0 wrote it.
     found, record_notes = files.read_files(FileRole.RECORD)
     records: list[RankRecord] = sorted(found, key=lambda record: record.rank.rank)
     # A memory snapshot is shown by itself; what it lacks is said with the recording.
@@ -231,6 +232,7 @@ def _fill_group_members(traces: Sequence[RankTrace]) -> Sequence[RankTrace]:
     Such a group (an NCCL communicator in an Nsight export) has the same name on all its members, so
     its ranks are known if the traces of all ranks are present.
     """
+    # With a rank missing, the members that are here may not be all.
     if len(traces) < max(trace.world_size for trace in traces):
         return traces
     members: dict[str, list[int]] = defaultdict(list)

@@ -80,6 +80,8 @@ class RecordingFiles(Struct, frozen=True):
         others = [file for file in self.others if file.inner.suffix != ".toml"]
         if others and not kinds and not notes:
             file, rest = others[0], len(others) - 1
+            # If a path leads to a single unknown file, what it is helps more than that it is no
+            # trace.
             reason = f"; {file.inner.name}: {_explain_unknown_kind(file)[0]}"
             reason += f", and {rest} more" * bool(rest)
         hint = f"{_NAME_A_TRACE}, or a folder of them"
@@ -189,6 +191,7 @@ def _explain_unknown_kind(source: Source) -> tuple[str, str]:
         return _UNREAD_LOG.format("lines of the NCCL watchdog"), _DUMP
     if _LOG.match(head):
         return _UNREAD_LOG.format("no training step and no NCCL INFO line"), _NAME_A_TRACE
+    # What a clone without git-lfs has in place of each large file.
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself", "fetch it with git lfs pull"
     return "neither JSON nor another supported format", _NAME_A_TRACE

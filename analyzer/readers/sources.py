@@ -105,6 +105,7 @@ class ZipMember(Struct, frozen=True):
 
     @contextmanager
     def open_local(self) -> Iterator[Path]:
+        # Unpacked when it is read: an archive of many ranks need not fit on the disk at once.
         with tempfile.NamedTemporaryFile(prefix="stepsplit-") as unpacked:
             try:
                 archive = _open_zip(DiskFile(self.archive).stamp, self.archive)

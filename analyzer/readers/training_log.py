@@ -150,8 +150,10 @@ class TrainLog:
 
 _JSON = re.compile(rb'\A\s*(?:\{\s*"|\[\s*[\[{"])')
 
+# "++ torchrun train.py", as bash -x writes it.
 _ECHO = re.compile(rb"(?m)^\++ .*(?:torch|deepspeed|megatron)")
 
+# A script, or a document in Markdown with a block of code.
 _QUOTES = re.compile(rb"\A(?:#!|\s*#+ .*\n(?s:.*)\n```)")
 
 
@@ -194,6 +196,7 @@ _WIDE = " " * 16
 _WIDER = re.compile(r"\s{16,}")
 """Long runs of spaces, as in damaged lines, cost the patterns quadratic time."""
 
+# A number that was being written may lack digits.
 _UNFINISHED = re.compile(r"(?<![\d.,])[\d.,]+$")
 
 _MAX_LINE_BYTES = 1 << 16
@@ -282,11 +285,14 @@ class _LogParser:
             self.frameworks.add(framework)
         self.mesh = parse_mesh(text) or self.mesh
         # The world size in a line of a launcher or Megatron, -1 for none.
+        # The search of a text is far cheaper than that of a pattern, and logs have millions of
+        # lines.
         match = "world" in text and _WORLD_SIZE.search(text)
         self.world_size = max(int(match[1]) if match else -1, self.world_size)
 
     def _add_end(self, text: str) -> None:
         self.cause = parse_error(text) or self.cause
+        # A canceled job prints tracebacks as well, which are no failure.
         if any(failure in text for failure in _FAILURES) and not self.canceled:
             self.failure, self.crashed = text.strip(), True
         # Whether a line reports that the scheduler ended the job: by request or time limit.
@@ -404,6 +410,7 @@ def detect_framework(text: str) -> str:
     return "deepspeed" if "[INFO] [" in text and _DEEPSPEED.search(text) else ""
 
 
+# tensor_model_parallel_size ...................... 4
 _ARGUMENT = re.compile(r"(?:^|[\]:])\s*(\w+) \.{3,} (?!\[(?:NO|YES|OKAY|FAIL)\])(\S.*)")
 
 _TRAINER = re.compile(r"((?:local|global) batch size|sequence length) (\d+)")
@@ -492,6 +499,7 @@ def parse_error(text: str) -> str:
     return text.strip() if any(death in text for death in _DEATHS) else ""
 
 
+# 2026-11-29 10:00:01,123
 _CLOCK = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3,6})")
 
 _EPOCH = datetime(1970, 1, 1)
@@ -509,6 +517,7 @@ def parse_clock_ns(text: str) -> int:
     return (at - _EPOCH) // timedelta(microseconds=1) * 1000
 
 
+# "[rank0]: ", "[default0]:", "3: " of srun -l, "node-1: " before a time
 _PRINTER = re.compile(r"(?:\s*(?:\[[A-Za-z]+ ?\d+\]|\d+): ?|[\w.-]+: (?=\[\d{4}-))*")
 
 

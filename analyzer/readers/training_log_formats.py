@@ -148,6 +148,7 @@ def build_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int =
     start = np.array([row.start for row in rows], dtype=np.int64)
     step = np.array([line.step for line in lines], dtype=np.int64)
     is_first = np.diff(start, prepend=-1) != 0
+    # The first row may end fewer steps than an interval, if the count begins at 0.
     at_first = np.maximum(np.minimum(step, max(log_interval, 1)), 1)
     in_row = np.where(is_first, at_first, np.diff(step, prepend=0))
     step_ns = np.array([line.step_ns for line in lines], dtype=np.int64)
@@ -234,6 +235,7 @@ def _is_restart(entry: Printed, rows: Sequence[_Row]) -> bool:
     A repetition of the previous row is not a restart, but a late line of another rank.
     """
     last = rows[-1].printed
+    # The start-up lines between two steps say that they are of two launches.
     if entry.launch != last.launch:
         return True
     before = rows[-2].printed.line if len(rows) > 1 else None
@@ -320,19 +322,24 @@ _MEAN = rf"(?:/{NUMBER}| \(avg {NUMBER}\))?"
 
 _BAR = rf"([^|\s][^|]{{0,60}}?)\s*[:=\s]\s*({NUMBER}){_MEAN}\s*([A-Za-z%/]*)\s*(?=\||$)"
 
+# | lm loss: 2.5E+00 | elapsed time per iteration (ms): 1250.4 |
 _BARRED = re.compile(rf"(?:^|\|)\s*{_BAR}")
 
 _BARRED_BY_TOKENS = re.compile(rf"(?:^|\|)\s*(?!global_batch_size){_BAR}")
 """In newer nanotron logs, global_batch_size is in tokens and is ignored."""
 
+# loss: 2.5  memory: 40.1GiB(50.2%)  tps: 5,120  mfu: 41.2%
 _PAIRS = re.compile(rf"([A-Za-z][\w /.()-]{{0,60}}?)\s*[:=]\s*({NUMBER})([A-Za-z%]*)")
 
+# 'loss': 2.5, 'grad_norm': '1.25'
 _QUOTED = re.compile(rf"'(\w+)': '?({NUMBER})('?)(?=[,}}])")
 
 _PER_GPU = re.compile(rf"\| (loss|tps(?= [\d.]+\()) (?:[\d.]+\()?({NUMBER})(/gpu)?")
 
+# iter 10: loss 2.5000, time 1250.40ms, mfu 41.20%
 _WORDS = re.compile(rf"(loss|time|mfu) ({NUMBER})(ms|%)?")
 
+# step:12 - actor/loss:0.12 - timing_s/step:np.float64(21.5)
 _DASHED = re.compile(rf"(?:^|\s)([A-Za-z][\w/]{{0,60}}):(?:np\.float\d\d\()?({NUMBER})()")
 
 _COLONS = re.compile(rf"(\w{{1,60}}):({NUMBER})()")
@@ -447,6 +454,7 @@ _COLUMN = {
     "global step": ("step", 1),
 }
 
+# Exact as decimals: a float of nanoseconds loses digits.
 _WHOLE = ("step_ns", "global_batch", "step")
 
 _UNIT = {"K": 1_000, "M": 10**6, "B": 10**9, "G": 10**9}
@@ -509,6 +517,7 @@ def parse_scaled_int(text: str, scale: int) -> int:
     plain = text.replace(",", "")
     if not _NUMBER.fullmatch(plain) or not 0 <= float(plain) * scale < 2**63 - 1024:
         return -1
+    # By decimals: 0.1 s are 100,000,000 ns and not one less.
     return round(Decimal(plain) * scale)
 
 
@@ -517,6 +526,7 @@ def parse_scaled_int(text: str, scale: int) -> int:
 
 _TRAINER_ROW = re.compile(r"(?:^|[\])>|]:?)\s*\{'loss': .*'epoch': ")
 
+# 10%|#         | 100/1000 [01:40<15:00,  1.00s/it]
 _TRAINER_BAR = re.compile(
     r"%\|[^|]*\| (?P<step>\d{1,12})/(?P<of>\d{1,12}) "
     r"\[(?:(?P<hours>\d{1,6}):)?(?P<minutes>\d\d):(?P<seconds>\d\d)<"
@@ -628,12 +638,14 @@ def _compute_bar_step_ns(before: TrainerRow | None, row: TrainerRow) -> int:
     return elapsed_s * 10**9 // steps
 
 
+# (after 2 iterations) memory (MB) | allocated: 1000.5 | max allocated: 2000.5 | ...
 _MEGATRON_MEMORY = re.compile(
     r"(?:\[Rank (\d{1,9})\] )?\(?after (\d{1,18}) iterations\)? memory \(MB\) \| "
     r"allocated: ([\d.]+) \| max allocated: ([\d.]+) \| (?:reserved|cached): ([\d.]+) \| "
     r"max (?:reserved|cached): (\d+(?:\.\d*)?)"
 )
 
+# MA 10.5 GB         Max_MA 12.0 GB         CA 13.0 GB         Max_CA 14 GB
 _USAGE = re.compile(r"\bMA ([\d.]+) GB\s+Max_MA ([\d.]+) GB\s+CA ([\d.]+) GB\s+Max_CA ([\d.]+) GB")
 
 _TIMER_MEMORY = re.compile(
@@ -683,6 +695,7 @@ def parse_memory(text: str) -> tuple[MemoryLine, ...]:
     return ()
 
 
+# forward-backward ...............................: (1000.25, 1003.50)
 _ACROSS = re.compile(r"(?:^|[\]:>])\s*(\S{1,80}) \.*: (?:\(([\d.]+), ([\d.]+)\)|(\d+\.\d\d)\s*$)")
 
 _ONE = re.compile(rf"\|\s*([^|:]{{1,80}}): ({NUMBER})\s*(?=\||$)")

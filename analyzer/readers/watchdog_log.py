@@ -70,6 +70,8 @@ class WatchdogLog(Struct, frozen=True):
 
 _JOB_RANK = re.compile(r"\[rank(\d{1,7})\]:")
 
+# Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE,
+# NumelIn=1024, NumelOut=1024, Timeout(ms)=600000) ran for 600012 milliseconds
 _TIMEOUT = re.compile(
     r"\[Rank (\d{1,7})\]\s+Watchdog caught collective operation timeout: "
     r"WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,60})(?:, NumelIn=(\d{1,18}))?(?:, NumelOut=\d+)?"
@@ -84,6 +86,7 @@ _STATUS = re.compile(
     r" last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
 )
 
+# Longer lines are output of the training, and the patterns look far ahead.
 _MAX_LINE = 4096
 
 _MAX_BYTES = 256 << 20
@@ -104,6 +107,7 @@ def parse_watchdog_lines(lines: Iterable[str]) -> WatchdogLog:
     timeouts: dict[TimedOut, None] = {}
     statuses: dict[WatchdogStatus, None] = {}
     for line in lines:
+        # In most lines of a job's output nothing else is looked for.
         if "Rank" not in line:
             continue
         text = line[:_MAX_LINE]

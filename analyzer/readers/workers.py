@@ -116,9 +116,11 @@ def run_tasks(
             while todo and len(running) < (2 * n_helpers if len(todo) > workers else n_helpers):
                 index, task = todo.popleft()
                 running[send(task)] = index
+            # While this process works on a file, the others have theirs.
             own_task = todo.popleft() if todo else None
             if own_task is not None:
                 yield own_task[0], own_task[1].run()
+            # Without a task of its own it waits for theirs.
             for future in wait(running, 0 if own_task else None, FIRST_COMPLETED).done:
                 index = running.pop(future)
                 yield index, future.result()

@@ -105,6 +105,7 @@ _SHRINKING = ((_MAX_CHARS, 24), (100, 10), (40, 4), (16, 1))
 
 def write_answer(answer: ToolAnswer, offset: int = 0) -> str:
     """The answer as JSON, with as many rows from offset on as fit."""
+    # The head alone may be too long, if a recording has many warnings.
     for max_chars, max_items in _SHRINKING:
         head = _write_head(answer, max_chars, max_items)
         used = estimate_tokens(json.dumps(head, ensure_ascii=False))
@@ -117,6 +118,7 @@ def write_answer(answer: ToolAnswer, offset: int = 0) -> str:
         for row in answer.rows[offset:]:
             written = _write_row(row, max_chars, max_items)
             used += _estimate_row(written)
+            # At least one row, or the next page would be the same.
             if used > _TARGET_TOKENS and page:
                 break
             page.append(written)
@@ -128,6 +130,7 @@ def write_answer(answer: ToolAnswer, offset: int = 0) -> str:
             head["next_offset"] = end
         if not answer.rows:
             head["rows_note"] = "no rows: see about and cannot_answer before taking this for zero"
+        # An agent that counts on would take an empty page for the end of a table without rows.
         elif offset >= len(answer.rows):
             head["rows_note"] = f"offset is beyond the last row; there are {len(answer.rows)}"
     return json.dumps(head, ensure_ascii=False, separators=(",", ":"))
@@ -221,6 +224,8 @@ def estimate_tokens(text: str) -> int:
     for piece in _PIECE.findall(text):
         first = piece[0]
         if first == OPEN or first > "\x7f":
+            # Random letters make a token of 1.4 characters at worst, and other scripts one of each
+            # byte.
             plain = sum(letter <= "\x7f" for letter in piece)
             tokens += math.ceil(plain / 1.4) + len(piece[:].encode()) - plain
         elif first.isdigit():

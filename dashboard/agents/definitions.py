@@ -291,8 +291,10 @@ _UNITS = ("_bytes_per_s", "_per_s", "_ns", "_bytes", "_median", "_mean", "_fract
 def find_number(name: str) -> tuple[str, NumberEntry] | None:
     """The entry of a number, however its unit is written: "busbw_bytes_per_s", "mean_ns"; None if
     it has none."""
+    # However an agent writes it: "Mean step", "mean-step", "mean_step_ns".
     plain = "_".join(name.strip().lower().replace("-", "_").split())[:80]
     tried = [plain]
+    # Twice: a name may end in two of them, as in transfer_ns_median.
     for unit in (*_UNITS, *_UNITS):
         tried += [one.removesuffix(unit) for one in tried]
     tried += [one.removeprefix("mean_").removeprefix("total_") for one in tried]

@@ -31,6 +31,7 @@ def compare_with_model(recordings: Recordings, query: ModelQuery) -> ToolAnswer:
 
     opened = recordings.open(query.recording)
     report = opened.report
+    # Analyzed again: the report that was opened may have no model, or another one.
     if query.job and opened.path is not None:
         job = query.job if query.job == AUTO else recordings.find_job(query.job)
         report = examine([opened.path], job=job).report
@@ -80,6 +81,7 @@ def compare_with_model(recordings: Recordings, query: ModelQuery) -> ToolAnswer:
     rows = [(row.bucket, row.cause, row.axis, row.ns, row.message) for row in gap.rows]
     about = "parts of measured - predicted step; they add up; negative: faster than predicted"
     unknowns = [*list_unknowns(report, "model_comparison")]
+    # With a low confidence the model may be what is wrong.
     if gap.confidence == "low":
         unknowns.append(
             CannotAnswer(
@@ -134,6 +136,7 @@ def compare_two(recordings: Recordings, query: CompareQuery) -> ToolAnswer:
         ("kernels", row.family, None, row.baseline_ns, row.candidate_ns) for row in one.kernels
     ]
     unknowns: tuple[CannotAnswer, ...] = ()
+    # A single step has no spread: any difference may be chance.
     if one.within_noise is None:
         unknowns = (
             CannotAnswer(
@@ -227,6 +230,7 @@ def replay_changes(recordings: Recordings, query: WhatIfQuery) -> ToolAnswer:
             "the recording's folder, with stepsplit mcp FOLDER",
         )
         return ToolAnswer("no replay", cannot_answer=(unknown,))
+    # The path is checked first, so that the answer does not say what lies outside of the folders.
     if query.hardware.endswith(".toml"):
         recordings.find_path(query.hardware)
         raise UsageError("hardware: name a preset, such as b200-sxm")
@@ -257,9 +261,11 @@ def _read_job(recordings: Recordings, job: str) -> tuple[JobConfig, Path | None]
     from stepsplit.analyzer.model.config_file import decode_job, read_job
     from stepsplit.analyzer.model.hardware_config import list_referenced_files
 
+    # A TOML text has a table; the path of a file has no bracket.
     if "[" not in job:
         path = recordings.find_job(job)
         return read_job(path), path
+    # A text that names a file would have it read from wherever the server runs.
     table = parse_table("the job", job.encode())
     if list_referenced_files(table):
         raise UsageError("the job names files; give the path of a job.toml below a folder instead")
@@ -377,6 +383,7 @@ def find_hang(recordings: Recordings, query: HangQuery) -> ToolAnswer:
         for row in one.stuck
     ]
     unknowns: tuple[CannotAnswer, ...] = ()
+    # A missing dump is not an innocent rank.
     if one.no_dump:
         unknowns = (
             CannotAnswer(

@@ -96,9 +96,11 @@ class Recordings:
         for root in self.roots:
             base = Path(os.path.realpath(root))
             try:
+                # Links are followed first, and what they lead to is judged.
                 place = Path(os.path.realpath(base / name, strict=True))
             except (OSError, ValueError):
                 continue
+            # Silent: to say that something is there would answer a question that was not allowed.
             if not place.is_relative_to(base):
                 continue
             if problem := describe_special(place):
@@ -177,6 +179,8 @@ class Recordings:
             files = sorted(path.rglob("*")) if path.is_dir() else [path]
             stats = [(str(file), file.lstat()) for file in files]
             key = tuple((file, one.st_mtime_ns, one.st_size) for file, one in stats)
+            # Taken out and put back at the end: the first one is that which was not asked for
+            # longest.
             found = self._opened.pop(key, None) or _open_path(name, path)
             self._opened[key] = found
             while len(self._opened) > _CACHED:
@@ -234,10 +238,12 @@ def _open_path(name: str, path: Path) -> OpenedRun:
     if not is_analyzed(path):
         analysis = analyze()
         return OpenedRun(name, analysis.report, lambda: analysis.tables, path)
+    # A list, as the function below fills it once.
     kept: list[Tables | None] = []
 
     def load() -> Tables | None:
         if not kept:
+            # Tables that were deleted are computed again if the traces are still there.
             has_traces = any(is_trace_name(file.name) for file in path.iterdir())
             tables = _load_tables(path)
             kept.append(analyze().tables if tables is None and has_traces else tables)

@@ -39,6 +39,7 @@ def list_recordings(recordings: Recordings, query: ListQuery) -> ToolAnswer:
     about = "recordings that can be opened; pass a name as `recording`"
     if not rows:
         roots = ", ".join(mark_recorded(str(root)) for root in recordings.roots) or "no folder"
+        # An empty list would be taken for an empty disk.
         about = f"no recording and no report was found below {roots}"
     return ToolAnswer(about, columns=("recording", "kind", "title"), rows=rows)
 
@@ -77,6 +78,7 @@ def _describe(report: Report, what: str) -> str:
     lost = summary.lacks if summary else ()
     if not lost:
         return what
+    # A text from a report is not repeated as ours: only the kinds that this version knows.
     known = [row for row in lost if row.lack in (*Lack,)]
     text = describe_lacks(known) or "incomplete recording"
     return f"{text[:_MAX_LACKS_CHARS]}. {what}"
@@ -106,6 +108,7 @@ def describe_step(recordings: Recordings, query: RunQuery) -> ToolAnswer:
         "other_steps": describe_other_steps(report.step_kinds) or None,
         "mfu": report.mfu,
         "hfu": report.hfu,
+        # In words, since a cause has been looked for in them and not been found.
         "large_parts": [f"{one.bucket}: {one.part}" for one in list_unexplained_buckets(report)],
     }
     rows = [
@@ -122,6 +125,7 @@ def describe_step(recordings: Recordings, query: RunQuery) -> ToolAnswer:
     step = units.format_milliseconds(summary.step_ns)
     parts = ", ".join(
         f"{mark_recorded(one.bucket, 20)} {units.format_percent(one.share)}"
+        # A report of a stranger may have more.
         for one in summary.buckets[: len(BUCKETS)]
         if one.mean_ns
     )
@@ -208,6 +212,7 @@ def list_steps(recordings: Recordings, query: StepsQuery) -> ToolAnswer:
             f"it is not in the recording, which has the ranks {ranks}",
             "a rank and step of the recording",
         )
+        # What was asked for comes before what the recording lacks in general.
         unknowns = (unknown, *unknowns)
     return ToolAnswer(_describe(report, about), values, columns, rows, unknowns)
 
@@ -288,6 +293,7 @@ def list_collectives(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
     report = recordings.open(query.recording).report
     rows = []
     for same in merge_groups(report):
+        # The slowest group of the axis: a mean would hide the one slow link.
         first = max(same.rows, key=lambda row: row.transfer_ns_median)
         rates = same.busbw_bytes_per_s
         rows.append(

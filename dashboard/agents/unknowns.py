@@ -106,6 +106,7 @@ def _find_no_link(report: Report) -> CannotAnswer | None:
             "the recording has no communication between ranks",
             "a recording of a job of several ranks",
         )
+    # Also said where a model is missing: a call without a size has no bandwidth at all.
     unmatched = sum(row.busbw_bytes_per_s is None for row in report.collectives)
     own = (
         f"{unmatched} of {len(report.collectives)} kinds of calls have no measured bandwidth"
@@ -125,6 +126,7 @@ def _find_no_pipeline(report: Report) -> CannotAnswer | None:
         return None
     mesh = report.run.mesh
     stages = next((one.size for one in mesh or () if one.axis == "pp"), 1)
+    # That there is no pipeline is an answer, unlike a pipeline that was not recognized.
     if mesh is not None and stages == 1:
         return CannotAnswer(
             "the bubble of a pipeline",
@@ -144,6 +146,7 @@ def _find_no_pipeline(report: Report) -> CannotAnswer | None:
 
 def _find_unexplained_waits(report: Report) -> CannotAnswer | None:
     total = sum(row.caused_ns for row in report.blame)
+    # The schedule's ideal bubble is explained, and has no rank.
     own = sum(row.caused_ns for row in report.blame if row.rank is None and row.cause != "schedule")
     if not total or own / total < _LEAST_UNEXPLAINED:
         return None

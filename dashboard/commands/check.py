@@ -174,6 +174,7 @@ def check_command(
         verdict = replace(verdict, compare_url=f"{shown_at.rstrip('/')}/compare?{pair}")
     if json_file != "-":
         make_console().print(build_verdict_screen(verdict))
+        # There they appear next to the changed files of a pull request.
         if os.environ.get("GITHUB_ACTIONS") == "true":
             print_annotations(format_annotations(verdict))
     # What issues of code quality point to: the first budget or baseline file.
@@ -262,6 +263,7 @@ def baseline_command(
     store = cache(lambda: open_runs(url, artifacts, token))
     loaded = load_runs(places, store, None, load_rules(rules_file))
     runs = [run.facts for run in loaded]
+    # Said when the file is written, and not with each check that uses it.
     for warning in (*check_setups(runs, (), across_setups=False), *list_incomplete((), runs)):
         print_line(f"warning: {warning}", err=True)
     if budgets_out is not None and len(runs) < RECOMMENDED_RUNS:
@@ -377,6 +379,7 @@ def _load_stored_runs(open_store: OpenStore, query: str) -> list[SideRun]:
     sides = []
     for run in reversed(runs):
         if isinstance(store, RemoteStore):
+            # A dashboard gives the report alone, which has all that a check needs.
             report = from_json(store.fetch_report(run.id), f"the report of {run.id}")
         else:
             report = store.load_report(run.id)

@@ -81,6 +81,7 @@ def check_output(path: Path) -> None:
             raise UsageError(f"{path} is a file of a recording; choose another name for the output")
 
 
+# Any document of stepsplit but the two that a recording consists of.
 _OUTPUT = re.compile(rb'"schema"\s*:\s*"stepsplit\.(?!run/|record/)')
 
 
@@ -100,6 +101,7 @@ def print_line(text: str = "", err: bool = False) -> None:
 
 def print_annotations(lines: Iterable[str]) -> None:
     """Prints what `format_workflow_command` made, for GitHub Actions to execute."""
+    # The guard of standard output would escape the commands themselves.
     stream = getattr(sys.stdout, "unguarded", sys.stdout)
     for line in lines:
         click.echo(line, file=stream)  # noqa: TID251 - it consists of escaped text
@@ -264,6 +266,7 @@ def open_existing_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS)
     require_package("sqlalchemy", "dashboard")
     from stepsplit.dashboard.store.database import find_database_file
 
+    # Only a file can be missing: another database says so itself.
     path = find_database_file(url)
     if path is not None and not path.exists():
         raise UsageError(f"{path}: no such store; name it with --store, or upload a run first")
@@ -275,6 +278,7 @@ def record_command(audit: AuditLog, action: str, target: str) -> None:
     try:
         account = getpass.getuser()
     except (KeyError, OSError):
+        # A container may run under a user id without a name.
         account = str(os.getuid())
     audit.record(action, target, user_name=f"command line, {account}", role="admin")
 

@@ -99,6 +99,7 @@ def build_doctor_screen(
         f"CUDA {torch.cuda}" if torch is not None and torch.cuda else "",
         f"NCCL {torch.nccl}" if torch is not None and torch.nccl else "",
     )
+    # What works stands first; most who run this want to know that.
     working = [name for name in COMMANDS if name not in failing]
     commands = [f"works here: {', '.join(working)}"] if working else []
     commands += [f"would fail: {', '.join(failing)}"] if failing else []
@@ -185,6 +186,7 @@ def _check_packages(environment: Environment) -> Iterator[EnvironmentCheck]:
         broken = [one for one in needed if one.error]
         purpose = f" ({use})" if use else ""
         outcome: Outcome = "fails" if commands else "warning"
+        # An extra that is not installed at all was not wanted.
         if len(missing) == len(needed) and not commands:
             yield EnvironmentCheck(name, "ok", f"not installed{purpose}")
         elif missing:
@@ -368,6 +370,7 @@ def _check_attach(environment: Environment) -> Iterator[EnvironmentCheck]:
     if environment.remote_debug is None:
         detail = f"Python {environment.python} attaches to agents only (3.14 to any process)"
         yield EnvironmentCheck(name, "ok", detail, commands=_ATTACH)
+    # PEP 768 may be switched off when Python is built or started.
     elif not environment.remote_debug:
         detail = "this Python's remote debugging is off"
         fix = f"unset PYTHON_DISABLE_REMOTE_DEBUG, or {_STANDBY}"
@@ -414,6 +417,7 @@ def _check_clock(environment: Environment) -> Iterator[EnvironmentCheck]:
     source = environment.clock_source
     if not source:
         return
+    # Read by the process itself; any other source is a system call.
     if source in _FAST_CLOCKS:
         yield EnvironmentCheck("clock", "ok", source, commands=_RECORDING)
     else:

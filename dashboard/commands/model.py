@@ -155,6 +155,7 @@ def plan_command(
     from stepsplit.analyzer.model.predict import read_hardware_rates
 
     kept = frozenset(key.strip() for word in keep for key in word.split(","))
+    # A misspelled key would be searched over as if it had not been given.
     for key in sorted(kept - set(KEYS)):
         raise UsageError(
             f"--keep {key!r} is not a setting of the search; choose from {', '.join(KEYS)}"
@@ -218,6 +219,7 @@ def calibrate_command(
     if ranks is not None and not quick:
         raise UsageError("--ranks is for --quick; recordings have their own ranks")
     rules = load_rules(rules_file)
+    # Nothing of the quick training is of use after its constants are fitted.
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         runs = (_record_quick(Path(folder), ranks),) if quick else places
         calibration = calibrate(*runs, job=job_file, rules=rules)
@@ -243,6 +245,7 @@ def _record_quick(folder: Path, ranks: int | None) -> Path:
     from stepsplit.collectors.formats.run_spec import Mesh
 
     gpus, cores = torch.cuda.device_count(), count_cores()
+    # A GPU has room for one rank of this training; CPU ranks only take turns.
     most = gpus or MOST_RANKS_PER_CORE * cores
     if ranks is not None and ranks > most:
         device = f"{gpus} GPUs" if gpus else f"{cores} cores"

@@ -115,6 +115,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
         job = _write_calibrated_job(Path(calibration), mesh, folder)
     analysis = examine_with_inferred_job([folder], job=job)
     assert isinstance(analysis, Analysis), "the demo records traces"
+    # Next to the recording, so that every other command opens it without analyzing it again.
     save(folder, analysis.report, analysis.tables)
     print_line(f"recorded in {folder}")
     print_line()

@@ -177,6 +177,7 @@ def dashboard_command(
     secret = _read_password(alert_secret_file, "STEPSPLIT_ALERT_SECRET")
     target = parse_alert_target(alert_url, secret) if alert_url is not None else None
     store = open_store(url, artifacts)
+    # Decided before anything listens: a server without restrictions is refused here.
     access = choose_access(
         host, password=password, uploader_password=uploader, viewer_password=viewer,
         proxy=proxy, has_tokens=store.tokens.has_active(), open_to_anyone=open_to_anyone,

@@ -126,6 +126,7 @@ def watch_command(
     is_first_here = not is_rank(os.environ) or read_identity().local_rank == 0
     with ExitStack() as stack:
         beside = ReducerProcess(reducer)
+        # A running job is joined first: the reducer begins when its ranks have agreed.
         if is_first_here and command:
             stack.enter_context(beside)
         try:
@@ -192,6 +193,7 @@ class WatchRequest:
         from stepsplit.dashboard.upload import Connection
         from stepsplit.dashboard.watch_process import ReducerOptions
 
+        # A wrong address or token is said now, and not after hours of training.
         if self.url is not None:
             Connection(self.url, self.token)
         elif self.upload_captures:
@@ -215,6 +217,7 @@ def _report_watch(plan: WatchPlan, options: ReducerOptions, attached: bool) -> N
     from stepsplit.analyzer.watch.reducer import WatchFolder, read_state
 
     folder = WatchFolder(Path(plan.out), plan.name, options.host)
+    # What the reducer has written, not what this process knows: srun starts one process per rank.
     state = read_state(folder)
     steps = max((one.count_steps(attached) for one in state.ranks.values()), default=0)
     text = f"watched {steps} steps, {state.samples} samples"

@@ -203,6 +203,7 @@ def build_findings_section(comparison: RunComparison) -> list[RenderableType]:
 
 def build_exposed_section(comparison: RunComparison) -> list[RenderableType]:
     """The communication buckets by axis; empty if there is only one axis."""
+    # With one axis the table of buckets says the same.
     if not comparison.meshes_differ and len({row.axis for row in comparison.exposed}) < 2:
         return []
     table = build_table("by axis", "baseline", "candidate", "difference")
@@ -218,6 +219,7 @@ def build_exposed_section(comparison: RunComparison) -> list[RenderableType]:
 
 def build_calls_section(comparison: RunComparison) -> list[RenderableType]:
     """The kinds of calls that changed most, one line per side."""
+    # A kind of call that did not change is not shown, unlike a bucket, whose rows add up.
     rows = [row for row in comparison.collectives if row.baseline != row.candidate]
     if not rows:
         return []
@@ -372,6 +374,7 @@ def _build_scaling_table(scaling: Scaling) -> Table:
             _format_known(run.peak_allocated_bytes, units.format_gibibytes) for run in scaling.runs
         ],
     }
+    # A column that no run has takes room from those that it has.
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = build_table("run")
     for name in [name for name in shown if name != "run"]:
@@ -391,6 +394,7 @@ def _format_known(value: ValueT | None, form: Callable[[ValueT], str]) -> str:
 
 
 def _format_mesh(run: ScalingRun) -> str:
+    # Axes of one rank are no part of the layout that anyone compares.
     axes = [axis for axis in run.mesh or () if axis.size > 1]
     return " ".join(f"{AXIS_SHORT.get(axis.axis, axis.axis)} {axis.size}" for axis in axes)
 
@@ -417,6 +421,7 @@ def build_what_if_screen(result: WhatIfs) -> RenderableType:
         table = build_table("change", "step", "difference")
         table.add_column("", overflow="fold")
         for row in result.changes:
+            # A gain is positive where the step gets shorter.
             gain = -row.gain_ns / result.step_ns if result.step_ns else 0.0
             table.add_row(
                 str(row.change),

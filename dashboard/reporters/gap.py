@@ -58,6 +58,8 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
             table.add_row(units.format_signed_milliseconds(ns), message)
         parts += [Text("difference by cause", style="bold"), table]
     parts += _compare_speeds(gap)
+    # Calls that differ are the first thing to look for: their times then differ for that reason
+    # alone.
     if differing := [calls for calls in gap.calls if not calls.equal]:
         parts.append(Text("calls that differ: " + "; ".join(map(_compare_call, differing))))
     elif gap.calls:
@@ -82,6 +84,7 @@ def _compare_speeds(gap: Gap) -> list[RenderableType]:
     table = build_table("axis", "op", "per step", "model", "busbw", "model", "of link peak")
     for calls in rows:
         busbw, peak = calls.busbw_bytes_per_s, calls.link_bytes_per_s
+        # Only with both: the peak of a link is not known for all hardware.
         of_peak = units.format_percent(busbw / peak) if busbw is not None and peak else ""
         table.add_row(
             calls.axis, calls.op, units.format_milliseconds(calls.time_ns),

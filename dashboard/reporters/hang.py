@@ -79,6 +79,7 @@ def _list_states(hang: Hang) -> list[Text]:
     same: dict[tuple[object, ...], list[RankNow]] = {}
     for one in hang.states:
         same.setdefault((one.condition, one.error, one.stack), []).append(one)
+    # The ranks that the others wait for come first.
     to_blame = {rank for one in hang.culprits for rank in one.ranks}
     ordered = sorted(same.values(), key=lambda ones: not to_blame & {one.rank for one in ones})
     lines = [Text(), Text("PYTHON STACKS, INNERMOST FIRST", style="bold")]
@@ -106,6 +107,7 @@ def _describe_state(ones: Sequence[RankNow]) -> str:
 
 def _list_frames(stack: Sequence[StackFrame]) -> tuple[str, ...]:
     shown = tuple(f"{frame.file}:{frame.line} {frame.function}" for frame in stack)
+    # The innermost frames say where it hangs; the outermost are those of the launcher.
     more = len(shown) - MAX_FRAMES
     return (*shown[:MAX_FRAMES], f"and {more} more frames") if more > 0 else shown
 
@@ -145,6 +147,7 @@ def _build_calls_table(hang: Hang) -> Table:
 
 def _select_calls(stuck: Sequence[Stuck]) -> list[Stuck]:
     """The first calls that wait for a rank, and the first that all ranks entered."""
+    # A call that waits for a rank explains more than one that all have entered.
     blocked = [call for call in stuck if call.waits_for]
     unfinished = [call for call in stuck if not call.waits_for]
     return [*blocked[:MOST_BLOCKED], *unfinished[:MOST_UNFINISHED]]
@@ -169,6 +172,7 @@ def _list_stacks(hang: Hang) -> list[Text]:
         frames = last[rank].stack if rank in last else ()
         # Without torch's own frames if there are others.
         stack = _list_frames([one for one in frames if "/torch/" not in one.file] or frames)
+        # All ranks of a group mostly hang at the same place.
         if stack and stack in shown:
             lines.append(Text(f"    same stack as rank {shown[stack]}", style="bright_black"))
             continue

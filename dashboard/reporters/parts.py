@@ -52,6 +52,7 @@ def build_parts_section(report: Report) -> list[RenderableType]:
     # Shares are rounded together, so that the lines add up to the step as printed.
     first, rest = kinds[:MAX_PARTS], kinds[MAX_PARTS:]
     groups = [(name_part(kind), by_kind[kind]) for kind in first]
+    # One more row takes no more room than the row that would stand for it.
     if len(rest) == 1:
         groups.append((name_part(rest[0]), by_kind[rest[0]]))
     elif rest:
@@ -99,6 +100,7 @@ class PartsTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = list(self._columns)
+        # The last columns matter least.
         while names and self._measure(console, options, names) > options.max_width:
             names.pop()
         yield self._build(names)
@@ -126,6 +128,7 @@ _LEAST_EXCESS = 0.002
 
 def _describe_slowest(rows: Sequence[PartRow], least_ns: float) -> str:
     """The rank that computes longest above the others, in which layer, and by how much."""
+    # With one rank there is none to be slower than.
     several = [row for row in rows if row.ranks > 1 and row.median_compute_ns]
     if not several:
         return ""
@@ -166,6 +169,7 @@ class KernelsTable:
         known = any(row.peak_share is not None for row in self._rows)
         columns = ("of peak", "saves") if known else ()
         table = build_table("", "step", "share", "calls", "rate", *columns, "part")
+        # The name gets what the numbers leave, since no number is cut.
         room = max(_LEAST_NAME, options.max_width - (_OTHER_COLUMNS + 20 * known))
         for row in self._rows:
             rate = ""

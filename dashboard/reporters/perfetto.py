@@ -85,6 +85,7 @@ def _build_step_slices(rows: Iterable[StepRow], segments: Segments, lanes: Lanes
     """One slice per step, from its first segment to its last."""
     kinds = {(row.rank, row.step): row.kind for row in rows}
     new = (np.diff(segments.rank) != 0) | (np.diff(segments.step) != 0)
+    # The cut keeps an empty table empty.
     edge = np.concatenate(([True], new, [True]))[: len(segments.rank) + 1]
     first, last = np.flatnonzero(edge[:-1]), np.flatnonzero(edge[1:])
     rank, step = segments.rank[first], segments.step[first]
@@ -125,6 +126,8 @@ def _merge_parts(parts: tuple[_Part, ...], flow_rows: Int64) -> PerfettoSlices:
     track = np.concatenate([part.track for part in parts])
     start = np.concatenate([part.start_ns for part in parts])
     end = np.concatenate([part.end_ns for part in parts])
+    # Clocks are aligned to rank 0, so that another rank may begin before 0; a varint is not
+    # negative.
     zero = min(0, int(start.min(initial=0)))
     offset = np.cumsum([0, *(len(part.names) for part in parts[:-1])])
     name = [part.name + before for part, before in zip(parts, offset, strict=True)]
@@ -198,6 +201,7 @@ def _assign_lanes(boxes: Boxes) -> Int64:
     for row in order:
         rank, stage, start, dur = rows[row]
         ends = free_at.setdefault((rank, stage), [])
+        # Perfetto draws slices of one track over each other unless they are nested.
         free = next((i for i, end in enumerate(ends) if end <= start), len(ends))
         ends[free : free + 1] = [start + dur]
         lane[row] = free
@@ -233,12 +237,15 @@ _PACKET, _TIMESTAMP, _SEQUENCE, _EVENT, _INTERNED, _SEQUENCE_FLAGS, _DESCRIPTOR 
 
 _BEGIN, _END = 1, 2
 
+# SEQ_INCREMENTAL_STATE_CLEARED with the interned names, and NEEDED with what uses them.
 _CLEARED, _NEEDED = 1, 2
 
+# TrackDescriptor.ChildTracksOrdering
 _EXPLICIT = 3
 
 _ONE_SEQUENCE = 1
 
+# 56 bits of nanoseconds are two years, and 28 bits are 268 million tracks or names.
 _TIME_WIDTH, _ID_WIDTH = 8, 4
 
 _BLOCK = 1 << 16
@@ -356,6 +363,7 @@ def _repeat_bytes(content: bytes, count: int) -> UInt8:
 
 def _encode_varint_column(number: int, values: Int64, width: int = _ID_WIDTH) -> UInt8:
     digits = (values[:, None] >> (7 * np.arange(width)) & 0x7F).astype(np.uint8)
+    # All bytes but the last say that more follow, also those that are zero.
     digits[:, :-1] |= 0x80
     return np.hstack([_repeat_bytes(_encode_tag(number, 0), len(values)), digits])
 

@@ -207,11 +207,13 @@ def explain_runner_up(best: Candidate, runner_up: RunnerUp) -> str:
         reason for reason in runner_up.reasons if abs(reason.delta_ns) > MIN_SHARE * step_ns
     ]
     more = [reason for reason in significant if reason.delta_ns > 0][:MAX_REASONS]
+    # The reasons are in order, so that this is the largest of the gains.
     less = [reason for reason in significant if reason.delta_ns < 0][-1:]
     if not more and less:
         return f"faster: {_format_reason(best, runner_up.candidate, less[0])}"
     if not more:
         memory = "the same memory"
+        # Of two equally fast layouts memory decides which one is first.
         if more_bytes := runner_up.more_bytes:
             size = units.format_gibibytes(abs(more_bytes))
             memory = f"{size} {'more' if more_bytes > 0 else 'less'} memory"
@@ -276,6 +278,7 @@ def build_calibration_screen(calibration: Calibration, out: Path | None) -> Rend
     before = _list_constants(calibration.known, dtype)
     now = _list_constants(calibration.hardware, dtype)
     for (constant, old), (_, new) in zip(before, now, strict=True):
+        # The time of the host is empty where none was fitted.
         if new:
             constants.add_row(constant, old or _GUESS, new)
     parts: list[RenderableType] = [
@@ -409,6 +412,7 @@ def build_validation_screen(checks: Sequence[Check], every_row: bool = False) ->
             parts += [heading, build_row_table(rows), Text()]
     if absent := len(checks) - len(found):
         parts.append(Text(f"checks without rows in this folder: {absent}", style=_DIM))
+    # A check without a limit is shown for comparison and can neither be met nor missed.
     counted = [check for check in checks if check.bar and not check.skipped]
     met = sum(check.met for check in counted)
     fitted = len({row.case for check in checks for row in check.rows if row.fitted})
@@ -472,6 +476,7 @@ def _format_verdict(check: Check) -> Text:
         count = sum(not row.equal for row in check.reported)
         missed = f"{count} row{'s' if count > 1 else ''}"
     else:
+        # By the measure that misses most.
         over = max(result - bar for result, bar in zip(check.result, check.bar, strict=True))
         missed = f"{100 * over:.1f} pt"
     return Text(f"missed by {missed}", style="red")

@@ -225,6 +225,7 @@ def _add_memory(
     get_bytes: Callable[[StageMemory], int],
 ) -> None:
     """Adds a row to the table unless it is zero for all stages; of small jobs in MiB."""
+    # One unit in all rows, or they would not add up by eye.
     is_small = max(row.total_bytes for row in memory) < 2**30
     form = units.format_memory_size if is_small else units.format_gibibytes
     if any(get_bytes(row) for row in memory):
@@ -242,6 +243,7 @@ def build_communication_table(prediction: Prediction) -> Group:
     rows.sort(key=lambda kind: (-kind.exposed_ns, -kind.high_ns))
     table = build_table("axis", "op phase", "calls", "size", "sent", "time", "exposed")
     words = table.columns[1]
+    # Text wraps where a number must not.
     words.justify, words.no_wrap, words.overflow = "left", False, "fold"
     for row in rows[:MOST_KINDS]:
         table.add_row(

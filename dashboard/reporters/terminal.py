@@ -199,6 +199,7 @@ def _format_memo(report: Report, summary: Summary | None) -> Text:
         "means over ranks and steps. overlapped communication: "
         f"{units.format_milliseconds(summary.overlapped_ns)}{format_overlap(report)}"
     )
+    # Shown only if they are not zero: most runs have neither.
     rare = {
         "inside the pipeline bubble": units.format_milliseconds(summary.bubble_covered_ns),
         "ambiguous gaps": units.format_milliseconds(summary.ambiguous_ns),
@@ -253,6 +254,7 @@ class BucketTable:
         self._rows = [] if summary is None else _build_rows(report, summary, self._axes)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # From the most to the fewest columns: the first that fits.
         few = len(self._axes) <= _FEW_AXES
         wide = options.update(max_width=_ANY_WIDTH)
         for axes, model, causes, bars in (
@@ -323,6 +325,7 @@ def _build_rows(report: Report, summary: Summary, axes: Sequence[str | None]) ->
                 units.format_parts(model[place], unit_ns),
                 units.format_signed_parts(difference, unit_ns),
             )
+            # A bucket that neither has says nothing by its zeros.
             if not model_ns[row.bucket] and not row.mean_ns:
                 compared = ("", "")
         on_axes = [""] * len(axes)
@@ -331,6 +334,7 @@ def _build_rows(report: Report, summary: Summary, axes: Sequence[str | None]) ->
                 units.format_parts(count, unit_ns) if axis in by_axis[place] else ""
                 for axis, count in zip(axes, own_counts, strict=True)
             ]
+        # In the unit of the table, but by itself: it is no part of the mean.
         (worst,) = round_parts([row.worst_ns], unit_ns)
         rows.append(
             _BucketCells(
@@ -419,6 +423,7 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
         max((row.peak_allocated_bytes or 0 for row in memory if row.rank in own), default=0)
         for own in ranks
     ]
+    # A recording without memory has no such row.
     if any(peaks):
         table.add_row("peak memory", *(units.format_gibibytes(n) if n else "" for n in peaks))
     if count > len(shown):

@@ -128,6 +128,7 @@ class _InspectorReader:
     def take(self, text: bytes) -> None:
         """Adds a record; counts invalid ones."""
         record = decode_record(text)
+        # Counts the records that a dump_stats record has announced; at -1 one more has come.
         self._left -= 1
         if record is None or not record.kind_known:
             self._odd += 1
@@ -287,6 +288,7 @@ def _convert_bandwidth(gbs: float | str | None) -> float:
 MAX_RECORD_LINES = 4096
 """Maximum number of lines of one record, which may be indented as in NCCL's documentation."""
 
+# The Inspector prints with %f, which writes inf and nan; JSON has neither.
 _NO_NUMBER = re.compile(rb":\s*-?(?:inf|nan)\b")
 
 
@@ -385,6 +387,8 @@ def split_objects(lines: Iterable[bytes]) -> Iterator[bytes]:
     open_lines: list[bytes] = []
     for line in lines:
         stripped = line.rstrip()
+        # A record begins anew with each brace at the begin of a line, so that a cut one costs no
+        # other.
         if stripped.startswith(b"{"):
             if open_lines:
                 yield b"\n".join(open_lines)

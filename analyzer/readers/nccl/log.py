@@ -87,12 +87,14 @@ class CommHandles:
         handle.complete = init.complete
         handle.comm_id = init.comm_id or handle.comm_id
         handle.dev = init.cuda_dev if init.cuda_dev >= 0 else handle.dev
+        # "Init START" and "Init COMPLETE" name different fields: what one lacks stays.
         handle.nvml_dev = max(init.nvml_dev, handle.nvml_dev)
         handle.bus_id = init.bus_id or handle.bus_id
         handle.split = max(init.split, handle.split)
         if init.color is not None:
             handle.color, handle.key = init.color, init.key
             parent = self._by_pointer.get((speaker.host, speaker.pid, init.parent), -1)
+            # A handle that has the address of its freed parent is not its own parent.
             handle.parent = handle.parent if parent == index else parent
         if not init.complete:
             self._slot_of[speaker[:3]] = self._add_slot(speaker, index)
@@ -127,6 +129,7 @@ class CommHandles:
         if index >= 0:
             return self._add_slot(speaker, index)
         slot = self._slot_of.get(speaker[:3], -1)
+        # What a thread writes after "Init COMPLETE" is of the next communicator.
         if slot < 0 or slot in self._done:
             slot = self._slot_of[speaker[:3]] = self._add_slot(speaker, -1)
         return slot
@@ -143,6 +146,7 @@ class CommHandles:
         only: dict[tuple[str, int], int] = {}
         for index, handle in enumerate(self.all):
             process = (handle.host, handle.pid)
+            # With several communicators in a process, a record without one may be of any.
             only[process] = -1 if process in only else index
         return tuple(
             index if index >= 0 else only.get(process, -1)
@@ -174,6 +178,7 @@ class CommHandles:
 
     def _bind_slot(self, speaker: records.Speaker, index: int) -> int:
         slot = self.find_slot(speaker)
+        # The thread has begun another communicator without a record of it.
         if self._slots[slot] not in (-1, index):
             slot = self._slot_of[speaker[:3]] = self._add_slot(speaker, index)
         self._slots[slot] = index
@@ -191,6 +196,8 @@ class CommHandles:
 
 # The debug log of one process, or of a whole job in one file.
 
+# The parts before the word are what a process writes alone, so that a text about a log is not one:
+# "[0] NCCL INFO Bootstrap", "host:12:34 [0] NCCL INFO Using network IB".
 _WRITTEN = re.compile(
     rb"(?:^|\[\d{1,5}\] +(?:\d{16} )?|:\d+ (?:\([^)\n]{1,80}\) )?)NCCL (?:INFO|WARN) \S", re.M
 )
@@ -274,6 +281,7 @@ class _LogReader:
     def take(self, line: bytes) -> None:
         """Adds a line."""
         self.lines += 1
+        # Most lines of a job's output are not of NCCL: a search for three bytes is all they cost.
         if b"CCL" not in line:
             self.torn += b" [nranks=" in line  # the rest of a line that another writer interrupted
             return
@@ -385,6 +393,8 @@ def list_notes(
 
 # The calls that a log has with NCCL_DEBUG_SUBSYS=COLL, as columns per process.
 
+# AllReduce: opCount 1f sendbuff 0x7f recvbuff 0x7f count 1024 datatype 7 op 0 root 0
+# comm 0x55d0 [nranks=8] stream 0x55d1 task 0 globalrank 3 (the last two by RCCL)
 CALL = re.compile(
     rb"\A(\w+): opCount ([0-9a-f]{1,15}) sendbuff \S+ recvbuff \S+ (?:acc \S+ )?count (\d{1,12})"
     rb" datatype (\d{1,3}) op \d+ root (-?\d{1,7}) comm (\S+) \[nranks=(\d{1,6})\]"
@@ -398,6 +408,7 @@ _DTYPES = (
 )  # fmt: skip
 """torch's name and the bytes of an element, by ncclDataType_t."""
 
+# Handle, op, dtype, count, root, sequence number, number of ranks, time and global rank.
 _COLUMNS = 9
 
 
@@ -447,6 +458,7 @@ def _build_calls(
 ) -> Calls:
     handle, op, code, count, root, seq, nranks, stamp_ns, _ = rows.T
     codes, dtype = np.unique(code, return_inverse=True)
+    # Few codes and many calls: each code is looked up once.
     element_bytes = np.array([_look_up_dtype(c)[1] for c in codes], dtype=np.int64)[dtype]
     rank_bytes = np.where(element_bytes > 0, count * element_bytes, -1)
     full_bytes = np.where(rank_bytes >= 0, rank_bytes * nranks, -1)
@@ -525,6 +537,7 @@ def join_handles(handles: Sequence[CommHandle]) -> JoinedComms:
     keys: list[Key] = []
     for index, handle in enumerate(handles):
         turn = (handle.owner, handle.parent, handle.color)
+        # NCCL prints an id of zeros until it has one.
         if handle.comm_id.strip("0x"):
             key: Key = ("id", handle.comm_id, handle.nranks)
         elif handle.color is not None:
@@ -585,6 +598,7 @@ def _match_by_turn(handles: Sequence[CommHandle], part: Sequence[int]) -> list[l
 
 
 def _build_communicator(team: Sequence[CommHandle], comm_of: Sequence[int]) -> records.Communicator:
+    # The lowest rank stands for all: parent, color and key are the same, and -1 sorts first.
     team = sorted(team, key=lambda handle: handle.rank)
     first = team[0]
     return records.Communicator(
@@ -635,6 +649,7 @@ def find_world(communicators: Sequence[records.Communicator]) -> World:
     ranks: dict[Owner, int] = {}
     owners: dict[int, Owner] = {}
     for member in (member for i in largest for member in communicators[i].members):
+        # One process may drive several devices, each of which is a rank.
         owner = (member.host, member.pid, member.cuda_dev)
         rank = member.rank
         if ranks.setdefault(owner, rank) != rank or owners.setdefault(rank, owner) != owner:
@@ -644,6 +659,7 @@ def find_world(communicators: Sequence[records.Communicator]) -> World:
 
 def map_global_ranks(communicator: records.Communicator, world: World) -> dict[int, int]:
     """The global rank of each rank of the communicator, if known."""
+    # All communicators of that size have the ranks of the largest one: find_world requires it.
     if communicator.nranks == world.size and world.comm >= 0:
         return {rank: rank for rank in range(world.size)}
     global_rank = {

@@ -31,8 +31,10 @@ class Init(Struct, frozen=True):
     key: int | None
 
 
+# comm 0x55d0 rank 0 nranks 8 cudaDev 0 nvmlDev 0 busId 1b000 commId 0x8a1f - Init START
 _INIT = re.compile(r"\bcomm (\S+) rank (\d{1,6}) n[Rr]anks (\d{1,6}) (.*)- Init (START|COMPLETE)")
 
+# splitCount is written by ncclCommSplit; childCount is its name in newer versions.
 _FIELD = re.compile(
     r"\b(cudaDev|nvmlDev|busId|commId|parent|splitCount|childCount|color|key) (-?[^\s-]+)"
 )
@@ -79,6 +81,7 @@ class Topology(Struct, frozen=True):
     local_ranks: int
 
 
+# comm 0x55d0 rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 0
 _TOPOLOGY = re.compile(
     r"\bcomm (\S+) rank (\d{1,6}) n[Rr]anks (\d{1,6}) nNodes (\d{1,6}) localRanks (\d{1,6}) "
     r"localRank \d{1,6}"
@@ -99,6 +102,7 @@ class InitTime(Struct, frozen=True):
     init_ns: int
 
 
+# Init timings - ncclCommInitRank: rank 0 nranks 8 total 1.25 (kernels 0.20, ...)
 _TIMINGS = re.compile(
     r"Init timings(?: - \w+)?: rank (\d{1,6}) nranks (\d{1,6}) total (\d{1,9}\.\d+)"
 )
@@ -117,6 +121,7 @@ class Channels(Struct, frozen=True):
     p2p: int
 
 
+# 24 coll channels, 16 nvls channels, 32 p2p channels, 32 p2p channels per peer
 _CHANNELS = re.compile(
     r"(\d{1,6}) coll channels,(?: \d{1,6} (?:collnet|nvls) channels,)* (\d{1,6}) p2p channels"
 )
@@ -134,8 +139,10 @@ class Network(Struct, frozen=True):
     name: str
 
 
+# "Using network IB", and from 2.23 on "Assigned NET plugin IB to comm".
 _NETWORK = re.compile(r"(?:Using network |Assigned NET plugin (?=.* to comm))(.+?)(?: to comm)?$")
 
+# "NCCL_ALGO set by environment to Ring.", "Comm config minCTAs reset to NCCL_MIN_CTAS=4".
 _SETTING = re.compile(
     r"\b(\w+) set by environment to (.*?)\.?$|Comm config \w+ reset to (\w+)=(\S+)$"
 )
@@ -213,6 +220,8 @@ def parse_system(text: str) -> records.SystemBandwidth | None:
     return match and records.SystemBandwidth(_parse_gigabytes(match[1]), _parse_gigabytes(match[2]))
 
 
+# In the order in which they are tried. A text is searched for in each line, so that only few lines
+# are matched against a pattern.
 _FAMILIES: tuple[tuple[str, Callable[[str], ParsedMessage | None]], ...] = (
     (" Init START", parse_init),
     (" Init COMPLETE", parse_init),
@@ -244,15 +253,18 @@ _PROTOCOLS = ("LL", "LL128", "Simple")
 
 _TABLE_NAMES = {name.upper(): name for name in (*_ALGORITHMS, *_PROTOCOLS)}
 
+# AllReduce: 4096 Bytes -> Algo 1 proto 0 time 12.5
 _NUMBERED = re.compile(
     r"\A(?:(\w+): +)?(\d{1,18}) Bytes -> Algo (\d{1,2}) +proto (\d{1,2}) +time (\d{1,12}\.\d+)"
 )
 
+# AllReduce: 4096 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..1}
 _NAMED = re.compile(
     r"\A(\w+): +(\d{1,18}) Bytes -> Algo (\w+) +proto (\w+) +"
     r"channel\{Lo\.\.Hi\}=\{(\d{1,4})\.\.(\d{1,4})\}"
 )
 
+# AllReduce [Symmetric]: 4096 Bytes -> Kernel AllReduce_RSxLD_AGxST nchannels 8
 _OTHER = re.compile(
     r"\A(\w+) \[([^\]]+)\]: +(\d{1,18}) Bytes -> (?:Kernel )?(\S.*?)(?: nchannels (\d{1,4}).*)?$"
 )
@@ -284,6 +296,7 @@ class CostColumns(Struct, frozen=True):
     max_threads: tuple[int, ...] = ()
 
 
+# Microseconds and GB/s: "  7.9/   0.0".
 _CELL = re.compile(r"(\d{1,12}\.\d{1,6})/ *(\d{1,12}\.\d{1,6})")
 
 _OPS = ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce")
@@ -375,12 +388,16 @@ class CostTables:
 
 Graph = records.Ring | records.RingNeighbors | records.TreeNode | records.TopologyLink
 
+# Channel 00/02 : 0 1 2 3
 _RING = re.compile(r"Channel (\d{1,6})(?:/\d{1,6})? : +(\d{1,6}(?: +\d{1,6})*)$")
 
+# Ring 00 : 3 -> 0 -> 1
 _NEIGHBORS = re.compile(r"Ring (\d{1,6}) : (-?\d{1,6}) -> (-?\d{1,6}) -> (-?\d{1,6})$")
 
+# Tree 0 : -1 -> 0 -> 1/2/-1
 _TREE = re.compile(r"Tree (\d{1,6}) : (-?\d{1,6}) -> (-?\d{1,6}) -> (-?\d{1,6}(?:/-?\d{1,6})+)$")
 
+# Trees [0] 1/2/-1->0->-1 [1] -1/-1/-1->0->3
 _TREES = re.compile(
     r"\[(\d{1,6})\] (-?\d{1,6}(?:/-?\d{1,6})*)->(-?\d{1,6})->(-?\d{1,6}(?:/-?\d{1,6})*)"
 )
@@ -411,12 +428,14 @@ def parse_tree_nodes(text: str) -> tuple[records.TreeNode, ...]:
     return tuple(nodes)
 
 
+# Channel 00/0 : 1[1] -> 0[0] [send] via NET/IB/0/GDRDMA
 _LINK = re.compile(
     r"(?:Channel|Ring|CollNet) (\d{1,6})(?:/\d{1,6})? : "
     r"(\d{1,6})(?:\[\w+\])?(?: -> (\d{1,6})(?:\[\w+\])?)?"
     r" (?:\[(send|receive)\] )?via (\S.*)$"
 )
 
+# IB/0/GDRDMA, Socket/1/Shared or AWS Libfabric/0(2)/GDRDMA
 _NET = re.compile(r"\A(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
 
 
@@ -453,11 +472,13 @@ def parse_graphs(text: str) -> Graphs | None:
     return Graphs(pointer, graphs) if graphs else None
 
 
+# Pattern 4, crossNic 0, nChannels 12, bw 20.0/20.0, type NVL/PIX, sameChannels 1
 _PATTERN = re.compile(
     r"Pattern (\d{1,6}), crossNic (\d{1,6}), nChannels (\d{1,6}), (?:speed|bw) ([\d.]+)/([\d.]+),"
     r"(?: nHops \d{1,6},)? type (\w+)/(\w+), "
 )
 
+# === System : maxBw 48.0 totalBw 370.8 ===
 _SYSTEM = re.compile(
     r"=== System : max(?:Width|Bw) (\d[\d.]*)(?: total(?:Width|Bw) (\d[\d.]*))? ==="
 )

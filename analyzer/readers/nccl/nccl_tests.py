@@ -100,10 +100,12 @@ class Sweeps:
 
 # The printed tables: sweeps of one collective over message sizes.
 
+# Times and bandwidths, and "N/A" where a program does not check its results.
 _NUMBER = rb"(?:-?\d{1,12}(?:\.\d{1,6})?(?:e[+-]\d\d)?|-?nan|inf|N/A)"
 
 _HALF = rb"\s+".join([rb"(" + _NUMBER + rb")"] * 4)
 
+# Four more columns, which a report of single iterations adds to each part of a row.
 _FOUR = rb"(?:\s+" + _NUMBER + rb"){4}"
 
 _END = rb"(?:\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)?\s*$"
@@ -115,6 +117,7 @@ _ROW_BEGIN = rb"(?:^|[\s:>|])(\d{1,16})\s+(\d{1,16})\s+(" + _DTYPE + rb")\b"
 
 _BEGUN = re.compile(_ROW_BEGIN)
 
+# 1048576 262144 float sum -1 45.67 22.96 40.18 0 44.12 23.77 41.59 0
 _ROW = re.compile(
     _ROW_BEGIN
     + rb"\s+(?:([a-z]{3,12})\s+)?(?:(-?\d{1,6})\s+)?"
@@ -125,14 +128,18 @@ _ROW = re.compile(
 )  # fmt: skip
 """A report of single iterations adds four columns to each part of a row."""
 
+# #       size         count      type   redop    root     time   algbw   busbw #wrong
 _HEADING = re.compile(rb"#\s+(?:size|bytes)\s+(?:count|N)\s+type\s.*\b(?:cpu)?time\s+algbw\s+busbw")
 
+# #        (B)    (elements)                               (us)  (GB/s)  (GB/s)
 _UNIT = re.compile(rb"#\s+\(B\)\s+\(elements\)\s+\((us|ms)\)")
 
+# #  Rank  0 Group  0 Pid  12 on node0 device  0 [0x1b] NVIDIA H100 80GB HBM3
 _RANK = re.compile(rb"#\s+Rank\s+(\d{1,5})\s.*?\bdevice\s+\d+\s+\[[0-9a-fA-Fx:.]+\]\s+(\S.*?)\s*$")
 
 _RUN = re.compile(rb"#\s*nThread\s+\d+\s+nGpus\s+\d")
 
+# # Avg bus bandwidth    : 214.5
 _AVERAGE = re.compile(rb"#\s*Avg bus bandwidth\s*:\s*(\d{1,9}(?:\.\d+)?(?:e[+-]\d\d)?)")
 
 _MESSAGE = re.compile(
@@ -151,6 +158,7 @@ _ANY_CELL_END = re.compile(rb"(?:-?[\d.]+(?:e-?\d+)?|A|nan|inf|[a-z]{3,12})?")
 _LABEL = re.compile(rb"^ *(?:\[\d{1,5}(?:,\d{1,5})?\](?:<\w{3,6}>:?)?|\d{1,5}:)(?= |$)")
 """The label of a process that launchers put before each line."""
 
+# Not of "# Collective test concluded: all_reduce_perf", which stands after its table.
 _PROGRAM = re.compile(rb"(?<!concluded: )\b([a-z_]{2,30})_perf(?:_mpi)?\b")
 
 _PROGRAMS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
@@ -374,8 +382,10 @@ def _build_printed_timing(
     cells: tuple[bytes | None, ...], unit_ns: int, counts_wrong: bool
 ) -> Timing | None:
     time, algbw, busbw, wrong = (_parse_value(cell) for cell in cells)
+    # A half that was not run is written as N/A or -1.
     if time < 0:
         return None
+    # Older versions print the largest deviation in place of the number of wrong elements.
     is_deviation = not counts_wrong or b"e" in (cells[3] or b"")[:2]
     return Timing(
         time_ns=round(time * unit_ns),
@@ -394,6 +404,7 @@ def _infer_unit_ns(rows: Sequence[re.Match[bytes]]) -> int:
     """The unit of the time column, inferred from the bandwidths."""
     for match in reversed(rows):
         time, algbw = _parse_value(match[6]), _parse_value(match[7])
+        # From the last rows, which are the largest: a rounded bandwidth of a small one says little.
         if time > 0 and algbw >= 0.1:
             return 10**6 if int(match[1]) / algbw > 30 * time * 10**3 else 10**3
     return 10**3
@@ -406,6 +417,7 @@ def _list_possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) ->
     equal bandwidths for a gathered message. In versions where every op prints a root, send_recv
     prints a redop too, which it does not use.
     """
+    # The largest row: counts of small ones are rounded up, and ops then look alike.
     row = max(rows, key=lambda row: row.message_bytes)
     rank_bytes = row.count * _BYTES.get(row.dtype, compute_element_bytes(row.dtype))
     timing = row.out_of_place

@@ -339,23 +339,28 @@ class NcclLog:
 
 # One line of an NCCL or RCCL log -> its messages, with their process and time.
 
+# The space is missing where a line was cut right after the level.
 _MARK = re.compile(rb"NCCL (INFO|WARN) ?")
 
+# host:pid:thread [device], or [device] and microseconds of Unix time
 _SPEAKER = re.compile(
     rb"(?:([^\s:\[\]|]{1,255}):(\d{1,9}):(\d{1,9}) +)?(?:\[(\d{1,5})\] +)?(?:(\d{16}) )?"
     rb"(?:[^\s:\[\]]{1,255}:\d{1,9} (?:\([^)]{0,255}\) )?)?$"
 )
 
+# 2026-11-29 10:00:01.123456, [2026-11-29T10:00:01+01:00]
 _STAMP = re.compile(
     rb"\[?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?"
     rb"(?:Z|([+-])(\d\d):?(\d\d))?\S*\s*"
 )
 
+# Launchers color the prefixes that they put before the lines of a rank.
 _COLOR = re.compile(rb"\x1b\[[\d;]*[mK]")
 
 _REPEATED = re.compile(rb"(?<! ) *\[repeated \d+x across cluster\].*")
 """Ray's suffix on a line that it shows once for several processes."""
 
+# A prefix is cached as it repeats in thousands of lines; with a time in it, it does not.
 _MAX_PREFIXES = 20_000
 
 _MOST_PREFIX, _MOST_BYTES = 400, 8192  # NCCL writes at most 1,024 bytes at once
@@ -436,9 +441,11 @@ class MessageSplitter:
                 # The end of an interrupted message may stand before the host: a known host of
                 # this process that ends the word is the host.
                 known_hosts = [known for known in hosts if host.endswith(known)]
+                # The longest: "node1" ends in "1" too, if a host has that name.
                 host = max(known_hosts, key=len, default=host)
                 hosts.add(host)
         speaker = Speaker(host, pid, tid, int(match[4]) if match[4] else -1)
+        # What a host name was glued to belongs to the message before.
         start = match.start() + len(match[1] or b"") - len(speaker.host.encode())
         stamp_ns = int(match[5]) * 1000 if match[5] else -1
         for stamp in _STAMP.finditer(prefix[:start]):
@@ -457,6 +464,7 @@ class _Wrapped(msgspec.Struct):
 
 def _strip_wrapping(line: bytes) -> bytes:
     """The line without colors and without the wrapping of Docker or Ray; the time comes first."""
+    # Docker's json-file driver writes each line as an object.
     if line.startswith(b'{"log":'):
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
             wrapped = msgspec.json.decode(line, type=_Wrapped)
@@ -483,6 +491,7 @@ def _parse_unix_s(date: bytes, time: bytes) -> int:
         return -1
 
 
+# NCCL version 2.21.5+cuda12.4, RCCL version : 2.22.3-HEAD
 _VERSION = re.compile(rb"([RN])CCL version(?: :)? (\d+\.[^\s,;]*?)(?=[RN]CCL|[\s,;]|$)")
 
 

@@ -189,6 +189,7 @@ class AlertStore:
         Alerts of a silenced run wait, and those that end meanwhile are not delivered.
         """
         now_ns, table = self._now_ns(), WATCH_ALERTS.c
+        # One that could not be delivered for hours says nothing new: the page of the run has it.
         is_due = table.due_unix_ns.between(now_ns - LATEST_S * _SECOND_NS, now_ns)
         due = _select_alerts().where(is_due, table.tries < TRIES).order_by(table.due_unix_ns)
         locked = due.limit(1).with_for_update(skip_locked=True, of=WATCH_ALERTS)
@@ -205,7 +206,7 @@ class AlertStore:
                 found = connection.execute(
                     query.where(WATCHES.c.name == alert.run, silences).limit(1)
                 )
-                if not (found.first() is not None):
+                if found.first() is None:
                     lease_ns = now_ns + LEASE_S * _SECOND_NS
                     values = {"due_unix_ns": lease_ns, "tries": alert.tries + 1}
                     connection.execute(own.values(values))
@@ -373,6 +374,7 @@ def _follow_condition(
 ) -> None:
     row = _find_unended(connection, watch_id, metric)
     if condition is None:
+        # It did not last, so there never was an alert.
         if row is not None and row.opened_unix_ns is None:
             connection.execute(delete(WATCH_ALERTS).where(WATCH_ALERTS.c.id == row.id))
         elif row is not None:
@@ -385,6 +387,8 @@ def _follow_condition(
             after=condition.after, text=clean_text(condition.text, 500),
             **({} if is_open else {"opened_unix_ns": None, "due_unix_ns": None}),
         )  # fmt: skip
+    # It is opened with the numbers of now: those of the first look were those of a state that might
+    # have passed.
     elif row.opened_unix_ns is None and now_ns - row.seen_unix_ns >= condition.wait_s * _SECOND_NS:
         values = {
             "opened_unix_ns": now_ns, "due_unix_ns": now_ns, "after": condition.after,
@@ -415,6 +419,7 @@ def _end(connection: Connection, now_ns: int, *which: Any) -> None:
     table = WATCH_ALERTS.c
     own = (*which, table.ended_unix_ns.is_(None))
     until_end = table.silenced_until_unix_ns == UNTIL_END_NS
+    # First the silences, which are found by the alerts being open.
     silences = update(WATCH_ALERTS).where(*own, until_end)
     connection.execute(silences.values(silenced_until_unix_ns=now_ns))
     connection.execute(update(WATCH_ALERTS).where(*own).values(ended_unix_ns=now_ns))

@@ -51,6 +51,7 @@ class AnalysisQueue:
             if connection.execute(available).first() is None:
                 return None
         with self._database.begin_write() as connection:
+            # An analysis that has ended its worker so often would end the next one too.
             _give_up_job(connection, _match_expired(now))
             row = connection.execute(_build_claim(worker, now, lease_s)).one_or_none()
             if row is None:
@@ -92,6 +93,7 @@ class AnalysisQueue:
     def put_back(self, job: AnalysisJob) -> bool:
         """Returns the job to the queue; the attempt does not count."""
         with self._database.begin_write() as connection:
+            # The worker was stopped, which says nothing about the run.
             back = {"state": "queued", "worker": None, "attempts": job.attempt - 1}
             is_owner = _end_job(connection, job, **back)
             if is_owner:
@@ -124,6 +126,7 @@ def queue_again(connection: Connection, run_id: str) -> bool:
     queued = update(RUNS).where(*ended).values(state="queued", error=None)
     if connection.execute(queued).rowcount != 1:
         return False
+    # A run has one job; that of the analysis before has ended.
     connection.execute(delete(JOBS).where(JOBS.c.run_id == run_id))
     add_job(connection, run_id)
     return True

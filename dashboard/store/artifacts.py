@@ -87,6 +87,7 @@ class FolderArtifacts:
     def keep_upload(self, run_id: str, path: str, received: Path) -> None:
         target = find_below(self.find_folder(run_id), f"{INPUT_NAME}/{path}")
         move_file(received, target)
+        # The names of new folders are only durable once the folders above are on the disk.
         for folder in (target.parent, *target.parent.parents):
             sync(folder)
             if folder == self.root:
@@ -224,6 +225,7 @@ class RemoteArtifacts:
 
     def keep_upload(self, run_id: str, path: str, received: Path) -> None:
         target = find_below(self.find_folder(run_id), f"{INPUT_NAME}/{path}")
+        # First to the storage: a file that is below input/ counts as stored.
         self._put(received, f"{run_id}/{INPUT_NAME}/{path}")
         move_file(received, target)
 

@@ -227,6 +227,7 @@ class Sessions(_Secrets):
         """The user of the session, and records its use. None if it has ended, or if its token is no
         longer valid or its password is none of these."""
         now_ns = self._now_ns()
+        # With its token in one query, so that the sessions of a revoked token end with it.
         columns = (*SESSIONS.c, TOKENS.c.name, TOKENS.c.role, _is_valid(now_ns).label("valid"))
         joined = SESSIONS.outerjoin(TOKENS, SESSIONS.c.token_id == TOKENS.c.id)
         found = select(*columns).select_from(joined)
@@ -237,6 +238,8 @@ class Sessions(_Secrets):
             return None
         name, role = f"session {row.sha256[:8]}", None
         if row.token_id is None:
+            # The password is not stored: a session is of the one whose proof it has, and ends when
+            # that is changed.
             roles = {_prove(session_id, password): role for role, password in passwords.items()}
             role = roles.get(row.proof)
         elif row.valid:
@@ -261,6 +264,7 @@ class Sessions(_Secrets):
         kept = newest.limit(MAX_SESSIONS - 1)
         over = ~_is_current(self._now_ns()) | SESSIONS.c.sha256.not_in(kept)
         with self._database.begin_write() as connection:
+            # At each login, so that no job has to tidy up.
             connection.execute(delete(SESSIONS).where(over))
             connection.execute(insert(SESSIONS).values(row | times))
 

@@ -249,7 +249,10 @@ def _find_main_message(report: Report) -> int | None:
     for row in _list_steady_calls(report):
         if row.op != "all_to_all" and (row.message_bytes or 0) > MIN_MESSAGE_BYTES:
             elements = _count_elements(row.message_bytes or 0, row.dtype)
+            # By recorded ranks of the group: a recording of fewer ranks has the same key.
             calls = _count_calls(row) / members.get(row.group, 1)
+            # The largest of the rows of a size, not their sum: one more kind of call of the same
+            # size leaves the key as it is.
             volumes[elements] = max(volumes[elements], elements * calls)
     return max(volumes, key=lambda elements: (volumes[elements], elements), default=None)
 

@@ -98,6 +98,7 @@ class Store:
         """Queues the analysis after the upload; name is for a run that has none. False if the run
         is not being uploaded, or has no files or an incomplete one."""
         with self._database.begin_write() as connection:
+            # Which locks the run: no file is begun between this look and the change of its state.
             is_complete = runs.can_add_files(connection, run_id) and has_all_files(
                 connection, run_id
             )
@@ -181,6 +182,8 @@ class Store:
         with suppress(StepsplitError, OSError):
             report = self.load_report(run_id)
         with self._database.begin_write() as connection:
+            # Also without a readable report: the run is then marked as looked at, or it would come
+            # again at once.
             runs.record_known(connection, run_id, report)
         return True
 
@@ -214,6 +217,8 @@ class Store:
     def delete(self, run_id: str) -> bool:
         """Deletes the run with its files. False if it does not exist."""
         with self._database.begin_write() as connection:
+            # First the rows: a run whose files are half deleted is in no list, and `sweep` finds
+            # the rest.
             removed = runs.remove_run(connection, run_id)
         if removed:
             self._remove_files(run_id)

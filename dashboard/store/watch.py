@@ -281,6 +281,7 @@ class WatchStore:
     def read_events(self, watch_id: int, within: WatchRange, last: int) -> tuple[StoredEvent, ...]:
         """The newest events in the range, newest first."""
         table = WATCH_EVENTS.c
+        # The last slot counts to its end: an event within it is shown beside its steps.
         begin, end = within.first_unix_s * _SECOND_NS, (within.last_unix_s + 1) * _SECOND_NS
         query = (
             select(
@@ -313,8 +314,11 @@ class WatchStore:
             .limit(_MOST_SAMPLES)
         )
         with self._database.begin_read() as connection:
+            # First ids alone: the packed ranks of a thousand samples are megabytes, of which a page
+            # shows one or two steps.
             found = connection.execute(newest).all()
             wanted = list(dict.fromkeys((row.incarnation, row.step) for row in found))[:steps]
+            # All hosts of a step belong together, also where their batches came minutes apart.
             ids = [row.sample_id for row in found if (row.incarnation, row.step) in wanted]
             whole = select(WATCH_SAMPLES).where(
                 table.watch_id == watch_id, table.sample_id.in_(ids)

@@ -141,13 +141,17 @@ def add_batch(
 ) -> BatchReceipt:
     """Adds a checked batch once. Raises UsageError if it is too old, OtherSenderError if the run is
     another sender's, and UnknownStartError."""
+    # The row of the run stays locked from here on: hosts of one job send at the same time, and each
+    # reads the slots before it writes them.
     watch, is_new_run = _find_or_add(connection, batch, sender, now_ns)
     check_start(connection, watch.id, batch)
     if batch.unix_ns < watch.newest_unix_ns - LATE_S * _SECOND_NS:
         days = LATE_S // watch_slots.DAY_S
         raise UsageError(f"the batch is over {days} days older than the newest of its run; drop it")
+    # A digest has a fixed size, whatever a sender takes for an id.
     digest = blake2b(batch.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     key = {"watch_id": watch.id, "digest": digest}
+    # A host that got no answer sends its batch again.
     if _find_row(connection, WATCH_BATCHES, key) is not None:
         return BatchReceipt(False)
     connection.execute(insert(WATCH_BATCHES), {**key, "unix_ns": batch.unix_ns})
@@ -183,6 +187,8 @@ def _add_watch(connection: Connection, batch: WatchBatch, sender: WatchSender, n
     """Adds the run. False if there is one now. Raises OtherSenderError if its name looks like that
     of another sender's run."""
     if not sender.is_admin:
+        # An admin may take any name; for others a name that reads as another one would pass for
+        # that run in the list.
         folded = fold_name(batch.run)
         for name, owner in connection.execute(select(WATCHES.c.name, WATCHES.c.sender)):
             if not sender.may_write(owner) and fold_name(name) == folded:
@@ -196,6 +202,8 @@ def _add_watch(connection: Connection, batch: WatchBatch, sender: WatchSender, n
         "last_step": 0, "batches": 0, "sender": sender.name,
     }  # fmt: skip
     try:
+        # In a savepoint, so that the transaction goes on if another host has added the run
+        # meanwhile.
         with connection.begin_nested():
             connection.execute(insert(WATCHES), new)
     except IntegrityError:
@@ -223,6 +231,8 @@ def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> N
         _write_steps(connection, key, parts, local)
     for sample in batch.samples:
         if _add_sample(connection, watch_id, batch, sample):
+            # Sums can be added to each level at once; medians of steps cannot, and are rolled up
+            # later.
             for level_s in watch_slots.LEVELS_S:
                 start_s = watch_slots.compute_slot_start(sample.unix_ns, level_s)
                 _add_split(
@@ -241,6 +251,7 @@ def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> N
     for reason, number in batch.dropped.items():
         place = {"watch_id": watch_id, "reason": clean_text(reason, 200)}
         known = _find_row(connection, WATCH_DROPPED, place)
+        # The sum of valid numbers need not be one.
         total = min(number + (known.number if known else 0), _MAX_NUMBER)
         _write_row(connection, WATCH_DROPPED, place, {"number": total})
 
@@ -372,6 +383,8 @@ def _update_status(connection: Connection, watch: Row[Any], batch: WatchBatch, n
         "received_unix_ns": now_ns, "newest_unix_ns": newest_ns, "batches": watch.batches + 1,
         "last_step": max(watch.last_step, *steps, 0),
     }  # fmt: skip
+    # By the time of the batches, not by the clock: batches that were kept while the server was away
+    # are rolled up as they come.
     if newest_ns >= watch.rolled_unix_ns + watch_slots.MINUTE_S * _SECOND_NS:
         _roll_up(connection, watch.id)
         values["rolled_unix_ns"] = newest_ns
@@ -401,6 +414,7 @@ def _update_status(connection: Connection, watch: Row[Any], batch: WatchBatch, n
         values["trimmed_unix_ns"] = newest_ns
     key = {"watch_id": watch.id, "host": clean_text(batch.host, 200)}
     known = _find_row(connection, WATCH_HOSTS, key)
+    # A late batch says how the host was, not how it is.
     if known is None or known.newest_unix_ns <= batch.unix_ns:
         of_host = {
             "incarnation": batch.incarnation, "newest_unix_ns": batch.unix_ns,
@@ -439,6 +453,8 @@ def _roll_up(connection: Connection, watch_id: int) -> None:
     for level_s, longer_s in pairwise(watch_slots.LEVELS_S):
         changed = (table.watch_id == watch_id, table.level_s == level_s, table.rolled.is_(False))
         rows = connection.execute(select(table.start_unix_s, table.incarnation).where(*changed))
+        # From all shorter slots, not only the changed ones: a median cannot be corrected by what is
+        # new.
         wanted = {(start_s // longer_s * longer_s, number) for start_s, number in rows}
         for start_s, number in sorted(wanted):
             shorter = select(table.by_rank, table.local).where(

@@ -94,8 +94,11 @@ def merge_steps(parts: Columns) -> Columns:
     first = np.flatnonzero(np.concatenate([[True], rank[1:] != rank[:-1]]))
     total = np.add.reduceat(steps, first)
     sizes = np.diff(np.append(first, len(rank)))
+    # The steps so far within the rank: the sum over all ranks, less that of the ranks before.
     running = np.cumsum(steps) - np.repeat(np.cumsum(total) - total, sizes)
     is_half = 2 * running >= np.repeat(total, sizes)
+    # The first part of each rank by which half of its steps is reached; rows of other parts count
+    # as beyond the end.
     place = np.minimum.reduceat(np.where(is_half, np.arange(len(rank)), len(rank)), first)
     lowest, highest = np.minimum.reduceat(low, first), np.maximum.reduceat(high, first)
     return np.stack([rank[first], total, lowest, median[place], highest])
@@ -122,6 +125,7 @@ def summarize_steps(parts: Columns) -> StepSummary:
     """The summary of the parts of one slot, of which there is at least one."""
     rank, steps, low, median, high = merge_steps(parts)
     slowest = int(np.argmax(median))
+    # The lower one of two, so that the median is a time that a rank has had.
     middle = np.sort(median)[(len(median) - 1) // 2]
     return StepSummary(
         int(steps.max()), len(rank), int(low.min()), int(middle), int(high.max()),
@@ -194,6 +198,7 @@ def build_rank_grid(
 
 def subtract_usual(grid: RankGrid) -> RankGrid:
     """The grid as excess over the lower median of the ranks in each bin; 0 for ranks below it."""
+    # NaN sorts behind all numbers, so that the first ones of a column are the known ones.
     known = np.isfinite(grid.mean_ns).sum(axis=0)
     ordered = np.sort(grid.mean_ns, axis=0)
     usual = np.full(known.shape, np.nan)

@@ -88,6 +88,7 @@ class Agent:
             self._listen()
         if step == _UNSTEADY_STEPS:
             self._steps_before = self._counter.read_steps_before(step + 1)
+        # Steps before are not like those to come: they allocate, compile and load.
         if step >= _UNSTEADY_STEPS and self._watch is not None:
             # This rank is sampled for as long as it runs, or until an attach ends that.
             plan, self._watch, self._ends_watch = self._watch, None, False
@@ -177,6 +178,7 @@ class Agent:
             return
         recording, self._recording = self._recording, None
         early, self._early = self._early, None
+        # The job has ended before the steps of its plan: the first steps are all that there is.
         if early is not None and early.has_steps:
             if recording is not None:
                 recording.discard()
@@ -222,6 +224,7 @@ class Agent:
     def _serve(self, server: socket.socket, path: Path) -> None:
         with warn_on_failure(read_identity().rank, "its socket, so attach cannot reach it"):
             while True:
+                # At each turn, since an answer sets timeouts too and the server may be a new one.
                 server.settimeout(_EXISTS_S)
                 try:
                     connection, _ = server.accept()

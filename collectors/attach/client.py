@@ -46,6 +46,7 @@ def attach_and_wait(
             return _record_by_kineto(target, plan, timeout_s)
         inject_into_ranks(target, plan)
     deadline = time.monotonic() + timeout_s
+    # Two attaches at once would each win some of the ranks, and neither would have a whole job.
     with _take_turn(_wait_for_two_steps(target, watch)[0], deadline):
         _wait_until_free(target, deadline, watch)
         return _record_next_steps(target, plan, timeout_s, watch)
@@ -65,6 +66,8 @@ def _record_next_steps(
     last = agreed.first + plan.steps - 1
     here, all_ranks = len(agreed.ranks), agreed.ranks[0].world_size
     elsewhere = f"; {all_ranks - here} ranks on other hosts notified" if all_ranks > here else ""
+    # People count steps as the job's log does, over its restarts; the plan counts those of the
+    # process.
     before = max(rank.steps_before for rank in agreed.ranks)
     say(
         f"ranks {', '.join(map(str, agreed.recorded))} record steps {before + agreed.first} to"
@@ -100,6 +103,7 @@ def _build_spec(plan: RecordPlan, captured: tuple[kineto_daemon.CapturedTrace, .
     sizes = [place.world_size for place in places.values()]
     host = Path("/proc/sys/kernel/hostname").read_text().strip()
     world_size = max(*sizes, len(captured), max(each.rank for each in captured) + 1)
+    # The trace is there by now: a mesh that does not fit is said, not a reason to lose it.
     mesh = Mesh.parse(plan.mesh) if plan.mesh else None
     if mesh is not None and mesh.world_size != world_size:
         say(f"--mesh has {mesh.world_size} ranks but the job has {world_size}: it is ignored")
@@ -190,6 +194,7 @@ def attach(target: int | None, plan: RecordPlan, watch: StopWatch | None = None)
     ranks = _wait_for_two_steps(target, watch)
     watch.check(ranks)
     steps_done = max(rank.steps for rank in ranks)
+    # Ranks of other hosts hear of the plan when one of them polls the store.
     wait_s = _REACT_S + (
         2 * messages.POLL_S if ranks[0].local_world_size < ranks[0].world_size else 0
     )
@@ -217,6 +222,7 @@ def wait_for_steps(
     start_s, last = time.monotonic(), attached.first + attached.plan.steps
     waiting, report_at = {rank.pid for rank in attached.ranks}, start_s + _TELL_S
     while waiting and (now := time.monotonic()) < start_s + timeout_s:
+        # A rank that does not answer has ended: its files say what it has recorded.
         statuses = [messages.ask_status(pid) for pid in sorted(waiting)]
         waiting = {one.pid for one in statuses if one is not None and one.steps < last}
         watch.check([one for one in statuses if one is not None and one.steps < last])
@@ -302,6 +308,7 @@ def start_watch(target: int | None, plan: WatchPlan) -> tuple[messages.Status, .
     if target is not None and not _has_agent(target):
         inject_into_ranks(target, RecordPlan(plan.out, plan.name, first=None))
     make_folder(Path(plan.out))
+    # By the notes in the folder, which an earlier watch of the job may have left.
     numbered = replace(plan, incarnation=count_incarnations(Path(plan.out)))
     ranks = find_job_ranks(target, or_else="")
     answers = [(rank, messages.ask_watch(rank.pid, numbered)) for rank in ranks]

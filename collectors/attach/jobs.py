@@ -50,6 +50,7 @@ def find_processes(target: int | None) -> list[int]:
     if target is not None and not processes.is_process_alive(target):
         raise CollectError(f"no process {target} on this host; name a rank or the launcher")
     jobs: dict[str, list[int]] = {}
+    # By what the ranks have left, since those of a job that hangs may not answer.
     left = {one.pid: one.job for one in reversed(left_states.read_left_states())}
     for pid in filter(processes.is_process_alive, sockets.list_agents()):
         name = left.get(pid)
@@ -81,6 +82,7 @@ def find_running_rank(spec: RunSpec) -> int | None:
     for rank in spec.ranks:
         if rank.host == host and rank.pid in agents and processes.is_process_alive(rank.pid):
             answer = messages.ask_look(rank.pid)
+            # Numbers of processes are used again: only the rank itself knows that it is the one.
             if answer is not None and answer.state.rank == rank.rank:
                 return rank.pid
     return None

@@ -167,6 +167,7 @@ def _configure(server: socket.socket, ranks: Collection[int], text: str) -> None
         if kind == "ctxt":
             _send_reply(server, sender, kind, struct.pack("=i", 1))
         elif kind == "req":
+            # Once: a second configuration would have the process trace again.
             _send_reply(server, sender, kind, text.encode() if pid in waiting else b"")
             waiting.discard(pid)
     if waiting:

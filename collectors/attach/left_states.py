@@ -20,6 +20,7 @@ _KEEP_LEFT_S = 24 * 3600.0
 
 def leave_state(state: RankState) -> None:
     """Leaves the state of this process; it replaces what it or an earlier job's rank has left."""
+    # A job of one rank has no other that could wait for it.
     if state.world_size > 1:
         for path, left in _list_left():
             if (left.job, left.rank) == (state.job, state.rank) and left.pid != state.pid:

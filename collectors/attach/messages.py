@@ -163,6 +163,8 @@ def read_line(
 ) -> bytes:
     """Reads a line, or the data received before the connection ended. Raises TimeoutError if that
     takes longer, however often a part arrives."""
+    # One deadline for the line: a timeout of each part alone would let a byte a second hold the
+    # agent's thread forever.
     line, deadline = bytearray(), time.monotonic() + timeout_s
     while not line.endswith(b"\n") and len(line) < max_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -178,6 +180,7 @@ def read_line(
 def _ask(
     pid: int, question: Mapping[str, Any], timeout_s: float, max_bytes: int = _MAX_BYTES
 ) -> dict[str, Any] | None:
+    # Also of an agent whose user's folder has moved since: the first that answers counts.
     for path in find_files(pid):
         with suppress(OSError, ValueError, RecursionError), connect(path, timeout_s) as connection:
             connection.sendall(json.dumps(question).encode() + b"\n")

@@ -44,6 +44,7 @@ def observe_job(target: int | None, out: Path) -> tuple[rank_state.RankState, ..
     while len(looks) < 2 or (len(looks) < MAX_LOOKS and not _is_decided(looks)):
         time.sleep(LOOK_INTERVAL_S)
         looks.append(_look_at_all(pids))
+    # A Flight Recorder is megabytes, and of use only if the ranks stand still.
     stopped = not _has_progress(*looks[-2:])
     answers = _look_at_all(pids, flight=True) if stopped else looks[-1]
     states = [
@@ -82,8 +83,10 @@ def _look_at_all(
     pids: Sequence[int], flight: bool = False
 ) -> dict[int, messages.LookAnswer | None]:
     def look(pid: int) -> messages.LookAnswer | None:
+        # The kernel accepts connections for a stopped process, which would only time out.
         return None if processes.is_process_stopped(pid) else messages.ask_look(pid, flight)
 
+    # All at once: each may take the whole timeout, and looks of one moment can be compared.
     with ThreadPoolExecutor(len(pids)) as pool:
         return dict(zip(pids, pool.map(look, pids), strict=True))
 
@@ -100,6 +103,8 @@ def _has_progress(earlier: _Answers, later: _Answers) -> bool:
 def _is_decided(looks: Sequence[_Answers]) -> bool:
     """Whether the ranks have stood still for longer than a step takes, or go on after all."""
     if _has_progress(*looks[-2:]):
+        # One more look after the first two: a step may end just between them, and then none any
+        # more.
         return len(looks) > 2
     states = [answer.state for answer in looks[-1].values() if answer is not None]
     usual_ns = max((state.step_ns for state in states), default=0)
@@ -130,6 +135,7 @@ def _describe_silent(pid: int) -> rank_state.RankState:
 def _add_ended(states: Sequence[rank_state.RankState]) -> list[rank_state.RankState]:
     """The states, and those of the ranks of this host whose processes have ended."""
     known = {state.rank: state for state in states}
+    # A rank that answers knows the size of the job best; one described by its environment may not.
     first = min(
         states, key=lambda state: state.condition in (rank_state.SILENT, rank_state.STOPPED)
     )

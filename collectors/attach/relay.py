@@ -30,6 +30,7 @@ def claim_recording(plan: RecordPlan, done: int) -> str:
     from stepsplit.collectors.job import job_store
 
     own = plan.format_json()
+    # The store keeps the first value, unless that is of a recording that is over.
     winner = job_store.claim_value("attach/claim", own, lambda text: _is_over(text, done))
     if winner == own:
         return ""

@@ -109,6 +109,7 @@ def _shorten(path: Path) -> Iterator[str]:
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return
+    # Linux takes the folder by its open descriptor, whatever the length of its name.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

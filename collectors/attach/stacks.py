@@ -57,6 +57,7 @@ def read_stack(pid: int) -> Look | None:
     if not stack:
         return None
     now_ns = time.time_ns()
+    # The line was written before the hang: the time since then adds to it.
     since_ns = line.since_step_ns + now_ns - line.at_unix_ns
     return Look(now_ns, line.steps, since_ns, calls=0, stack=stack)
 
@@ -161,6 +162,7 @@ class StackWatchdog:
         rank = read_identity().rank
         with warn_on_failure(rank, what), open(path, "w+", opener=open_private) as self._file:
             while not self._ended.is_set():
+                # Also without the stacks of an earlier hang that has passed.
                 self._file.seek(0)
                 self._file.truncate()
                 self._file.write(json.dumps(asdict(self._describe())) + "\n")

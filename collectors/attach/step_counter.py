@@ -62,6 +62,7 @@ class StepCounter:
         running = self._running
         while running and running.pop() is not optimizer:
             pass
+        # It was called by another one, whose step is not over.
         if running:
             return
         # The leader is replaced by an optimizer that steps often without it.

@@ -41,6 +41,8 @@ class StopWatch:
 
     def check(self, ranks: Sequence[messages.Status]) -> None:
         """Raises CollectError with the reason if the steps of the ranks have stopped for good."""
+        # The rank that ended a step last: a step is over only when all ranks have ended it, but one
+        # that goes on shows that the job does.
         stopped_s = min((rank.since_step_ns for rank in ranks), default=0) / 1e9
         usual_s = max((rank.longest_step_ns for rank in ranks), default=0) / 1e9
         limit_s = max(STOPPED_S, rank_state.USUAL_STEPS * usual_s) if usual_s else UNKNOWN_STEP_S

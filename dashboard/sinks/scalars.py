@@ -229,6 +229,7 @@ def build_report_points(report: Report) -> tuple[ScalarPoint, ...]:
     times = build_step_scalars(min(durations), compute_step_median_ns(full), max(durations))
     t0_ns = int(report.run.t0_unix_ns)
     unix_ns = t0_ns + max(row.start_ns + row.step_ns for row in full if row.step == step)
+    # A trace without a clock has no date; trackers need one.
     when_ns = unix_ns if t0_ns else time.time_ns()
     splits = build_split_scalars(split_ranks(report))
     return (ScalarPoint(escape_controls(report.run.name), step, when_ns, (*times, *splits)),)
@@ -269,6 +270,7 @@ def _compute_lateness_ns(windows: Sequence[RankWindow]) -> dict[int, float]:
 
 def build_late_scalars(lateness_ns: Mapping[int, float]) -> tuple[Scalar, ...]:
     """The worst rank and how late it is; nothing if fewer than two ranks are known."""
+    # A single rank is late for none.
     if len(lateness_ns) < 2:
         return ()
     worst = max(lateness_ns, key=lambda rank: lateness_ns[rank])
@@ -330,5 +332,6 @@ def build_exposed_scalars(sums_ns: Mapping[str, int], ranks: int) -> tuple[Scala
 
 def _build_wait_scalars(ranks: Sequence[RankSample]) -> tuple[Scalar, ...]:
     most = max(ranks, key=lambda one: one.caused_wait_ns)
+    # The waits of all others for this rank, in the mean of those others.
     wait = Scalar(CAUSED_WAIT, most.caused_wait_ns / max(1, len(ranks) - 1) / 1e9)
     return (wait, Scalar(CAUSED_WAIT_RANK, most.rank)) if most.caused_wait_ns else (wait,)

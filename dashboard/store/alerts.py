@@ -189,7 +189,7 @@ class AlertStore:
         Alerts of a silenced run wait, and those that end meanwhile are not delivered.
         """
         now_ns, table = self._now_ns(), WATCH_ALERTS.c
-        # One that could not be delivered for hours says nothing new: the page of the run has it.
+        # One that was due an hour ago says nothing new: the page of the run has it.
         is_due = table.due_unix_ns.between(now_ns - LATEST_S * _SECOND_NS, now_ns)
         due = _select_alerts().where(is_due, table.tries < TRIES).order_by(table.due_unix_ns)
         locked = due.limit(1).with_for_update(skip_locked=True, of=WATCH_ALERTS)

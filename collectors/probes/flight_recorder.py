@@ -93,6 +93,7 @@ def _trains_with_nccl() -> bool:
 
 def _merge_dumps(one: str, other: str) -> str:
     """The entries and groups of both dumps; only the smaller one is decoded."""
+    # A dump of a long job is tens of megabytes, and this is the training's process.
     large, small = (one, other) if len(one) >= len(other) else (other, one)
     body = json.loads(small)
     entries = [
@@ -109,6 +110,7 @@ def _merge_dumps(one: str, other: str) -> str:
 
 def _insert(dump: str, key: str, bracket: str, more: str) -> str:
     """The dump with `more` at the beginning of the list or object of a key, if it has the key."""
+    # The objects come after the entries, whose texts may be like their keys.
     content, at = more[1:-1], dump.find(key) if bracket == "[" else dump.rfind(key)
     begin = dump.find(bracket, at) + 1 if at >= 0 else 0
     if not begin or not content:

@@ -230,6 +230,8 @@ def probe_clock(host: str, port: int, key: str) -> ClockProbe | None:
                     lost += measured is None
                     if lost >= _MAX_LOST:
                         break
+                    # The fastest round trip has waited least on its way, so its middle is nearest
+                    # to the moment of the answer.
                     if measured and (best is None or measured.round_trip_ns < best.round_trip_ns):
                         best = measured
                 if best is not None:

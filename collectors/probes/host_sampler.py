@@ -74,6 +74,7 @@ class HostSampler:
             gc.callbacks.remove(self._note_collection)
         if self._running.locked():
             self._running.release()
+        # First the looks: each has its place before it is kept.
         looks = tuple(self._looks)
         return HostSamples(
             places=tuple(
@@ -106,6 +107,8 @@ class HostSampler:
         # A frame keeps the tensors of its function alive, so none may outlive this call.
         place = find_place(sys._current_frames().get(self._thread))
         at_ns = time.time_ns()
+        # A job that makes code as it runs has a new place at each look: those beyond the limit are
+        # not kept.
         if place is None or (place not in self._places and len(self._places) >= _MAX_PLACES):
             return
         self._looks.append((at_ns, self._places.setdefault(place, len(self._places))))

@@ -103,6 +103,7 @@ class _DeviceClock:
         if self._begin is not None and self._last is not None:
             self._pending.append((self._begin, self._last))
         newest_ns = 0
+        # The newest that the GPU has reached; of a batch of steps the older ones are passed over.
         while self._pending and self._pending[0][1].query():
             begin, last = self._pending.popleft()
             newest_ns = round(begin.elapsed_time(last) * 1e6)

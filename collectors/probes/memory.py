@@ -69,6 +69,7 @@ class MemoryMeter:
             self._gradients[key] = sum_storage_bytes(gradients)
 
     def _record_weights_and_states(self, optimizer: Any) -> None:
+        # After it: the state is made in the first step.
         if (key := _identify_optimizer(optimizer)) not in self._held:
             own = list(_iterate_weights(optimizer))
             states = [
@@ -80,6 +81,8 @@ class MemoryMeter:
             weights = _find_module_weights(sys._getframe()) or own
             everything = sum_storage_bytes([*weights, *own, *states])
             held = sum_storage_bytes(weights)
+            # What is neither weight nor counted with one: the state, and copies of the weights in
+            # higher precision.
             self._held[key] = (held, everything - held)
 
     def _count_retries(self) -> int | None:
@@ -135,6 +138,7 @@ def sum_storage_bytes(tensors: Iterable[Any]) -> int:
         local = getattr(tensor, "_local_tensor", tensor)
         if isinstance(local, torch.Tensor) and local.device.type == device:
             storage = local.untyped_storage()
+            # Flat buffers of FSDP and ZeRO hold many weights in one storage.
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 

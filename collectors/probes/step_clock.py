@@ -93,6 +93,7 @@ class GpuStepClock:
         return tuple(self._times[kind])
 
     def _resolve(self) -> None:
+        # The end of a step is the begin of the next: the event before it goes back to the pool.
         while len(self._pending) > 1 and self._pending[1][1].query():
             _, begin = self._pending.popleft()
             kind, end = self._pending[0]

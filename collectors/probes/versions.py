@@ -70,6 +70,7 @@ def read_cupti_version() -> str | None:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(package)
     with suppress(OSError, AttributeError):
+        # Only one that is loaded already, which is the one that Kineto uses.
         paths = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "libcupti" in line}
         number = ctypes.c_uint32()
         for path in paths:

@@ -182,15 +182,19 @@ class ActiveRecording:
     def close(self, failed: bool = False) -> None:
         """Ends the recording with the job; waits a limited time for files still being written."""
         unfinished, self._provisional = self._recording, False
+        # A scheduler ends a job by SIGTERM: what was recorded is written before it.
         with delay_sigterm():
             self._finish(complete=False)
             if self._is_held:
                 self._write_files()
             self._write_record()
         has_earlier = self._keep_earlier and self._files.has_trace()
+        # A script that has failed has said more already, and the trace of the attempt before is
+        # there.
         if unfinished and not self._recorded and not failed and not has_earlier:
             warn_lost(self.rank, f"its trace: {self._explain_empty_trace()}")
         with warn_on_failure(self.rank, RUN_FILE):
+            # Of a failed job the other ranks may not come any more.
             self._run.write(0.0 if failed else LATE_RANKS_TIMEOUT_S)
         self._files.wait()
         self._add_activations()
@@ -341,6 +345,7 @@ class ActiveRecording:
                 f"rank {self.rank}: recorded steps {self._first} to {last}, instead of"
                 f" {self._plan.first} on: the script's own torch.profiler ran"
             )
+        # Again: groups may have been made since the begin, and their calls are in the trace.
         with warn_on_failure(self.rank, "its process groups"):
             self._groups = list_groups()
         self._measure_memory()

@@ -47,6 +47,7 @@ def build_environment(
                 "libnccl-profiler-inspector.so was not found; add its folder to LD_LIBRARY_PATH"
             )
         variables |= build_inspector_environment(out, version, plugin)
+    # The user reads these logs: where they go and what is in them stays as it is.
     if "NCCL_DEBUG" in existing:
         variables = {name: value for name, value in variables.items() if "NCCL_DEBUG" not in name}
     # An empty part of the user's path is the current folder.

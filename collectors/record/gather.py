@@ -91,6 +91,7 @@ def _plan_copies(folders: Iterable[Path], out: Path) -> dict[Path, Path]:
             known = copies.get(target, target)
             if not known.exists():
                 copies[target] = path
+            # Each host has a run.json of what it knew; that of all is made from the records.
             elif target.name != RUN_FILE and not filecmp.cmp(path, known, shallow=False):
                 raise CollectError(
                     f"{known} exists and {path} differs from it; are they from the same run?"

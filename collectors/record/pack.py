@@ -145,6 +145,7 @@ def keep_all(files: list[tuple[Path, Path]]) -> int:
     """Moves the (raw, out) files that are left to their own names; returns 1 if one was lost."""
     status = 0
     for raw, out in files:
+        # It was packed just before the signal.
         if out.exists() and not raw.exists():
             continue
         try:
@@ -269,6 +270,7 @@ def _read_thinned(file: BinaryIO) -> Iterator[bytes]:
         _warn(f"a trace is packed in full instead of thin: {error!r}")
         yield from _read_stripped(file)
         return
+    # By copying bytes, so that what is kept is exactly what the profiler wrote.
     yield from _read_range(file, 0, begin)
     separator = b""
     for first, last in thinning.list_kept_ranges():

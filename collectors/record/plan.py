@@ -91,6 +91,8 @@ def choose_detail(ranks: str, rank: int, world_size: int, groups: tuple[GroupInf
         return "full"
     if ranks != "auto":
         return "full" if rank in parse_ranks(ranks) else "none"
+    # The ranks of one pipeline wait for each other: only all of them in full show a bubble and its
+    # cause.
     pipelines = [group.ranks for group in groups if _is_pipeline(group.description)]
     first_pipeline = min(pipelines, default=(rank,))
     return "full" if 0 in first_pipeline else "thin"

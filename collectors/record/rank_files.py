@@ -125,6 +125,7 @@ def shorten_trace_name(raw: Path, name: str) -> None:
         tail = file.read()
         matches = list(_TRACE_NAME.finditer(tail))
         if matches:
+            # The last one: the events before could have such a text in their names.
             last = matches[-1]
             file.seek(begin + last.start())
             file.write(last[1] + json.dumps(name).encode() + tail[last.end() :])

@@ -53,6 +53,7 @@ class RunFile:
 
     def write_first(self) -> None:
         """Writes run.json on rank 0 from what it knows, without a call to the store."""
+        # If another thread writes it right now, there is a first run.json anyway.
         if self._is_writer() and self._writing.acquire(blocking=False):
             try:
                 self._write_news()

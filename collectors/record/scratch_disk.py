@@ -59,6 +59,7 @@ def read_file_system(path: Path) -> str:
     for line in lines:
         head, _, tail = line.partition(" - ")
         mount = head.split()[4].replace("\\040", " ")
+        # The longest mount above the path holds it; of two at one place the later one is on top.
         if len(mount) >= len(longest) and f"{place}/".startswith(f"{mount.rstrip('/')}/"):
             longest, kind = mount, tail.split()[0]
     return kind

@@ -82,6 +82,8 @@ class _SharedTrace:
 
         def export(target: str, *args: Any, **options: Any) -> Any:
             is_other = self._profiler.kineto_results is not self._results
+            # Another recording of the same profiler, or another kind of export, which is not the
+            # file that is kept.
             if is_other or any(args[1:]) or options.get("use_python_export"):
                 return original(target, *args, **options)
             os.lseek(written, 0, os.SEEK_SET)

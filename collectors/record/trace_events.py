@@ -95,6 +95,7 @@ class _HostThread:
         if not self.ordered:
             return
         parents, flags = self.parents, self.flags
+        # From the last one, so that each op is done before its parent.
         for op in range(len(flags) - 1, -1, -1):
             if flags[op] & _COMMUNICATION and parents[op] >= 0:
                 flags[parents[op]] |= _COMMUNICATION
@@ -184,6 +185,7 @@ def scan_events(
         try:
             event, end = decode(window.text, start)
         except ValueError:
+            # Cut off by the window, or not JSON: more of the file tells which.
             if len(window.text) - start > _MOST_OF_EVENT or not window.extend(position):
                 raise
             position = 0
@@ -202,6 +204,8 @@ class _Window:
     def extend(self, position: int) -> bool:
         """Forgets what is before the position and reads on; False at the end of the file."""
         more = self._file.read(_WINDOW)
+        # One character per byte, so that places in the text are places in the file; names are only
+        # looked at for ASCII patterns.
         self.text = self.text[position:] + more.decode("latin-1")
         self.base += position
         return bool(more)

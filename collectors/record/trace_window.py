@@ -154,6 +154,7 @@ class TraceWindow:
             return
 
         def start(*args: Any, **kwargs: Any) -> Any:
+            # The script's profiler needs torch's only one: it goes first, and ours ends.
             if not self._ours:
                 self._give_way()
             return original(*args, **kwargs)

@@ -51,6 +51,7 @@ def convert_mesh(given: MeshLike, world_size: int) -> Mesh | None:
 
 def _convert_device_mesh(given: Any) -> Mesh:
     ranks = given.mesh.flatten().tolist()
+    # The axes of a Mesh number the ranks in order; another order would name the wrong groups.
     if given.mesh_dim_names is None or ranks != list(range(len(ranks))):
         raise ValueError("a DeviceMesh needs mesh_dim_names and all ranks of the job in order")
     return Mesh.of(dict(zip(given.mesh_dim_names, given.mesh.shape, strict=True)))

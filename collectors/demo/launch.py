@@ -73,6 +73,7 @@ def launch_workload(
 def fit_to_memory(mesh: Mesh, available_bytes: int) -> Mesh:
     """The mesh with dp, then pp, then tp halved until its ranks fit in memory."""
     sizes = {axis: mesh.size(axis) for axis in mesh.axes}
+    # Data parallelism first: with fewer replicas the demo still shows every kind of communication.
     for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp"):
         while sizes.get(axis, 1) > 1 and Mesh.of(sizes).world_size * RANK_BYTES > available_bytes:
             sizes[axis] //= 2

@@ -94,12 +94,15 @@ def _get_kinds(kind: type) -> dict[str, Any]:
 
 
 def _decode_scalar(value: Any, kind: Any, place: str) -> Any:
+    # JavaScript and some tools write whole numbers with a point.
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, str):
         value = replace_surrogates(value)
+    # For Python a bool is an int; in these files it is none.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_valid = is_number if kind is float else type(value) is kind
+    # Larger numbers fit neither numpy's int64 nor a column of a table.
     if is_valid and not (is_number and abs(value) >= _LARGEST):
         return value
     raise ValueError(f"{place}: {_show(value)} is not {_JSON_NAMES[kind]}")

@@ -124,6 +124,8 @@ class Mesh:
         for part in text.split(","):
             axis, _, size = part.strip().partition("=")
             axis = SHORTHAND.get(axis, axis)
+            # Python refuses to convert texts of thousands of digits, with an error that does not
+            # name the axis.
             is_number = size.isdecimal() and len(size) <= _MAX_DIGITS
             if axis not in MESH_AXES or not is_number or int(size) < 1:
                 raise ValueError(

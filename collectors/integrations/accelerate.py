@@ -65,6 +65,7 @@ class _StepListener:
     def __call__(self, optimizer: Any) -> None:
         if not optimizer.gradient_state.sync_gradients:
             return
+        # A loop with two optimizers, as of a GAN, has one step for both.
         if self._leader is None:
             self._leader = optimizer
         if optimizer is self._leader:

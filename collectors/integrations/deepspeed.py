@@ -41,6 +41,7 @@ def profile_engine(engine: Any, out: str | Path, **options: Unpack[Options]) -> 
 
     def ended(called: Any) -> None:
         nonlocal steps_done
+        # The engine's step() is called for each microbatch; the count grows with the last one.
         if called is engine and engine.global_steps != steps_done:
             steps_done = engine.global_steps
             run.step()

@@ -30,6 +30,7 @@ from stepsplit.collectors.integrations.common import (
 def _import_callback() -> Any:
     """The Callback class of the package that the script has imported; by default `lightning`."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
+        # The two packages have classes of their own; the Trainer is of the one that is imported.
         if name in sys.modules:
             return sys.modules[name].Callback
     try:

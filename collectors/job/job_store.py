@@ -36,6 +36,7 @@ def claim_value(key: str, value: str, is_free: Callable[[str], bool]) -> str:
     store, name = open_own_store(), f"stepsplit/{key}"
     if store is None:
         return value
+    # A get of a key that is not set would wait for it.
     earlier = store.get(name).decode() if store.check([name]) else ""
     if earlier and not is_free(earlier):
         return str(earlier)

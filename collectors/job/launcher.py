@@ -67,6 +67,8 @@ def _count_slurm_tasks(environment: Mapping[str, str], world_size: int) -> int:
     parts = [_TASKS.fullmatch(part) for part in text.split(",")]
     counts = [int(p[1]) for p in parts if p for _ in range(int(p[2] or 1))]
     node = _read_number(environment, ("SLURM_NODEID",), 0)
+    # Under torchrun Slurm has one task for each node, which starts the ranks: its tasks are then no
+    # ranks.
     return counts[node] if sum(counts) == world_size and node < len(counts) else 0
 
 

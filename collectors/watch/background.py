@@ -187,6 +187,7 @@ class WatchThread:
             if path.exists():
                 path.unlink(missing_ok=True)
                 dropped += 1
+        # The rank says so: a page that has no numbers of these samples can then tell why.
         if dropped:
             self.notes.put(RankDropped(self._rank, dropped, time.time_ns()))
 
@@ -206,6 +207,8 @@ class WatchThread:
         if due is not None and due.incarnation == self._plan.incarnation:
             if due.ended:
                 return False
+            # The key keeps its value: the same sample is read at each turn until the next one is
+            # announced.
             if due.number > self._heard:
                 self._heard, self.next_sample = due.number, due
         return True
@@ -274,6 +277,8 @@ class WatchThread:
             ranks = set(list_cross(self._mesh, own.pivot))
         found: dict[int, SampleReport] = {}
         deadline = time.monotonic() + _LATE_REPORT_S
+        # A rank that heard too late, or whose sample failed, reports too; one that has died does
+        # not, and is not waited for longer than this.
         while (missing := ranks - {0} - set(found)) and time.monotonic() < deadline:
             for rank in missing:
                 text = self._values.read(f"watch/report/{rank}")

@@ -53,6 +53,7 @@ class FirstSampleRise:
 
     def add(self, took_ns: int) -> None:
         """Adds an unprofiled step."""
+        # The first steps of a process allocate and compile, and those after a sample catch up.
         if self._skipped < _SETTLING_STEPS:
             self._skipped += 1
         elif not self._is_sampled:
@@ -62,6 +63,7 @@ class FirstSampleRise:
 
     def describe(self) -> str:
         """One sentence of a rise; "" without one, and as long as too few steps are known. Once."""
+        # As many after as before, so that both sides are as certain.
         after_ns = self._after_ns[: len(self._before_ns)]
         is_early = len(after_ns) < max(len(self._before_ns), LEAST_RISE_STEPS)
         if self._is_judged or is_early:
@@ -84,12 +86,15 @@ def find_lasting_rise(before_ns: Sequence[int], after_ns: Sequence[int]) -> floa
     than four MAD of the medians of five steps, both times sqrt(200 / n).
     """
     usual = median(before_ns)
+    # Of medians of five, since single steps vary by more than levels do.
     medians = [median(before_ns[i : i + 5]) for i in range(0, len(before_ns) - 4, 5)]
     usual_of_five = median(medians)
     mad = median(abs(each - usual_of_five) for each in medians)
+    # A median of fewer steps is less certain, by the square root of their number.
     widening = math.sqrt(RISE_STEPS / len(after_ns))
     limit = usual + max(LEAST_RISE * usual, LEAST_RISE_MADS * mad) * widening
     quarter = len(after_ns) // 4
+    # In each quarter: an evaluation or a checkpoint after the sample is slow in one of them only.
     quarters = [after_ns[i * quarter : (i + 1) * quarter] for i in range(4)]
     return usual if all(median(each) > limit for each in quarters) else None
 
@@ -112,6 +117,7 @@ class BudgetController:
         """Adds a sample by the reports of its ranks. Returns why it was the last one, or ""."""
         reports = [own, *others]
         self.samples += 1
+        # The ranks wait for each other, so the slowest one's cost is the job's.
         self._last_cost_ns = max(each.cost_ns for each in reports)
         self._cost_ns += self._last_cost_ns
         faults = [each for each in reports if each.is_fault]

@@ -116,6 +116,7 @@ class Sampler:
             return
         self._link.next_sample = None
         number = self._steps_before + due.step
+        # A job that was started again may sample the same step again.
         name = f"{number}-{plan.incarnation}" if plan.incarnation else str(number)
         sample = ActiveSample(
             plan=due,
@@ -126,6 +127,8 @@ class Sampler:
             unix_ns=time.time_ns(),
         )
         self._sample = sample
+        # The other ranks have begun: a sample with another first step would not be of the same
+        # steps.
         if next_step > due.step - plan.warmup:
             sample.no_data = f"this rank heard of it late, after step {next_step - 1}"
         elif sample.is_sampled:
@@ -159,6 +162,8 @@ class Sampler:
         except ProfilerInUseError as error:
             self._abandon(sample, str(error))
         except Exception as error:  # noqa: BLE001 - no user code runs in here
+            # A recording on request takes the profiler for a while; that is no fault of the
+            # samples.
             is_ours = "another recording" in str(error)
             self._abandon(sample, str(error) or type(error).__name__, is_fault=not is_ours)
         sample.own_ns += time.perf_counter_ns() - begin
@@ -168,6 +173,8 @@ class Sampler:
     ) -> None:
         first, last = sample.plan.step, sample.plan.step + self._plan.steps - 1
         if step > last + 1:
+            # The steps after a sample are ordinary ones again, and the comparison with those before
+            # it.
             sample.after_ns.append(took_ns)
             self._add_to_ring(step, took_ns, local_ns)
             if len(sample.after_ns) >= WINDOW_STEPS:

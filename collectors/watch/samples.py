@@ -48,6 +48,7 @@ def choose_pivot(mesh: Mesh, number: int) -> int:
 
     Each visit takes another member of the group, so that every rank is the pivot at some time.
     """
+    # Its groups are the fewest: after a visit of each, every rank has been in a sample.
     longest = max(mesh.axes, key=mesh.size)
     heads = [r for r in range(mesh.world_size) if mesh.coordinate(r, longest) == 0]
     members = mesh.line(heads[number % len(heads)], longest)

@@ -173,6 +173,8 @@ def draw_waits_matrix(sums_ns: Int64, groups: Sequence[RankGroup], steps: int) -
         groups: The rows and columns.
         steps: Number of steps in the sums.
     """
+    # A rank waits for all ranks of a group, so these add up; the ranks of a row wait at the same
+    # time, so they are averaged.
     columns = np.column_stack([sums_ns[:, list(one.ranks)].sum(axis=1) for one in groups])
     means = np.stack([columns[list(one.ranks)].mean(axis=0) for one in groups])
     table = theme.convert_to_ms(means / max(steps, 1))
@@ -286,7 +288,9 @@ def compute_typical_range(values: Sequence[float], at: int) -> TypicalRange | No
     runs."""
     if len(values) < FEWEST:
         return None
+    # At both ends of the history as many neighbors as in its middle.
     low = max(0, min(at - NEAR // 2, len(values) - NEAR))
+    # Without itself: an outlier would widen the range that it is judged by.
     near = [value for i, value in enumerate(values[low : low + NEAR], low) if i != at]
     middle, mad = compute_median_and_mad(near)
     spread = _BAND_SDS * SIGMA_OF_MAD * mad

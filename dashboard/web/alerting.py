@@ -168,6 +168,7 @@ def post_message(target: AlertTarget, message: AlertMessage) -> str:
         connection.close()
     if 200 <= status < 300:
         return ""
+    # A redirect could lead the signed message to a place that was not configured.
     is_redirect = 300 <= status < 400
     return f"the receiver answers {status}" + ("; redirects are not followed" * is_redirect)
 
@@ -198,6 +199,8 @@ def find_silence(watches: WatchStore, run: WatchedRun, now_ns: int) -> AlertCond
         return None
     age_s = (now_ns - run.received_unix_ns) / _SECOND_NS
     ages_s = {
+        # By this server's clock since the newest batch came, and by the clocks of the hosts among
+        # each other, which may be wrong against it.
         host: age_s + max(run.newest_unix_ns - host.newest_unix_ns, 0) / _SECOND_NS
         for host in run.current_hosts
     }
@@ -253,6 +256,7 @@ def check_runs(watches: WatchStore, alerts: AlertStore, now_ns: int) -> None:
         }
         for metric, condition in found.items():
             is_known = (run.name, metric) in unended
+            # An alert that is open ends also for a run that is forgotten.
             if is_known or (condition is not None and not is_forgotten):
                 alerts.update_condition(run.id, metric, condition)
 

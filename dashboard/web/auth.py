@@ -238,6 +238,8 @@ class Authenticator:
         with self._guessing:
             wait_s = failures.compute_wait_s(guessed)
             if wait_s > 0 and known is not None:
+                # Only the password that it has entered before: with the cookie of a viewer, that of
+                # an admin is not to be guessed without waits.
                 passwords = {role: one for role, one in passwords.items() if role is known}
                 wait_s = failures.compute_wait_s(own)
             if wait_s > 0:

@@ -78,6 +78,7 @@ class Gateway:
                     app = _build_refusal(431, f"the head exceeds {HEAD_BYTES} bytes")
                 else:
                     app = await self._receive_body(client, environ, body)
+                # Two pools: uploads that write to a slow disk leave the pages their threads.
                 pool = self._uploads if environ["REQUEST_METHOD"] in _UPLOADS else self._pages
                 start = await _run(pool, write_answer, app, environ, answer)
                 await client.send_answer(start, answer)
@@ -100,6 +101,7 @@ class Gateway:
         announced, limit_bytes = int(environ.get("CONTENT_LENGTH", 0)), JSON_BYTES
         is_checked, received, block = False, 0, bytearray()
         while client.has_more:
+            # A small body is received without: Flask checks the request afterwards anyway.
             if max(announced, received) > limit_bytes:
                 if is_checked:
                     reason = f"the body exceeds the limit of this server ({limit_bytes} bytes)"

@@ -32,6 +32,7 @@ _BACKLOG = 2_048
 
 def answer_requests(gateway: Gateway, listener: socket.socket) -> None:
     """Answers requests until this process is terminated."""
+    # Each connection is an open file, and the usual soft limit is 1,024.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     config = uvicorn.Config(

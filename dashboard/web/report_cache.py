@@ -45,6 +45,8 @@ class LruCache(Generic[_Value]):
             self._slots.move_to_end(key)
             while len(self._slots) > self._most:
                 self._slots.popitem(last=False)
+        # Outside of the lock of the cache: a report that takes seconds holds up only those who want
+        # the same one.
         with slot.lock:
             if not slot.made:
                 slot.made.append(make())

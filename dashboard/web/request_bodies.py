@@ -97,6 +97,7 @@ def find_sender() -> WatchSender:
     name = user.name
     if user.token_id is not None:
         name = f"token {user.token_id}"
+    # A session has an id of its own for each login, which the next request of the job may not have.
     elif user.in_session or name == "password":
         name = f"password of {user.role.label}s"
     return WatchSender(name, user.role is Role.ADMIN)

@@ -158,9 +158,11 @@ _DRAFTS_NAME = "drafts"
 @contextmanager
 def _lock_file(upload: _FileUpload) -> Iterator[_Draft]:
     """Locks the file for this request by an empty draft, which is removed at the end."""
+    # By its digest, since a path with folders may be longer than one name.
     name = hashlib.sha256(upload.path.encode()).hexdigest()
     place = find_below(upload.folder, f"{_DRAFTS_NAME}/{name}")
     with _open_locked(place) as file:
+        # What a request that was cut off has left.
         os.ftruncate(file.fileno(), 0)
         draft = _Draft(place, file)
         try:
@@ -250,6 +252,7 @@ def _extend_file(upload: _FileUpload, part: UploadPart) -> FileRow:
             upload.store.artifacts.keep_upload(upload.run_id, row.path, upload.target)
         upload.write_row(row)
     except BaseException:
+        # Nothing was stored of it before: an empty file would be taken for one of the upload.
         if stored.received_bytes == 0:
             _remove_file(upload)
         upload.restore_row(known)
@@ -309,6 +312,7 @@ def _receive_body(
             raise HttpError(
                 413, f"the upload exceeds the limit of this server ({quota.max_bytes} bytes)"
             )
+        # Now and then: other requests write to the disk meanwhile.
         if received_bytes % _DISK_CHECK_BYTES < len(block):
             quota.check_disk()
         if part.sha256 is not None:

@@ -64,7 +64,16 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
         parts.append(Text("calls that differ: " + "; ".join(map(_compare_call, differing))))
     elif gap.calls:
         parts.append(Text("calls: counts and bytes as predicted"))
-    parts += _compare_memory(gap)
+    for category in dict.fromkeys(row.category for row in gap.memory):
+        # The peak is compared with the GiB of the device, the others with sizes of messages.
+        peak = category == "peak"
+        size = units.format_gibibytes if peak else units.format_size
+        own = [
+            f"stage {row.stage} {size(row.measured_bytes)} (model {size(row.predicted_bytes)})"
+            for row in gap.memory
+            if row.category == category
+        ]
+        parts.append(Text(f"{'peak memory' if peak else category}: {', '.join(own)}"))
     return parts + [Text(f"caveat: {note}", style="yellow") for note in gap.notes]
 
 
@@ -97,19 +106,3 @@ def _compare_speeds(gap: Gap) -> list[RenderableType]:
 
 def _format_bandwidth(bytes_per_s: float | None) -> str:
     return "" if bytes_per_s is None else units.format_gigabytes_per_second(bytes_per_s)
-
-
-def _compare_memory(gap: Gap) -> list[Text]:
-    """A line for the peak, and one for each category that a rank measured."""
-    lines = []
-    for category in dict.fromkeys(row.category for row in gap.memory):
-        # The peak is compared with the GiB of the device, the others with sizes of messages.
-        peak = category == "peak"
-        size = units.format_gibibytes if peak else units.format_size
-        parts = [
-            f"stage {row.stage} {size(row.measured_bytes)} (model {size(row.predicted_bytes)})"
-            for row in gap.memory
-            if row.category == category
-        ]
-        lines.append(Text(f"{'peak memory' if peak else category}: {', '.join(parts)}"))
-    return lines

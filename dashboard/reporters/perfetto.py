@@ -290,7 +290,6 @@ class Origins:
 
 def encode_header(tracks: Sequence[PerfettoTrack], names: Sequence[str]) -> bytes:
     """Encodes the packets of the track descriptors and the interned slice names."""
-    # Encodes the packets of the track descriptors and the interned slice names.
     texts = [(2, _encode_message((1, i + 1), (2, name))) for i, name in enumerate(names)]
     packets = [_encode_packet((_INTERNED, _encode_message(*texts)), (_SEQUENCE_FLAGS, _CLEARED))]
     for track in tracks:

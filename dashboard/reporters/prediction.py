@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from rich.bar import Bar
@@ -239,61 +238,41 @@ def _find_slowest_stage(prediction: Prediction) -> int:
 def build_communication_table(prediction: Prediction) -> Group:
     """The communication of a rank of the slowest stage in a step, most exposed first."""
     stage = _find_slowest_stage(prediction)
-    rows = _merge_calls([row for row in prediction.communication if row.message.stage == stage])
-    rows.sort(key=lambda kind: (-kind.exposed_ns, -kind.high_ns))
+    # Calls with the same axis, op, phase and size are one row.
+    kinds: dict[tuple[str, str, str, int], list[Communication]] = {}
+    for row in prediction.communication:
+        one = row.message
+        if one.stage == stage:
+            kinds.setdefault((one.axis, one.op, one.phase, one.message_bytes), []).append(row)
+    rows = sorted(
+        kinds.items(),
+        key=lambda kind: (
+            -sum(row.exposed_ns for row in kind[1]),
+            -sum(row.time.high_ns for row in kind[1]),
+        ),
+    )
     table = build_table("axis", "op phase", "calls", "size", "sent", "time", "exposed")
     words = table.columns[1]
     # Text wraps where a number must not.
     words.justify, words.no_wrap, words.overflow = "left", False, "fold"
-    for row in rows[:MOST_KINDS]:
+    for (axis, op, phase, message_bytes), own in rows[:MOST_KINDS]:
         table.add_row(
-            AXIS_SHORT.get(row.axis, row.axis),
-            f"{row.op} {row.phase}",
-            f"{row.count:,}",
-            units.format_size(row.message_bytes),
-            units.format_size(row.sent_bytes),
-            units.format_milliseconds_range(row.low_ns, row.high_ns),
-            units.format_milliseconds(row.exposed_ns),
+            AXIS_SHORT.get(axis, axis),
+            f"{op} {phase}",
+            f"{sum(row.message.count for row in own):,}",
+            units.format_size(message_bytes),
+            units.format_size(sum(row.message.count * row.message.wire_bytes for row in own)),
+            units.format_milliseconds_range(
+                sum(row.time.low_ns for row in own), sum(row.time.high_ns for row in own)
+            ),
+            units.format_milliseconds(sum(row.exposed_ns for row in own)),
         )
     more = len(rows) - MOST_KINDS
-    kinds = f"{more} more kind{'s' if more > 1 else ''}"
-    left_out = [Text(f"and {kinds} (see --json)", style="bright_black")]
+    rest = f"and {more} more kind{'s' if more > 1 else ''} (see --json)"
+    left_out = [Text(rest, style="bright_black")]
     of_stage = f" of stage {stage}" if len(prediction.splits) > 1 else ""
     heading = Text(f"communication per step of a rank{of_stage}")
     return Group(heading, table, *(left_out if more > 0 else ()))
-
-
-@dataclass(frozen=True, slots=True)
-class _CallKind:
-    """Calls with the same axis, op, phase and size."""
-
-    axis: str
-    op: str
-    phase: str
-    message_bytes: int
-    count: int
-    sent_bytes: int
-    low_ns: float
-    high_ns: float
-    exposed_ns: int
-
-
-def _merge_calls(rows: Sequence[Communication]) -> list[_CallKind]:
-    groups: dict[tuple[str, str, str, int], list[Communication]] = {}
-    for row in rows:
-        one = row.message
-        groups.setdefault((one.axis, one.op, one.phase, one.message_bytes), []).append(row)
-    return [
-        _CallKind(
-            *alike,
-            count=sum(row.message.count for row in group),
-            sent_bytes=sum(row.message.count * row.message.wire_bytes for row in group),
-            low_ns=sum(row.time.low_ns for row in group),
-            high_ns=sum(row.time.high_ns for row in group),
-            exposed_ns=sum(row.exposed_ns for row in group),
-        )
-        for alike, group in groups.items()
-    ]
 
 
 # The list of formulas with the numbers of the job, and common rules of thumb.

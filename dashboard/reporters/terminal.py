@@ -249,7 +249,14 @@ class BucketTable:
     """
 
     def __init__(self, report: Report, summary: Summary | None) -> None:
-        self._axes = [] if summary is None else list_axes(summary)
+        self._axes: list[str | None] = []
+        if summary is not None:
+            used = dict.fromkeys(part.axis for row in summary.buckets for part in row.by_axis)
+            # A mesh may have axes of any name, and without their column a row would not add up.
+            named = [*(axis for axis in _AXES if axis in used), *(axis for axis in used if axis)]
+            # If no group lies along a single axis there is no column.
+            if named:
+                self._axes = [*dict.fromkeys(named), *([None] if None in used else [])]
         self._compared = ("model", "diff") if report.gap is not None else ()
         self._rows = [] if summary is None else _build_rows(report, summary, self._axes)
 
@@ -313,8 +320,14 @@ def _build_rows(report: Report, summary: Summary, axes: Sequence[str | None]) ->
     ]
     counts = iter(round_parts([ns for own in parts_ns for ns in own], unit_ns))
     shares = round_shares([row.mean_ns for row in summary.buckets])
-    model_ns = predict_buckets(report)
-    model = round_parts([model_ns[bucket] for bucket in BUCKETS], unit_ns) if model_ns else []
+    model_ns: dict[str, int] = {}
+    model: Sequence[int] = ()
+    if report.gap is not None:
+        # The mean of the stages that the recording holds.
+        stages = [stage.predicted.buckets_ns for stage in report.gap.stages]
+        sums = [sum(times) for times in zip(*stages, strict=True)]
+        model_ns = dict(zip(BUCKETS, divide_parts(sums, len(stages)), strict=True))
+        model = round_parts([*model_ns.values()], unit_ns)
     rows = []
     for place, row in enumerate(summary.buckets):
         own_counts = [next(counts) for _ in parts_ns[place]]
@@ -355,15 +368,6 @@ def _build_rows(report: Report, summary: Summary, axes: Sequence[str | None]) ->
     return rows
 
 
-def predict_buckets(report: Report) -> dict[str, int]:
-    """The predicted time in ns by bucket, the mean of the stages that the recording holds."""
-    if report.gap is None:
-        return {}
-    stages = [stage.predicted.buckets_ns for stage in report.gap.stages]
-    sums = [sum(times) for times in zip(*stages, strict=True)]
-    return dict(zip(BUCKETS, divide_parts(sums, len(stages)), strict=True))
-
-
 def _format_worst_rank(row: BucketMean, time: str, idle: Sequence[IdleRow] = ()) -> str:
     """The rank with the most time in a bucket; of idle time also its main cause, if given."""
     if not row.worst_ns:
@@ -371,15 +375,6 @@ def _format_worst_rank(row: BucketMean, time: str, idle: Sequence[IdleRow] = ())
     known = [one for one in idle if one.rank == row.worst_rank and one.cause != "unknown"]
     why = f" ({known[0].cause.replace('_', ' ')})" if row.bucket == "idle" and known else ""
     return f"r{row.worst_rank}{why} {time}"
-
-
-def list_axes(summary: Summary) -> list[str | None]:
-    """The mesh axes on which the run communicates, in the order of the columns; empty if no group
-    lies along a single axis."""
-    used = dict.fromkeys(part.axis for row in summary.buckets for part in row.by_axis)
-    # A mesh may have axes of any name, and without their column a row would not add up.
-    named = [*(axis for axis in _AXES if axis in used), *(axis for axis in used if axis)]
-    return [*dict.fromkeys(named), *([None] if None in used else [])] if named else []
 
 
 def _name_axis(axis: str | None) -> str:

@@ -239,3 +239,26 @@ def test_on_a_cpu_a_rank_that_runs_more_ops_in_some_steps_is_named_though_all_st
     assert first.message.endswith("in its others: 30 ops instead of 10")
     # Of its 3.3 and 3.0 ms, its usual step keeps 1.4.
     assert first.gain_ns == (1_900_000 + 1_600_000) / 8
+
+
+def test_a_call_that_the_host_makes_some_time_after_it_waited_for_another_follows_it(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 runs 20 ops of 1 ms, rank 1 ten; both reduce, and 1.5 ms later reduce again."""
+    for rank, ops in ((0, 20), (1, 10)):
+        trace, at = CpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]), 0.0
+        for step in range(4):
+            begin = at
+            for _ in range(ops):
+                trace.op("aten::mm", at, at + 1000)
+                at += 1000
+            for call, end in ((0, begin + 20_100), (1, begin + 21_700)):
+                trace.all_reduce(at, at, end, group="0", seq=2 * step + call, tid=77)
+                at = end + 1500 * (1 - call)
+            trace.op("aten::mm", at, at + 1000)
+            at += 1000
+            trace.step(step, begin, at)
+        trace.write(tmp_path)
+    first = analyze(tmp_path).findings[0]
+    assert (first.code, first.ranks) == ("uneven_ranks", (0,))
+    assert first.gain_ns == pytest.approx(10_000_000, rel=0.02)

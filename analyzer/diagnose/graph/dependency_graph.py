@@ -578,7 +578,10 @@ def _find_blocking(
     gap[later & np.isin(gap, gap[just & ~later])] = -1
     rows = np.flatnonzero(gap >= 0)
     rows = rows[np.lexsort((end[rows], gap[rows]))]
-    soon = LAUNCH_LATENCY_NS if rank.trace.on_device else _SOON_ON_HOST_NS
+    soon = np.full(len(rows), LAUNCH_LATENCY_NS)
+    if not rank.trace.on_device:
+        # A host that has waited may need a while until it makes its next call.
+        soon = np.maximum(_SOON_ON_HOST_NS, (end - start)[rows] // _WAIT_DIVISOR)
     after = np.searchsorted(start, end[rows], side="left")
     begun = np.append(start, _NEVER)[after]
     elsewhere = np.append(lane, -1)[after] != lane[rows]

@@ -1,0 +1,97 @@
+"""Jobs of kinds that the counterfactual benchmark does not draw: two causes at once, a cause in one
+step alone, layouts with few ranks. The truth is the same job without its causes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_simulator.jobs import (
+    Cause,
+    ExpertLoad,
+    ExtraKernels,
+    HostStall,
+    Job,
+    MoreWork,
+    SlowKernel,
+    SlowLink,
+    SlowRank,
+    Throttling,
+)
+from cuda_simulator.simulate import simulate
+
+from stepsplit.analyzer import Report, analyze
+
+FEW = {"microbatches": 4, "layers": 2}
+SHARDED = {"fsdp": True, "microbatches": 1, "layers": 8, "layer_ns": 400_000}
+ONCE = {**FEW, "steps": 5}
+
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("analyzer/diagnose", "analyzer/split")]
+
+
+def record(folder: Path, sizes: dict[str, Any], *causes: Cause) -> tuple[Report, float]:
+    """The report of the job with its causes, and the part of the mean step that they cost."""
+    job = Job("unusual", seed=4, **sizes)
+    ran, cured = simulate(replace(job, causes=causes)), simulate(job)
+    ran.write(folder)
+    return analyze(folder), ran.step_ns - cured.step_ns
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causes", "code", "ranks"),
+    [
+        ({"dp": 2, **FEW}, [SlowRank(1, 1.15)], "slow_rank", (1,)),
+        ({"dp": 8, **ONCE}, [ExtraKernels(3, 2_000_000, "end", 4)], "uneven_ranks", (3,)),
+        ({"dp": 4, "tp": 2, **ONCE}, [SlowKernel(5, 2_500_000, 4)], "slow_rank", (5,)),
+        ({"dp": 8, **SHARDED, "steps": 5}, [SlowKernel(2, 3_000_000, 0, "begin")],
+         "slow_rank", (2,)),
+        ({"dp": 8, "shards": 4, **SHARDED}, [SlowRank(3, 1.15)], "slow_rank", (3,)),
+        ({"dp": 8, "shards": 4, **SHARDED}, [HostStall(5, 1_500_000)], "host_stall", (5,)),
+        ({"pp": 4, "dp": 2, "microbatches": 8, "early_receives": True},
+         [SlowRank(4, 1.3), SlowRank(5, 1.3)], "slow_rank", (4, 5)),
+        ({"pp": 4, "dp": 2, "microbatches": 8}, [SlowRank(1, 1.2), SlowRank(6, 1.2)],
+         "slow_rank", (1, 6)),
+        ({"dp": 4, "ep": 4, "microbatches": 2, "persistent": True}, [ExpertLoad(2, 1.5)],
+         "uneven_ranks", (2,)),
+        ({"dp": 8, "ep": 4, "microbatches": 2}, [SlowRank(5, 1.25)], "slow_rank", (5,)),
+        ({"pp": 2, "dp": 4, "microbatches": 8}, [MoreWork(5, 1.4, "first")], "uneven_ranks", (5,)),
+        ({"cp": 4, "dp": 4, "cp_ring": False, "microbatches": 4}, [SlowLink("cp", 5, 4.0)],
+         "slow_link", (4, 5, 6, 7)),
+        ({"dp": 16, **FEW}, [SlowRank(rank, 1.2) for rank in range(8)], "slow_rank",
+         tuple(range(8))),
+    ],
+)  # fmt: skip
+def test_a_job_that_the_benchmark_does_not_draw(
+    sizes: dict[str, Any], causes: list[Cause], code: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    report, cost_ns = record(tmp_path, sizes, *causes)
+    (found,) = [one for one in report.findings if one.code == code]
+    assert found.ranks == ranks
+    assert found.gain_ns == pytest.approx(cost_ns, rel=0.05)
+
+
+def test_throttling_and_a_slow_link_are_told_apart(tmp_path: Path) -> None:
+    """Together they cost what both findings say."""
+    sizes = {"dp": 8, "tp": 2, **FEW, "steps": 4}
+    report, cost_ns = record(tmp_path, sizes, Throttling(3, 1.05, 1.4), SlowLink("tp", 10, 3.0))
+    found = {one.code: one for one in report.findings}
+    assert (found["slow_link"].ranks, found["slow_rank"].ranks) == ((10, 11), (3,))
+    both_ns = found["slow_link"].gain_ns + found["slow_rank"].gain_ns
+    assert both_ns == pytest.approx(cost_ns, rel=0.05)
+
+
+def test_a_stall_that_the_schedule_hides_is_not_said(tmp_path: Path) -> None:
+    sizes = {"pp": 4, "microbatches": 8, "schedule": "zb-h1", "synchronize_microbatches": True}
+    report, cost_ns = record(tmp_path, sizes, HostStall(2, 900_000))
+    assert cost_ns < 0.01 * 27e6
+    assert "host_stall" not in [one.code for one in report.findings]
+
+
+def test_extra_kernels_of_two_ranks_in_two_steps_are_two_findings(tmp_path: Path) -> None:
+    more = ExtraKernels(1, 1_800_000, "middle", 1), ExtraKernels(6, 1_800_000, "middle", 4)
+    report, cost_ns = record(tmp_path, {"dp": 8, **FEW, "steps": 6}, *more)
+    found = [one for one in report.findings if one.code == "uneven_ranks"]
+    assert sorted((one.ranks, one.steps) for one in found) == [((1,), (3,)), ((6,), (6,))]
+    assert sum(one.gain_ns for one in found) == pytest.approx(cost_ns, rel=0.05)

@@ -72,7 +72,7 @@ def test_a_job_that_the_benchmark_does_not_draw(
     assert found.gain_ns == pytest.approx(cost_ns, rel=0.05)
 
 
-def test_throttling_and_a_slow_link_are_told_apart(tmp_path: Path) -> None:
+def test_throttling_and_a_slow_link_are_two_findings(tmp_path: Path) -> None:
     """Together they cost what both findings say."""
     sizes = {"dp": 8, "tp": 2, **FEW, "steps": 4}
     report, cost_ns = record(tmp_path, sizes, Throttling(3, 1.05, 1.4), SlowLink("tp", 10, 3.0))

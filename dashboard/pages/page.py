@@ -90,6 +90,7 @@ class StorePage:
         is_item: Whether a text may follow the path, as the name of one thing. None if nothing may.
         has_item: Whether the store has the thing of this name.
         takes_uploads: Whether it has the zone where recordings are dropped.
+        needs_admin: Whether it is for admins only; others do not see it in the menu.
         charts: The ids of charts on which a click opens a run.
         find_run: That run, of the name and of what was clicked on; None without one. Raises
             ValueError.
@@ -102,6 +103,7 @@ class StorePage:
     is_item: Callable[[str], bool] | None = None
     has_item: Callable[[Store, str], bool] = lambda _, name: not name
     takes_uploads: bool = False
+    needs_admin: bool = False
     charts: tuple[str, ...] = ()
     find_run: Callable[[Store, str, object], str | None] = lambda *_: None
 

@@ -7,11 +7,13 @@ from urllib.parse import parse_qsl, unquote
 
 from dash import dcc, html
 
-from stepsplit.dashboard.pages import compare, history, run_pages, runs, watch
+from stepsplit.dashboard.pages import access, compare, history, run_pages, runs, watch
 from stepsplit.dashboard.pages.address import Address, AddressQuery
 from stepsplit.dashboard.pages.page import StorePage
 
-STORE_PAGES: tuple[StorePage, ...] = (runs.PAGE, compare.PAGE, history.PAGE, watch.PAGE)
+STORE_PAGES: tuple[StorePage, ...] = (
+    runs.PAGE, compare.PAGE, history.PAGE, watch.PAGE, access.PAGE,
+)  # fmt: skip
 """In the order of the menu."""
 
 _RUN = re.compile(r"/run/([0-9a-f]{8,32})(?:/([^/]+))?/?")

@@ -118,7 +118,11 @@ def _warm() -> None:
 
 
 def _build_layout(user: User) -> html.Div:
-    links = [dcc.Link(page.title, href=page.path) for page in store_pages.STORE_PAGES]
+    links = [
+        dcc.Link(page.title, href=page.path)
+        for page in store_pages.STORE_PAGES
+        if not page.needs_admin or user.role >= Role.ADMIN
+    ]
     header = [
         dcc.Link("stepsplit", href="/", className="brand"),
         html.Span("where every training step went", className="tagline"),

@@ -45,7 +45,11 @@ class PageBuilder:
         if address is not None and address.run_id:
             content = self._build_run(address, _find_rights(role))
         elif address is not None:
-            content = find_store_page(address).build(self._make_request(address, role))
+            page = find_store_page(address)
+            if page.needs_admin and role < Role.ADMIN:
+                why = "Log in as an admin, or ask one."
+                return PageContent(build_problem(page.title, "Only admins see this page", why))
+            content = page.build(self._make_request(address, role))
         return content or PageContent(build_missing_page())
 
     def build_live(

@@ -1,4 +1,4 @@
-"""The page of tokens, users and the audit log: for admins, and for nobody else."""
+"""The page of tokens, users and the audit log, which only admins see."""
 
 from __future__ import annotations
 

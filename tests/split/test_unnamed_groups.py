@@ -109,6 +109,19 @@ def test_a_hot_expert_costs_what_its_tokens_or_its_compute_say(
 
 
 @pytest.mark.slow
+def test_halves_of_unmatched_calls_are_not_compared_with_each_other(tmp_path: Path) -> None:
+    """A kernel that sends is short: one that receives has not waited for what it takes longer."""
+    job = replace(EXPERTS, experts_by="staged_nccl_ep", causes=())
+    simulation = simulate(job)
+    simulation.write(tmp_path, replace(APART, annotates=True, lists_groups="none"))
+    change_traces(tmp_path, lambda rank, trace: None if rank == 3 else trace)
+    report = analyze(tmp_path)
+    for row in report.steps:
+        truth = measure_exposed(simulation)[row.rank]
+        assert row.split.skew_ns <= truth.wait_ns / job.steps + 2 * SHARE * simulation.step_ns
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_slow_link_of_experts_is_slow_for_as_many_bytes(library: str, tmp_path: Path) -> None:
     job = replace(EXPERTS, dp=16, experts_by=library, causes=(SlowLink("ep", 2, 3.0),))

@@ -100,18 +100,17 @@ def check_address(address: str) -> None:
     if not host or not has_port or parts.scheme not in ("tcp", "tls"):
         hint = "write tls://HOST:PORT, or tcp://127.0.0.1:PORT"
         raise UsageError(f"{address!r} is not the address of a scheduler; {hint}")
-    if parts.scheme == "tcp" and not _is_loopback(host):
+    # By its address or the one name that is always this machine: others are resolved by whoever
+    # answers for names.
+    try:
+        is_here = ip_address(host).is_loopback
+    except ValueError:
+        is_here = host == "localhost"
+    if parts.scheme == "tcp" and not is_here:
         raise UsageError(
             f"{address}: a scheduler runs the code it is sent, so that one on another machine needs"
             " TLS; write tls://HOST:PORT, or tunnel the port and write tcp://127.0.0.1:PORT"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _gather(where: str, take: Callable[[], Any]) -> Any:

@@ -10,8 +10,6 @@ from itertools import combinations
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace as replace_fields
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids
@@ -373,6 +371,10 @@ def _find_linked_clocks(
     node = np.concatenate((len(traces) + matched.shared[rows], other))
     trace, node = trace[sure[trace]], node[sure[trace]]
     count = len(traces) + calls + len(hosts)
+    # They take longer to import than a small analysis.
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
     graph = coo_array((np.ones(len(trace)), (trace, node)), shape=(count, count))
     label: Int64 = connected_components(graph, directed=False)[1][: len(traces)].astype(np.int64)
     return label

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec import Raw
 
-from stepsplit.analyzer.readers.kineto.schema import convert_decimal_to_ns, convert_to_ns
+from stepsplit.analyzer.readers.kineto.schema import read_microseconds
 
 
-@given(st.lists(st.integers(0, 2**43 * 1000 - 1), min_size=1))
+def read(*texts: str) -> list[int | None]:
+    """The ns of each text; None where it is no number of 64 bits."""
+    ns, is_known = read_microseconds([Raw(text.encode()) for text in texts])
+    return [time if known else None for time, known in zip(ns.tolist(), is_known, strict=True)]
+
+
+@given(st.lists(st.integers(0, 2**60), min_size=1))
 def test_microseconds_with_three_decimals_keep_every_nanosecond(stated_ns: list[int]) -> None:
-    text = json.dumps([f"{ns // 1000}.{ns % 1000:03d}" for ns in stated_ns]).replace('"', "")
-    found = convert_to_ns(json.loads(text))
-    assert found is not None
-    assert found.tolist() == stated_ns
+    assert read(*(f"{ns // 1000}.{ns % 1000:03d}" for ns in stated_ns)) == stated_ns
 
 
-def test_integers_are_microseconds() -> None:
-    found = convert_to_ns([1_721_000_000_000_001, 2])
-    assert found is not None
-    assert found.tolist() == [1_721_000_000_000_001_000, 2_000]
+@given(st.lists(st.decimals(-(10**15), 10**15, allow_nan=False).map(str), min_size=1))
+def test_any_number_is_rounded_half_to_even(texts: list[str]) -> None:
+    assert read(*texts) == [round(Fraction(text) * 1000) for text in texts]
 
 
-def test_times_too_precise_for_a_float_are_read_as_decimals() -> None:
-    assert convert_to_ns([1_721_000_000_000_001.123]) is None
-    assert convert_decimal_to_ns(Decimal("1721000000000001.123")) == 1_721_000_000_000_001_123
+@pytest.mark.parametrize(
+    ("text", "ns"),
+    [
+        ("1721000000000001", 1_721_000_000_000_001_000),
+        ("1721000000000001.123", 1_721_000_000_000_001_123),
+        ("1.0005", 1000),
+        ("1.0015", 1002),
+        ("1.00150000000000001", 1002),
+        ("0.1", 100),
+        ("-2.5", -2500),
+        ("1e3", 1_000_000),
+        ('"7.25"', 7250),
+        ('"1,5"', None),
+        ("null", None),
+        ("true", None),
+        ("[1]", None),
+        ('"x"', None),
+        (str(2**62), None),
+        ("1e300", None),
+        (str(Decimal(2**61) / 1000), None),
+    ],
+)
+def test_a_time_is_what_its_text_says(text: str, ns: int | None) -> None:
+    assert read(text) == [ns]
+    assert read("1.5", text, "2.125", "4", text) == [1500, ns, 2125, 4000, ns]
 
 
-@pytest.mark.parametrize("stated", [[2**62], [1e300], [2**80], [float("inf")]])
-def test_times_beyond_64_bits_are_rejected(stated: list[int | float]) -> None:
-    assert convert_to_ns(stated) is None
-    assert convert_decimal_to_ns(Decimal(stated[0])) is None
+def test_no_times() -> None:
+    assert read() == []

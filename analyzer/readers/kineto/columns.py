@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto import schema
 from stepsplit.analyzer.readers.kineto.collective_launches import DEVICE_COPY
-from stepsplit.analyzer.readers.kineto.json_stream import Entries, decode_exact_times
+from stepsplit.analyzer.readers.kineto.json_stream import Entries
 from stepsplit.analyzer.trace import (
     ALL_STREAMS,
     DEVICE_CATEGORIES,
@@ -272,13 +272,6 @@ _SHORT_DTYPES = (
 
 _DTYPE_MARK = b"\0"
 
-_SEQUENCE = b'"Sequence number":'
-"""Autograd numbers the nodes of its graph: the op that creates one, and the range of the backward
-that runs it, have its number."""
-
-_MOST_DIGITS = 18
-"""Of a number of 64 bits."""
-
 _SAMPLES = 32
 """Number of ops of a block that are searched for shapes."""
 
@@ -335,7 +328,11 @@ class Rows(Struct, frozen=True):
         return len(self.start_ns)
 
 
-_LaneKey = tuple[int | str, int | str, int, int]
+_LaneKey = tuple[int | str, int | str] | tuple[int | str, int | str, int, int]
+"""A thread, or with device and stream a stream."""
+
+_NO_PLACE = -1, -1
+"""Device and stream of a thread."""
 
 
 class _Numbers(dict[str, int]):
@@ -434,14 +431,20 @@ class _Builder:
 
     def add(self, block: Entries) -> None:
         """Adds the complete events of a block, and the names of its tracks."""
-        tracks = [schema.decode_track(e) for e in block.entries if type(e) is schema.TrackMetadata]
-        self._tracks += [track for track in tracks if track is not None]
-        events = [e for e in block.entries if type(e) is schema.Complete and e.ts is not None]
-        start = schema.convert_to_ns([e.ts for e in events if e.ts is not None])
-        dur = schema.convert_to_ns([e.dur for e in events])
+        events = [entry for entry in block.entries if type(entry) is schema.Complete]
+        if len(events) < len(block.entries):
+            names = [e for e in block.entries if type(e) is schema.TrackMetadata]
+            self._tracks += [t for t in map(schema.decode_track, names) if t is not None]
+        start, has_start = schema.read_microseconds([event.ts for event in events])
+        dur, has_dur = schema.read_microseconds([event.dur for event in events])
         out_of_range = 0
-        if start is None or dur is None:
-            events, start, dur, out_of_range = _compute_exact_times(events, block)
+        if not (is_known := has_start & has_dur).all():
+            # Without a time it is an entry of another kind; with one that is no number it is lost.
+            others = [events[row].ts for row in np.flatnonzero(has_dur & ~has_start).tolist()]
+            untimed = sum(bytes(ts) == b"null" for ts in others)
+            out_of_range = int((~is_known).sum()) - untimed
+            events = [events[row] for row in np.flatnonzero(is_known).tolist()]
+            start, dur = start[is_known], dur[is_known]
         self._counts += EntryCounts(
             len(block.entries) - out_of_range, block.lost + out_of_range, int((dur < 0).sum())
         )
@@ -464,7 +467,7 @@ class _Builder:
         category[(category == Category.OP) & np.where(is_old, *is_range.T[::-1])] = (
             Category.ANNOTATION
         )
-        lane = np.array([lanes[e.pid, e.tid, -1, -1] for e in events], dtype=np.int32)
+        lane = np.array([lanes[e.pid, e.tid] for e in events], dtype=np.int32)
         correlation = np.full(len(events), -1, dtype=np.int64)
         names.note_of_device(np.unique(name_id[_MAY_COMMUNICATE[category]]).tolist())
         to_note = np.array(names.noted, dtype=np.bool_)[name_id] | (category == Category.SYNC)
@@ -489,7 +492,8 @@ class _Builder:
         ops = np.flatnonzero(category == Category.OP)
         # Whether shapes were recorded: then most ops have them.
         samples = ops[:: len(ops) // _SAMPLES + 1].tolist()
-        correlation[ops] = [_cut_sequence(events[row].args) for row in ops.tolist()]
+        numbered = schema.decode_op_args([events[row].args for row in ops.tolist()])
+        correlation[ops] = np.maximum([args.sequence for args in numbered], -1)
         if any(_DIMS in bytes(events[row].args) for row in samples):
             self._add_shapes(ops, [_cut_dims(events[row].args) for row in ops.tolist()])
         parts: tuple[npt.NDArray[Any], ...] = (start, dur, category, name_id, lane, correlation)
@@ -522,25 +526,15 @@ class _Builder:
             lane=lane,
             correlation=correlation,
             names=self._names.texts,
-            lanes=tuple(Lane(str(pid), str(tid), *place) for pid, tid, *place in self._lanes),
+            lanes=tuple(
+                Lane(str(pid), str(tid), *(place or _NO_PLACE)) for pid, tid, *place in self._lanes
+            ),
             noted_row=np.array(self._noted_rows, dtype=np.int64),
             noted_args=tuple(self._noted_args),
             counts=self._counts,
             shaped=ShapedRows(shaped_row, shape_id, tuple(self._shapes.texts)),
             tracks=tuple(self._tracks),
         )
-
-
-def _cut_sequence(args: Raw) -> int:
-    """The sequence number of an op; -1 if it has none."""
-    text = bytes(args)
-    begin = text.find(_SEQUENCE)
-    if begin < 0:
-        return -1
-    begin += len(_SEQUENCE)
-    # Without a comma it is the last one, before a brace.
-    digits = text[begin : text.find(b",", begin)][: _MOST_DIGITS + 1].strip()
-    return int(digits) if digits.isdigit() else -1
 
 
 def _cut_dims(args: Raw) -> bytes:
@@ -552,20 +546,6 @@ def _cut_dims(args: Raw) -> bytes:
         return dims
     dtype = next((dtype for name, dtype in _SHORT_DTYPES if name in text), b"")
     return dims + _DTYPE_MARK + dtype
-
-
-def _compute_exact_times(
-    events: Sequence[schema.Complete], entries: Entries
-) -> tuple[list[schema.Complete], Int64, Int64, int]:
-    """The events with exact times, and the number of events dropped as out of 64-bit range."""
-    times = [
-        (schema.convert_decimal_to_ns(ts), schema.convert_decimal_to_ns(dur))
-        for ts, dur in decode_exact_times(entries)
-    ]
-    valid = [i for i, (start, dur) in enumerate(times) if start is not None and dur is not None]
-    start = np.array([times[i][0] for i in valid], dtype=np.int64)
-    dur = np.array([times[i][1] for i in valid], dtype=np.int64)
-    return [events[i] for i in valid], start, dur, len(times) - len(valid)
 
 
 # The messages of a kernel without a description are those posted since the last launch.

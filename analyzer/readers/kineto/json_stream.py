@@ -17,13 +17,10 @@ from msgspec import Raw, Struct
 
 from stepsplit.analyzer.readers.kineto.schema import (
     ANY_ENTRY,
-    ANY_TIMES,
-    EXACT_BELOW_US,
     NO_ARGS,
     UNDECODABLE,
     Complete,
     Entry,
-    EntryTimes,
 )
 from stepsplit.collectors.safe_io.regular_file import open_regular
 
@@ -252,10 +249,6 @@ _ENTRIES = msgspec.json.Decoder(list[ANY_ENTRY])
 
 _ENTRY = msgspec.json.Decoder(ANY_ENTRY)
 
-_TIMES = msgspec.json.Decoder(list[ANY_TIMES])
-
-_TIMES_OF_ONE = msgspec.json.Decoder(EntryTimes)
-
 _PIECES = msgspec.json.Decoder(list[Raw])
 
 _OTHER: Entry = msgspec.json.decode(b'{"ph": "i"}', type=ANY_ENTRY)
@@ -303,10 +296,9 @@ class DamagedText(Exception):
 
 
 class Entries(Struct, frozen=True):
-    """Entries in order, their text (None if it had to be fixed), and the number lost."""
+    """Entries in order, and the number lost; they refer to the text of their block."""
 
     entries: Sequence[Entry]
-    text: Text | None
     lost: int = 0
 
 
@@ -324,7 +316,7 @@ class WalkResult(Struct, frozen=True):
 def decode_entries(text: Text) -> Entries:
     """Decodes a JSON array and fixes invalid entries. Raises CutShort, EndsAt or Damaged."""
     try:
-        return Entries(_ENTRIES.decode(text), text)
+        return Entries(_ENTRIES.decode(text))
     except UNDECODABLE:
         return _fix_entries(text)
 
@@ -338,15 +330,6 @@ def is_entry_prefix(text: bytes) -> bool:
     except RecursionError:
         return False
     return False
-
-
-def decode_exact_times(entries: Entries) -> list[tuple[Decimal, Decimal]]:
-    """(ts, dur) of the complete entries, with all digits of their text or value."""
-    if entries.text is None:
-        events = (e for e in entries.entries if type(e) is Complete and e.ts is not None)
-        return [(Decimal(str(e.ts)), Decimal(str(e.dur))) for e in events]
-    times = (t for t in _TIMES.decode(entries.text) if type(t) is EntryTimes)
-    return [(t.ts, t.dur) for t in times if t.ts is not None]
 
 
 def walk_entries(text: bytes) -> WalkResult:
@@ -375,7 +358,7 @@ def read_last_entries(text: bytes) -> Entries:
     """The entries of an array that was not closed."""
     walk = walk_entries(text)
     lost = 0 if walk.closed or is_entry_prefix(text[walk.end :]) else 1
-    return Entries(walk.found.entries, None, walk.found.lost + lost)
+    return Entries(walk.found.entries, walk.found.lost + lost)
 
 
 def _fix_entries(text: Text) -> Entries:
@@ -401,7 +384,7 @@ def _raise_where_it_ends(text: Text, message: str) -> None:
 
 def _collect_entries(found: Sequence[Entry | None]) -> Entries:
     entries = [entry for entry in found if entry is not None]
-    return Entries(entries, None, len(found) - len(entries))
+    return Entries(entries, len(found) - len(entries))
 
 
 def _skip_gap(text: bytes, at: int) -> int:
@@ -460,8 +443,6 @@ def _decode_strict(text: bytes) -> Entry | None:
         entry: Entry = _ENTRY.decode(text)
     except UNDECODABLE:
         return None
-    if type(entry) is Complete and type(entry.ts) is float and abs(entry.ts) >= EXACT_BELOW_US:
-        entry.ts = _TIMES_OF_ONE.decode(text).ts
     return entry
 
 
@@ -482,8 +463,8 @@ def _build_entry(fields: dict[str, Any]) -> Entry | None:
         cat=_convert_text(fields.get("cat")),
         pid=_convert_text(fields.get("pid")),
         tid=_convert_text(fields.get("tid")),
-        ts=start,
-        dur=dur,
+        ts=Raw(str(start).encode()),
+        dur=Raw(str(dur).encode()),
         args=_encode_args(fields.get("args")),
     )
 

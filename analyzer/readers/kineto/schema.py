@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from collections.abc import Sequence
 from decimal import Decimal
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct, field
 
-from stepsplit.analyzer.trace import Group, Int64
+from stepsplit.analyzer.trace import Bool, Group, Int64, UInt8
 
 # Types of a trace's JSON: entries, their arguments, and the fields around the array.
 
@@ -30,7 +31,7 @@ _Count = Annotated[int, Meta(ge=-1, le=1 << 20)]
 
 NO_ARGS = Raw(b"{}")
 
-MISSING = Raw(b"null")
+MISSING, _ZERO = Raw(b"null"), Raw(b"0")
 
 _MAX_RANKS = 1 << 20
 
@@ -43,14 +44,14 @@ UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Complete(Struct, tag_field="ph", tag="X", gc=False):
-    """An event with a start and a duration; args are decoded on demand."""
+    """An event with a start and a duration, as written; args are decoded on demand."""
 
     name: str = ""
     cat: str = ""
     pid: int | str = ""
     tid: int | str = ""
-    ts: int | float | Decimal | None = None
-    dur: int | float | Decimal = 0
+    ts: Raw = MISSING
+    dur: Raw = _ZERO
     args: Raw = NO_ARGS
 
 
@@ -61,13 +62,6 @@ class TrackMetadata(Struct, tag_field="ph", tag="M", gc=False):
     pid: Raw = MISSING
     tid: Raw = MISSING
     args: Raw = NO_ARGS
-
-
-class EntryTimes(Struct, tag_field="ph", tag="X", gc=False):
-    """The times of an event, with all digits."""
-
-    ts: Decimal | None = None
-    dur: Decimal = Decimal(0)
 
 
 def _define_other(phase: str) -> type[Struct]:
@@ -87,8 +81,6 @@ def get_phase(entry: Entry) -> str:
 
 ANY_ENTRY = Complete | TrackMetadata | _OTHERS
 
-ANY_TIMES = EntryTimes | _define_other("M") | _OTHERS
-
 
 class DeviceArgs(Struct, gc=False):
     """The arguments that identify a launch or a device event, and the launch grid of a kernel."""
@@ -103,6 +95,16 @@ class DeviceArgs(Struct, gc=False):
     def communicates(self) -> bool:
         """Whether the event names its collective."""
         return self.collective is not MISSING and bytes(self.collective) != b"null"
+
+
+class OpArgs(Struct, gc=False):
+    """The argument that is read of each op.
+
+    Autograd numbers the nodes of its graph: the op that creates one, and the range of the backward
+    that runs it, have its number.
+    """
+
+    sequence: Wide = field(default=-1, name="Sequence number")
 
 
 class Args(Struct, gc=False):
@@ -213,6 +215,8 @@ _NAMED, _PLACE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(int | str | 
 
 _DEVICE_ARGS = msgspec.json.Decoder(DeviceArgs)
 
+_OP_ARGS = msgspec.json.Decoder(OpArgs)
+
 _ARGS = msgspec.json.Decoder(Args)
 
 _SYNC_ARGS = msgspec.json.Decoder(SyncArgs)
@@ -234,10 +238,21 @@ def parse_ranks(ranks: str | list[int]) -> tuple[int, ...]:
 
 def decode_device_args(texts: Sequence[Raw]) -> list[DeviceArgs]:
     """Decodes device arguments; arguments of a wrong type are ignored."""
+    return _decode_all(_DEVICE_ARGS, texts, DeviceArgs)
+
+
+def decode_op_args(texts: Sequence[Raw]) -> list[OpArgs]:
+    """Decodes the arguments of ops; arguments of a wrong type are ignored."""
+    return _decode_all(_OP_ARGS, texts, OpArgs)
+
+
+def _decode_all(
+    decoder: msgspec.json.Decoder[_T], texts: Sequence[Raw], kind: type[_T]
+) -> list[_T]:
     try:
-        return [_DEVICE_ARGS.decode(text) for text in texts]
+        return [decoder.decode(text) for text in texts]
     except UNDECODABLE:
-        return [lenient(text, DeviceArgs) for text in texts]
+        return [lenient(text, kind) for text in texts]
 
 
 def decode_comm_args(text: Raw | bytes) -> Args:
@@ -282,31 +297,76 @@ def _decode_value(text: Raw, kind: Any) -> Any:
 
 
 # Exact ns from the microseconds in a trace's text.
+#
+# As floats they would be inexact: from 2**43 us (100 days; a clock that counts from 1970 has 2**50)
+# the third decimal is lost. As Decimals they take ten times as long as read here, all at once.
 
-Microseconds = int | float | Decimal
+_POINT, _SEPARATOR, _ZERO_DIGIT = b".,0"
 
-EXACT_BELOW_US = 2.0**43
-"""Below this, microseconds with three decimals survive a round trip through float64."""
+_MOST_DECIMALS, _MOST_WHOLE = 15, 16
+"""Digits that are read at once: both parts fit into 64 bits."""
 
 
-def convert_to_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
-    """The times in ns, exactly as in the text; None if these numbers are not precise enough.
+def read_microseconds(texts: Sequence[Raw]) -> tuple[Int64, Bool]:
+    """The times in ns, rounded half to even, of microseconds as written in JSON.
 
-    Computed as the integer part plus the rounded fraction: ts * 1000 is off by one from 2**42 us.
+    Returns:
+        The times, and which of the texts are numbers whose ns fit into 64 bits; the others are 0.
     """
-    values = np.array(microseconds) if len(microseconds) else np.zeros(0, dtype=np.int64)
-    most = MAX_US if values.dtype == np.int64 else EXACT_BELOW_US
-    if values.dtype.kind not in "if" or (len(values) and not np.abs(values).max() < most):
-        return None
-    whole = np.floor(values) if values.dtype.kind == "f" else values
-    ns: Int64 = whole.astype(np.int64) * 1000
-    return (
-        ns if values.dtype.kind == "i" else ns + np.rint((values - whole) * 1000).astype(np.int64)
-    )
+    ns, is_known = np.zeros(len(texts), dtype=np.int64), np.zeros(len(texts), dtype=np.bool_)
+    text = np.frombuffer(b",".join(texts) + b",", dtype=np.uint8)
+    end = np.flatnonzero(text == _SEPARATOR)
+    if len(texts) and len(end) == len(texts):
+        begin = np.concatenate(([0], end[:-1] + 1))
+        # A number without a point ends where its point would be.
+        point = end.copy()
+        at = np.flatnonzero(text == _POINT)
+        point[np.searchsorted(end, at)] = at
+        decimals = np.maximum(end - point - 1, 0)
+        whole, is_known = _read_digits(text, begin, point, _MOST_WHOLE)
+        is_known &= whole < MAX_US
+        ns = whole * 1000
+        for count in np.flatnonzero(np.bincount(decimals)).tolist():
+            if count:
+                rows = np.flatnonzero(decimals == count)
+                digits, are_digits = _read_digits(text, point[rows] + 1, end[rows], _MOST_DECIMALS)
+                ns[rows] += _shift(digits, ns[rows], 3 - min(count, _MOST_DECIMALS))
+                is_known[rows] &= are_digits
+    # What is left is rare: signs, exponents, numbers as texts, and what is no number.
+    for row in np.flatnonzero(~is_known).tolist():
+        exact = _convert_exactly(texts[row])
+        ns[row], is_known[row] = exact or 0, exact is not None
+    return ns, is_known
 
 
-def convert_decimal_to_ns(microseconds: Decimal) -> int | None:
-    """The time in ns, rounded; None if it does not fit into 64 bits."""
-    if not (microseconds.is_finite() and -MAX_US < microseconds < MAX_US):
+def _read_digits(text: UInt8, begin: Int64, end: Int64, most: int) -> tuple[Int64, Bool]:
+    """The numbers that the text between these places is, and where it is nothing but digits, at
+    least one and at most so many."""
+    length = end - begin
+    width = min(int(length.max()), most)
+    at = end[:, None] - np.arange(width, 0, -1)
+    digits = text[np.maximum(at, 0)] - _ZERO_DIGIT
+    digits[at < begin[:, None]] = 0
+    numbers = digits.astype(np.int64) @ 10 ** np.arange(width - 1, -1, -1)
+    return numbers, (digits <= 9).all(1) & (length > 0) & (length <= most)
+
+
+def _shift(decimals: Int64, whole_ns: Int64, places: int) -> Int64:
+    """Decimals of microseconds as ns: shifted by so many places, rounded half to even."""
+    if places >= 0:
+        return decimals * 10**places
+    divisor = 10**-places
+    ns, rest = np.divmod(decimals, divisor)
+    is_odd = (whole_ns + ns) % 2 == 1
+    return ns + ((2 * rest > divisor) | ((2 * rest == divisor) & is_odd))
+
+
+def _convert_exactly(text: Raw) -> int | None:
+    """The time in ns of any number or number in a text; None for others, and beyond 64 bits."""
+    try:
+        value = json.loads(bytes(text), parse_float=Decimal, parse_int=Decimal)
+        microseconds = Decimal(value) if isinstance(value, Decimal | str) else Decimal("NaN")
+        is_known = microseconds.is_finite() and -MAX_US < microseconds < MAX_US
+    except (ValueError, ArithmeticError, RecursionError):
         return None
-    return int((microseconds * 1000).to_integral_value())
+    return int((microseconds * 1000).to_integral_value()) if is_known else None

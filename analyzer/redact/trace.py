@@ -79,8 +79,6 @@ _ENTRIES = msgspec.json.Decoder(list[dict[str, Raw]])
 
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
-_NUMBERS = msgspec.json.Encoder(decimal_format="number")
-
 _VALUE = msgspec.json.Decoder()
 
 
@@ -91,7 +89,7 @@ def _list_entries(block: Entries) -> Iterator[dict[str, Raw]]:
         return
     for entry in block.entries:
         if isinstance(entry, Complete | TrackMetadata):
-            body: dict[str, Raw] = _FIELDS.decode(_NUMBERS.encode(entry))
+            body: dict[str, Raw] = _FIELDS.decode(msgspec.json.encode(entry))
             yield body
 
 

@@ -296,9 +296,10 @@ class DamagedText(Exception):
 
 
 class Entries(Struct, frozen=True):
-    """Entries in order, and the number lost; they refer to the text of their block."""
+    """Entries in order, their text (None if it had to be fixed), and the number lost."""
 
     entries: Sequence[Entry]
+    text: Text | None
     lost: int = 0
 
 
@@ -316,7 +317,7 @@ class WalkResult(Struct, frozen=True):
 def decode_entries(text: Text) -> Entries:
     """Decodes a JSON array and fixes invalid entries. Raises CutShort, EndsAt or Damaged."""
     try:
-        return Entries(_ENTRIES.decode(text))
+        return Entries(_ENTRIES.decode(text), text)
     except UNDECODABLE:
         return _fix_entries(text)
 
@@ -358,7 +359,7 @@ def read_last_entries(text: bytes) -> Entries:
     """The entries of an array that was not closed."""
     walk = walk_entries(text)
     lost = 0 if walk.closed or is_entry_prefix(text[walk.end :]) else 1
-    return Entries(walk.found.entries, walk.found.lost + lost)
+    return Entries(walk.found.entries, None, walk.found.lost + lost)
 
 
 def _fix_entries(text: Text) -> Entries:
@@ -384,7 +385,7 @@ def _raise_where_it_ends(text: Text, message: str) -> None:
 
 def _collect_entries(found: Sequence[Entry | None]) -> Entries:
     entries = [entry for entry in found if entry is not None]
-    return Entries(entries, len(found) - len(entries))
+    return Entries(entries, None, len(found) - len(entries))
 
 
 def _skip_gap(text: bytes, at: int) -> int:

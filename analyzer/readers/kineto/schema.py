@@ -354,11 +354,13 @@ def _read_digits(text: UInt8, begin: Int64, end: Int64, most: int) -> tuple[Int6
 def _shift(decimals: Int64, whole_ns: Int64, places: int) -> Int64:
     """Decimals of microseconds as ns: shifted by so many places, rounded half to even."""
     if places >= 0:
-        return decimals * 10**places
+        shifted: Int64 = decimals * 10**places
+        return shifted
     divisor = 10**-places
     ns, rest = np.divmod(decimals, divisor)
     is_odd = (whole_ns + ns) % 2 == 1
-    return ns + ((2 * rest > divisor) | ((2 * rest == divisor) & is_odd))
+    rounded: Int64 = ns + ((2 * rest > divisor) | ((2 * rest == divisor) & is_odd))
+    return rounded
 
 
 def _convert_exactly(text: Raw) -> int | None:

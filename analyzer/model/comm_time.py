@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import HardwareConfig
@@ -103,12 +104,8 @@ def _pick_fastest(ring: float, tree: float, nvls: float) -> _ClosedForm:
     times = [(ring, RING_ALGORITHM), (tree, TREE)]
     if nvls < math.inf:
         times.append((nvls, NVLS))
-    times.sort(key=_get_time_ns)
+    times.sort(key=itemgetter(0))
     return times[0][0], (*(formula for _, formula in times), CHOICE)
-
-
-def _get_time_ns(candidate: tuple[float, Formula]) -> float:
-    return candidate[0]
 
 
 # Messages between pairs of ranks: send and all_to_all.

@@ -309,7 +309,9 @@ def _time_parts(job: JobConfig, speed: DeviceSpeed, activations: float) -> float
     if "core-attention" in parts:
         ns += _time_attention_core(job, speed).forward_ns
     if "mla-up" in parts and latent is not None:
-        ups = (each for each in list_attention_gemms(job) if each.inner in _list_ranks(latent))
+        # What expands the compressed queries, keys and values.
+        ranks = {latent.query_rank, latent.kv_rank} - {0}
+        ups = (each for each in list_attention_gemms(job) if each.inner in ranks)
         ns += sum(each.compute_forward_ns(speed) for each in ups)
     if "norms" in parts:
         norm_bytes = 4 * count_hidden(job) * job.training.activation_bytes
@@ -317,10 +319,6 @@ def _time_parts(job: JobConfig, speed: DeviceSpeed, activations: float) -> float
     if "activation" in parts:
         ns += time_activation(job, speed, activations)
     return ns
-
-
-def _list_ranks(latent: LatentAttention) -> tuple[int, ...]:
-    return tuple(filter(None, (latent.query_rank, latent.kv_rank)))
 
 
 def _time_layer(

@@ -535,7 +535,8 @@ class FsdpStep(TorchStep):
             (0, start + self._count_new_bytes(self._matrix)),
             (own.mlp + own.routed, norm + self._count_new_bytes(mlp)),
             (own.total_bytes - own.norms // 2, norm + self._count_new_bytes(layer)),
-            key=_subtract_freed,
+            # The moment that adds most over what the layer's backward has freed by then.
+            key=lambda needs: needs[1] - needs[0],
         )
 
     def _count_new_bytes(self, parameters: int) -> int:
@@ -574,10 +575,6 @@ class FsdpStep(TorchStep):
         if self._sums_once:
             return max(new, copied)
         return max(new + copied, copied + self._count_gradients_bytes(unit))
-
-
-def _subtract_freed(needs: tuple[int, int]) -> int:
-    return needs[1] - needs[0]
 
 
 # Transient memory: gathered weights, gradients, logits.
@@ -650,7 +647,9 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
     if copies or buckets:
         return PersistentBytes(copies + buckets, (BUCKETS,) if buckets else ())
     layer_copies = job.profile.memory.layer_gradient
-    if not layer_copies or not _has_fp32_gradients(job) or job.training.lora_rank:
+    # TE keeps a 16-bit gradient of each weight's shape beside the fp32 sums that GEMMs write.
+    is_summed_wide = job.training.gradient_bytes == 4 and job.training.weight_bytes == 2
+    if not layer_copies or not is_summed_wide or job.training.lora_rank:
         return PersistentBytes(0)
     # Weights of one layer with one of its experts, because all experts have the same shapes.
     layer = parameters.expert_layer or parameters.dense_layer
@@ -704,10 +703,6 @@ def _count_reduced_bytes(job: JobConfig) -> int:
     """Bytes of a gradient in the input of FSDP2's reduce_scatter, which is a copy in the dtype of
     the reduction (FSDP_STEP)."""
     return job.training.gradient_bytes if job.profile.memory.reduces_copy else 0
-
-
-def _has_fp32_gradients(job: JobConfig) -> bool:
-    return job.training.gradient_bytes == 4 and job.training.weight_bytes == 2
 
 
 def count_logits(job: JobConfig) -> int:

@@ -170,16 +170,14 @@ def _list_pareto(
         for candidate in fronts[count]:
             headroom_bytes = job.hardware.memory_bytes - candidate.peak_bytes
             point = ParetoPoint(count, candidate, headroom_bytes)
-            if not any(_is_beaten(point, other) for other in shown):
+            is_beaten = any(
+                other.candidate.step_ns <= candidate.step_ns
+                and other.headroom_bytes >= headroom_bytes
+                for other in shown
+            )
+            if not is_beaten:
                 shown.append(point)
                 yield point
-
-
-def _is_beaten(point: ParetoPoint, other: ParetoPoint) -> bool:
-    return (
-        other.candidate.step_ns <= point.candidate.step_ns
-        and other.headroom_bytes >= point.headroom_bytes
-    )
 
 
 def _find_fronts(

@@ -16,7 +16,7 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.comm_ops import list_cp_ops, list_ep_ops, list_tp_ops
 from stepsplit.analyzer.model.confidence import decide_confidence
-from stepsplit.analyzer.model.config import Experts, JobConfig, ParallelConfig
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.host_time import compute_expert_wait, compute_launch_time
@@ -441,14 +441,19 @@ class LowerBound:
                 self._cache_layer_ns(key, lambda: _build_one_layer_job(job)), 0.0
             )
         expert_key = (*key, layout.ep, layout.expert_tp)
-        return LayerLowerBounds(
-            self._cache_layer_ns(key, lambda: _remove_experts(_build_one_layer_job(job)))
-            if experts.dense_layers
-            else 0.0,
-            self._cache_layer_ns(
-                expert_key, lambda: _make_all_expert(_build_one_layer_job(job), experts)
-            ),
-        )
+
+        def build_dense() -> JobConfig:
+            one = _build_one_layer_job(job)
+            alone = replace(one.parallel, ep=1, expert_tp=1)
+            return replace(one, parallel=alone, model=replace(one.model, experts=None))
+
+        def build_experts() -> JobConfig:
+            one = _build_one_layer_job(job)
+            everywhere = replace(experts, dense_layers=0)
+            return replace(one, model=replace(one.model, experts=everywhere))
+
+        dense_ns = self._cache_layer_ns(key, build_dense) if experts.dense_layers else 0.0
+        return LayerLowerBounds(dense_ns, self._cache_layer_ns(expert_key, build_experts))
 
     def _cache_layer_ns(self, key: _LayerKey, build_job: Callable[[], JobConfig]) -> float:
         if key not in self.layer_ns:
@@ -472,15 +477,6 @@ def _build_one_layer_job(job: JobConfig) -> JobConfig:
         training = replace(training, recompute="none", recompute_layers=0)
     model = replace(job.model, layers=3, mtp_layers=0)
     return replace(job, parallel=layout, training=training, model=model)
-
-
-def _remove_experts(job: JobConfig) -> JobConfig:
-    layout = replace(job.parallel, ep=1, expert_tp=1)
-    return replace(job, parallel=layout, model=replace(job.model, experts=None))
-
-
-def _make_all_expert(job: JobConfig, experts: Experts) -> JobConfig:
-    return replace(job, model=replace(job.model, experts=replace(experts, dense_layers=0)))
 
 
 def _compute_middle_layer_ns(job: JobConfig, rates: Rates) -> float:

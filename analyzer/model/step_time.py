@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.buckets import Split
@@ -154,8 +154,10 @@ def compute_splits(
     )
     step_ns = max(split.step_ns for split in splits)
     skew_ns = round(skew.share * step_ns)
+    # Each stage waits for the slowest one at the end of the step, which is bubble.
     return tuple(
-        _wait_until(replace(split, skew_ns=skew_ns), step_ns + skew_ns) for split in splits
+        replace(split, skew_ns=skew_ns, bubble_ns=split.bubble_ns + step_ns - split.step_ns)
+        for split in splits
     )
 
 
@@ -197,11 +199,6 @@ def _build_split(
         idle_ns=round(m * stage.idle_ns - stage.idle_overlapped_ns + stage.host_update_ns),
         overlapped_ns=sum(round(each.time.ns) - each.exposed_ns for each in communication),
     )
-
-
-def _wait_until(split: Split, step_ns: int) -> Split:
-    """Add the wait for the slowest stage at the end of the step to the bubble."""
-    return replace(split, bubble_ns=split.bubble_ns + step_ns - split.step_ns)
 
 
 # The time of one microbatch on one rank of a stage, and of what runs once per step.
@@ -291,7 +288,7 @@ def compute_stage_time(
         idle_overlapped_ns=0.0 if is_cpu else _overlap_idle_ns(job, messages, communication, idle),
         formulas=(
             *speed.formulas,
-            *_collect_formulas((*passes, *copies, *idle)),
+            *(formula for one in (*passes, *copies, *idle) for formula in one.formulas),
             *(EXPOSED,) * bool(communication),
             *list_optimizer_formulas(job),
             *(TRANSFERS,) * bool(job.offloaded),
@@ -333,10 +330,6 @@ def _time_copies(
     saved_bytes = compute_stage_activations(job, stage).saved_bytes * offloaded
     copies = list_copies(job, parameters, saved_bytes, forward_ns, _sum_ns(passes) - forward_ns)
     return compute_offload_ns(job.hardware, copies)
-
-
-def _collect_formulas(passes: tuple[LayerPass, ...]) -> Iterator[Formula]:
-    return (formula for one in passes for formula in one.formulas)
 
 
 def _sum_ns(passes: tuple[LayerPass, ...]) -> float:

@@ -107,7 +107,8 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
     known = ARCHITECTURES.get(kind)
     if known is None:
         raise file.build_error(
-            f"model_type {kind!r} is unknown", f"write [model] by hand; known: {_list_known()}"
+            f"model_type {kind!r} is unknown",
+            f"write [model] by hand; known: {', '.join(ARCHITECTURES)}",
         )
     hidden = find_number(values, "hidden_size", "n_embd", "d_model")
     heads = find_number(values, "num_attention_heads", "n_head", "num_heads")
@@ -139,10 +140,6 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
     _put_window(values, known, job)
     _put_experts(kind, values, job)
     _put_latent(values, heads, job)
-
-
-def _list_known() -> str:
-    return ", ".join(ARCHITECTURES)
 
 
 def _find_outer_flag(

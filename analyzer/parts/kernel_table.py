@@ -11,13 +11,19 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stepsplit.analyzer.parts.kernel_work import DeviceLimits, Limit, estimate_work, find_limits
+from stepsplit.analyzer.parts.kernel_work import (
+    DeviceLimits,
+    Limit,
+    estimate_work,
+    find_limits,
+    is_product,
+)
 from stepsplit.analyzer.parts.part import NO_LAYER, PartKind, PartPhase
 from stepsplit.analyzer.parts.part_times import RankParts
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import GRID
+from stepsplit.analyzer.trace import GRID, Int64, RankTrace
 
 MAX_NAME_CHARACTERS = 200
 
@@ -96,6 +102,8 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
         n_steps = max(1, len(compute.steps))
         rank_steps += n_steps
         work, work_id = find_kernel_work(rank.trace, compute.row)
+        if not rank.trace.on_device:
+            work, work_id = _drop_outer_shapes(rank.trace, compute.row, work, work_id)
         family_of = dict(zip(work_id.tolist(), compute.name_id.tolist(), strict=True))
         place = own.event_part[compute.row]
         codes, code = np.unique(work_id * len(own.parts) + place, return_inverse=True)
@@ -120,6 +128,25 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
         _build_row(key, row, everything, rank_steps, on_device, limits) for key, row in sums.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.total_ns, row.name, row.shapes or "")))
+
+
+def _drop_outer_shapes(
+    trace: RankTrace, rows: Int64, work: tuple[KernelWork, ...], work_id: Int64
+) -> tuple[tuple[KernelWork, ...], Int64]:
+    """The work of ops, without the shapes of a product that runs another one: an op on DTensors has
+    the shapes of all ranks, the one that it calls those of its own."""
+    events = trace.events
+    counts = np.array([is_product(one.name) for one in work], dtype=np.bool_)[work_id]
+    products = np.flatnonzero(counts)
+    start, end = events.start_ns[rows[products]], events.ends_of(rows[products])
+    lane = events.lane[rows[products]]
+    order = np.lexsort((-end, start, lane))
+    is_outer = (lane[order][1:] == lane[order][:-1]) & (start[order][1:] < end[order][:-1])
+    outer = products[order[:-1][is_outer]]
+    bare, bare_id = np.unique(work_id[outer], return_inverse=True)
+    changed = work_id.copy()
+    changed[outer] = len(work) + bare_id
+    return (*work, *(KernelWork(work[one].name, None) for one in bare.tolist())), changed
 
 
 def _build_row(

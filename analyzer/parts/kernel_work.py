@@ -60,10 +60,18 @@ class CallWork(Struct, frozen=True):
     limit: Limit
 
 
+def is_product(op: str) -> bool:
+    """Whether an op of a CPU run multiplies itself, and is not one that calls such an op."""
+    return _GEMM_OPS.search(op) is not None or _ATTENTION_OPS.search(op) is not None
+
+
 def estimate_work(work: KernelWork, family: str, on_device: bool) -> CallWork | None:
     """The work of a kernel by its shapes; None if they are unknown or say nothing of it.
 
-    Attention counts as causal. What is elementwise reads each input and writes a result of the
+    FLOPs are those that a kernel executes, as the model times them: of fused attention the causal
+    half, in the backward 2.5 times as many, for it computes the scores again. The FLOPs of a step
+    by the conventions of model/parameters.py differ from that: in C5 this backward is twice the
+    forward, C1 has both halves. What is elementwise reads each input and writes a result of the
     largest one's size.
     """
     if work.shapes is None or not work.shapes.startswith("[") or _SECOND_KERNEL.search(work.name):

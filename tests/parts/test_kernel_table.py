@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.builders import GpuTrace
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.parts.kernel_table import KernelRow
@@ -73,6 +73,17 @@ def test_the_rows_add_up_to_the_kernels_of_all_ranks(tmp_path: Path) -> None:
     assert sum(row.total_ns for row in rows.values()) == sum(row.total_ns for row in report.kernels)
     gemm: KernelRow = rows["gemm"]
     assert (gemm.ranks, gemm.slowest_rank, gemm.calls, gemm.step_ns) == (2, 1, 2, 45_000)
+
+
+def test_an_op_on_tensors_of_all_ranks_leaves_the_product_to_the_one_that_it_runs(
+    tmp_path: Path,
+) -> None:
+    trace = CpuTrace().step(1, 0, 100)
+    trace.op("aten::mm", 0, 100, **{"Input Dims": [[8, 4], [4, 16]]})
+    trace.op("aten::mm", 20, 90, **{"Input Dims": [[8, 4], [4, 8]]})
+    trace.write(tmp_path)
+    rows = {row.shapes: (row.flops, row.total_ns) for row in analyze(tmp_path).kernel_table}
+    assert rows == {None: (None, 30_000), "[[8, 4], [4, 8]]": (2 * 8 * 4 * 8, 70_000)}
 
 
 @pytest.mark.parametrize(

@@ -198,9 +198,9 @@ class Events:
         """The name of the event in this row."""
         return self.names[int(self.name_id[row])]
 
-    def match_prefix(self, prefix: str) -> Bool:
-        """Whether each event's name begins with the prefix; shape (n,)."""
-        return self.name_mask(_match_prefix(self.names, prefix))
+    def match_prefix(self, *prefixes: str) -> Bool:
+        """Whether each event's name begins with one of the prefixes; shape (n,)."""
+        return self.name_mask(_match_prefix(self.names, prefixes))
 
     def match_names(self, pattern: re.Pattern[str]) -> Bool:
         """Whether the pattern is found in each event's name; shape (n,)."""
@@ -259,8 +259,8 @@ class Events:
 
 
 @lru_cache(maxsize=128)
-def _match_prefix(names: tuple[str, ...], prefix: str) -> tuple[bool, ...]:
-    return tuple(name.startswith(prefix) for name in names)
+def _match_prefix(names: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[bool, ...]:
+    return tuple(name.startswith(prefixes) for name in names)
 
 
 @lru_cache(maxsize=128)

@@ -306,26 +306,24 @@ class _Scopes(Struct, frozen=True):
 
 def _collect_scopes(events: Events) -> _Scopes:
     """The ranges of modules, annotations, and ops whose name says a kind."""
-    used = np.zeros((3, len(events.names)), dtype=np.bool_)
     categories = (Category.PYTHON, Category.ANNOTATION, Category.OP)
-    for place, category in enumerate(categories):
-        used[place, events.name_id[events.is_category(category)]] = True
+    masks = [events.is_category(category) for category in categories]
+    used = np.zeros((3, len(events.names)), dtype=np.bool_)
+    for place, mask in enumerate(masks):
+        used[place, events.name_id[mask]] = True
     of_name: list[ScopeName | None] = [None] * len(events.names)
-    chosen = np.zeros((3, len(events.names)), dtype=np.bool_)
-    for number in np.flatnonzero(used.any(axis=0)).tolist():
-        name = events.names[number]
-        is_range, is_op = used[:2, number].any(), used[2, number]
-        scope = parse_range_name(name) if is_range else None
-        if scope is None and is_op and not name.startswith(ENGINE):
+    is_range, is_op = (used[0] | used[1]).tolist(), used[2].tolist()
+    for number, name in enumerate(events.names):
+        scope = parse_range_name(name) if is_range[number] else None
+        if scope is None and is_op[number] and not name.startswith(ENGINE):
             kind = parse_op_kind(name)
             scope = None if kind is None else ScopeName(kind)
         of_name[number] = scope
-        chosen[:, number] = scope is not None
+    chosen = np.array([scope is not None for scope in of_name], dtype=np.bool_)[events.name_id]
     is_scope = np.zeros(len(events), dtype=np.bool_)
     backward = find_spans(events, ENGINE)
-    for place, category in enumerate(categories):
-        rows = events.is_category(category)
-        is_chosen = rows & chosen[place][events.name_id]
+    for category, mask in zip(categories, masks, strict=True):
+        is_chosen = mask & chosen
         if category == Category.OP:
             # What a node of autograd runs belongs to the op whose gradient it is.
             is_chosen[is_chosen] = ~is_inside(backward, events.start_ns[is_chosen])
@@ -511,14 +509,14 @@ def _find_last_before(sequence: Int64, start_ns: Int64, wanted: Int64, before_ns
     sorted by number, then start."""
     if not len(sequence):
         return np.full(len(wanted), -1, dtype=np.int64)
-    low = np.searchsorted(sequence, wanted, side="left")
-    high = np.searchsorted(sequence, wanted, side="right")
-    row = high - 1
-    late = (row >= low) & (start_ns[np.maximum(row, 0)] >= before_ns)
-    while late.any():
-        row = row - late
-        late = (row >= low) & (start_ns[np.maximum(row, 0)] >= before_ns)
-    return np.where(row >= low, row, -1)
+    # One ascending key of number and start: the number by its first row, the start by its rank.
+    starts = np.sort(start_ns)
+    ranks = len(starts) + 1
+    key = np.searchsorted(sequence, sequence) * ranks + np.searchsorted(starts, start_ns)
+    low = np.searchsorted(sequence, wanted)
+    row = np.searchsorted(key, low * ranks + np.searchsorted(starts, before_ns)) - 1
+    is_found = (row >= low) & (sequence[np.maximum(row, 0)] == wanted)
+    return np.where(is_found, row, -1)
 
 
 def _convert_to_backward(part: Int64, numbers: PartNumbers) -> Int64:

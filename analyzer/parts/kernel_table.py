@@ -3,6 +3,7 @@ its device can do."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,7 +19,7 @@ from stepsplit.analyzer.parts.kernel_work import (
     find_limits,
     is_product,
 )
-from stepsplit.analyzer.parts.part import NO_LAYER, PartKind, PartPhase
+from stepsplit.analyzer.parts.part import NO_LAYER, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.part_times import RankParts
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
@@ -85,17 +86,18 @@ class KernelRow(Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Sums:
+    """Of a kernel: by_part has the time by the number of its part."""
+
     calls: int = 0
     total_ns: int = 0
     by_rank: dict[int, float] = field(default_factory=dict)
-    by_kind: dict[PartKind, int] = field(default_factory=dict)
-    by_phase: dict[PartPhase, int] = field(default_factory=dict)
-    layers: set[int] = field(default_factory=set)
+    by_part: dict[int, int] = field(default_factory=dict)
 
 
 def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[KernelRow, ...]:
     """The kernels of the full steps of all ranks, longest first; parts has one entry per rank."""
-    sums: dict[tuple[KernelWork, str], _Sums] = {}
+    sums: dict[tuple[KernelWork, str], _Sums] = defaultdict(_Sums)
+    numbers: dict[Part, int] = {}
     rank_steps = 0
     for rank, own in zip(split.ranks, parts, strict=True):
         compute = collect_compute(rank.trace, rank.windows)
@@ -104,30 +106,37 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
         work, work_id = find_kernel_work(rank.trace, compute.row)
         if not rank.trace.on_device:
             work, work_id = _drop_outer_shapes(rank.trace, compute.row, work, work_id)
-        family_of = dict(zip(work_id.tolist(), compute.name_id.tolist(), strict=True))
+        name_of_work = np.zeros(len(work), dtype=np.int64)
+        name_of_work[work_id] = compute.name_id
+        rows = [
+            sums[one, compute.kinds.find_family(name)]
+            for one, name in zip(work, name_of_work.tolist(), strict=True)
+        ]
+        # Ranks have the same parts, numbered in another order.
+        number_of = [numbers.setdefault(part, len(numbers)) for part in own.parts]
         place = own.event_part[compute.row]
         codes, code = np.unique(work_id * len(own.parts) + place, return_inverse=True)
         calls = np.bincount(code, minlength=len(codes)).tolist()
         took = np.zeros(len(codes), dtype=np.int64)
         np.add.at(took, code, compute.took_ns)
         for one, count, ns in zip(codes.tolist(), calls, took.tolist(), strict=True):
-            number, part = divmod(one, len(own.parts))
-            key = work[number], compute.kinds.find_family(family_of[number])
-            row, at = sums.setdefault(key, _Sums()), own.parts[part]
+            work_number, part_number = divmod(one, len(own.parts))
+            row, part = rows[work_number], number_of[part_number]
             row.calls += count
             row.total_ns += ns
             row.by_rank[own.rank] = row.by_rank.get(own.rank, 0.0) + ns / n_steps
-            row.by_kind[at.kind] = row.by_kind.get(at.kind, 0) + ns
-            row.by_phase[at.phase] = row.by_phase.get(at.phase, 0) + ns
-            row.layers |= {at.layer} - {NO_LAYER}
+            row.by_part[part] = row.by_part.get(part, 0) + ns
     everything = sum(row.total_ns for row in sums.values()) or 1
     on_device = all(rank.trace.on_device for rank in split.ranks)
     device = next((rank.trace.device for rank in split.ranks if rank.trace.device), "")
     limits = find_limits(device) if on_device else None
-    rows = [
-        _build_row(key, row, everything, rank_steps, on_device, limits) for key, row in sums.items()
+    known = list(numbers)
+    table = [
+        _build_row(key, row, known, everything, rank_steps, on_device, limits)
+        for key, row in sums.items()
+        if row.calls
     ]
-    return tuple(sorted(rows, key=lambda row: (-row.total_ns, row.name, row.shapes or "")))
+    return tuple(sorted(table, key=lambda row: (-row.total_ns, row.name, row.shapes or "")))
 
 
 def _drop_outer_shapes(
@@ -152,6 +161,7 @@ def _drop_outer_shapes(
 def _build_row(
     key: tuple[KernelWork, str],
     sums: _Sums,
+    parts: Sequence[Part],
     everything: int,
     rank_steps: int,
     on_device: bool,
@@ -160,14 +170,19 @@ def _build_row(
     one, family = key
     shapes = None if one.shapes is None or one.shapes.startswith(GRID) else one.shapes
     dtype = find_dtype(one)
+    kinds, phases = dict[PartKind, int](), dict[PartPhase, int]()
+    for number, ns in sums.by_part.items():
+        part = parts[number]
+        kinds[part.kind] = kinds.get(part.kind, 0) + ns
+        phases[part.phase] = phases.get(part.phase, 0) + ns
     row = KernelRow(
         name=one.name[:MAX_NAME_CHARACTERS],
         family=family,
         shapes=shapes,
         dtype=dtype,
-        parts=tuple(kind.label for kind in _sort_by_time(sums.by_kind)),
-        phases=tuple(phase.label for phase in _sort_by_time(sums.by_phase)),
-        layers=len(sums.layers),
+        parts=tuple(kind.label for kind in _sort_by_time(kinds)),
+        phases=tuple(phase.label for phase in _sort_by_time(phases)),
+        layers=len({parts[number].layer for number in sums.by_part} - {NO_LAYER}),
         ranks=len(sums.by_rank),
         slowest_rank=max(sums.by_rank, key=lambda rank: (sums.by_rank[rank], -rank)),
         calls=sums.calls,

@@ -8,11 +8,11 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, intersect, trim_overlaps
+from stepsplit.analyzer.arrays import Intervals, intersect, list_distinct, trim_overlaps
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
 from stepsplit.analyzer.parts.host_scopes import HostScopes, PartNumbers, find_host_scopes
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
-from stepsplit.analyzer.split.call_purposes import find_call_purposes, find_issue_ns
+from stepsplit.analyzer.split.call_purposes import find_issue_ns, is_in_gradient_hook
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int64
 
@@ -152,15 +152,13 @@ def _place_calls(rank: RankSplit, scopes: HostScopes) -> Int64:
         unknown = part == 0
         main = np.full(int(unknown.sum()), scopes.main)
         part[unknown] = scopes.find_parts(main, when[unknown])
-    reduces = find_call_purposes(trace).gradients & ~calls.is_message
-    by_call = dict(zip(rank.attribution.exposed.call.tolist(), rank.phase, strict=True))
-    reduces |= np.array(
-        [by_call.get(call) == "grad_sync" for call in range(len(calls))], dtype=np.bool_
-    )
+    reduces = is_in_gradient_hook(events, when) & ~calls.is_message
+    of_phase = np.array([phase == "grad_sync" for phase in rank.phase], dtype=np.bool_)
+    reduces[rank.attribution.exposed.call[of_phase]] = True
     parts = list(numbers)
-    for call in np.flatnonzero(reduces).tolist():
-        layer = parts[int(part[call])].layer
-        part[call] = numbers[Part(layer, PartKind.GRADIENT_REDUCTION, PartPhase.OTHER)]
+    for place in list_distinct(part[reduces]).tolist():
+        of_layer = Part(parts[place].layer, PartKind.GRADIENT_REDUCTION, PartPhase.OTHER)
+        part[reduces & (part == place)] = numbers[of_layer]
     return part
 
 

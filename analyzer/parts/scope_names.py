@@ -139,11 +139,13 @@ def parse_range_name(name: str) -> ScopeName | None:
     return ScopeName(scope.kind, scope.layer)
 
 
+@lru_cache(1 << 16)
 def parse_op_kind(name: str) -> PartKind | None:
     """The kind of part that an op says by its name alone; None for most."""
     return _find_kind(_OPS, name)
 
 
+@lru_cache(1 << 16)
 def parse_node_kind(name: str) -> PartKind | None:
     """The kind of part that a node of autograd says by its name alone."""
     return _find_kind(_NODE_KINDS, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 from msgspec import Struct
@@ -41,7 +40,7 @@ _TENSOR_LAYERS = re.compile(
 )
 """Functions and modules of tensor parallelism in Megatron-LM and in what descends from it."""
 
-_REDISTRIBUTES = "Redistribute"
+_REDISTRIBUTES = re.compile(r"^Redistribute\Z")
 """DTensor's function that changes the placement of an activation or of a weight."""
 
 
@@ -72,9 +71,9 @@ class CallPurposes(Struct, frozen=True):
 def find_call_purposes(trace: RankTrace) -> CallPurposes:
     """The purpose of each call, by the ranges that contain the instant at which it was issued."""
     events, when = trace.events, find_issue_ns(trace)
-    hooked = is_inside(find_spans(events, *_HOOKS), when)
-    layers = _find_ranges(events, lambda name: _TENSOR_LAYERS.search(name) is not None)
-    redistributes = _find_ranges(events, lambda name: name == _REDISTRIBUTES)
+    hooked = is_in_gradient_hook(events, when)
+    layers = _find_ranges(events, events.match_names(_TENSOR_LAYERS))
+    redistributes = _find_ranges(events, events.match_names(_REDISTRIBUTES))
     # A redistribution counts before the first backward of a step only: DTensor also reduces norms
     # of gradients and gradients themselves.
     forward = when < find_first_backward_ns(trace, when)
@@ -88,11 +87,15 @@ def find_call_purposes(trace: RankTrace) -> CallPurposes:
     )
 
 
+def is_in_gradient_hook(events: Events, when: Int64) -> Bool:
+    """Whether each instant is in a hook of autograd, where gradients are reduced."""
+    return is_inside(find_spans(events, *_HOOKS), when)
+
+
 def find_spans(events: Events, *prefixes: str) -> Intervals:
     """The intervals of host events whose name has one of these prefixes; without what a compiler
     traces, which runs no pass of the step."""
-    categories = (Category.OP, Category.ANNOTATION)
-    return _find_ranges(events, lambda name: name.startswith(prefixes), *categories)
+    return _find_ranges(events, events.match_prefix(*prefixes), Category.OP, Category.ANNOTATION)
 
 
 def is_traced(events: Events, when: Int64) -> Bool:
@@ -105,13 +108,10 @@ def is_traced(events: Events, when: Int64) -> Bool:
     return is_inside(union(events.start_ns[mask], events.ends_of(mask)), when)
 
 
-def _find_ranges(
-    events: Events,
-    is_named: Callable[[str], bool],
-    *categories: Category,
-) -> Intervals:
-    """The union of the host events with such a name, of all host categories by default."""
-    mask = events.name_mask(tuple(is_named(name) for name in events.names))
+def _find_ranges(events: Events, mask: Bool, *categories: Category) -> Intervals:
+    """The union of these host events, of all host categories by default."""
+    if not mask.any():
+        return make_empty_intervals()
     chosen = categories or (Category.OP, Category.ANNOTATION, Category.PYTHON)
     mask = mask & events.is_category(*chosen)
     mask[mask] = ~is_traced(events, events.start_ns[mask])

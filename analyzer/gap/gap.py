@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -28,6 +28,7 @@ from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, read_table
 from stepsplit.analyzer.model.config_file import decode_job, decode_layout
+from stepsplit.analyzer.model.part_time import PARTS, predict_part_times
 from stepsplit.analyzer.model.predict import compute_call_ns, predict, read_hardware_rates
 from stepsplit.analyzer.model.prediction import Communication, Prediction, group_axis
 from stepsplit.analyzer.model.profile import load_device
@@ -42,6 +43,7 @@ from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
     Basis,
     ComparedMemory,
+    ComparedPart,
     ComparedStage,
     Finding,
     Gap,
@@ -92,6 +94,7 @@ def compare_to_model(
     gap = compute_gap(
         split, prediction, build_comm_cost(job, rates), report, notes, build_link_lookup(job)
     )
+    gap = structs.replace(gap, parts=compare_parts(split, report, predict_part_times(job, rates)))
     step_ns = compute_mean_step_ns(report.steps)
     # Utilization of the measured step: that of the predicted one, by their ratio.
     times = prediction.split.step_ns / step_ns if step_ns else 0.0
@@ -238,6 +241,39 @@ def compute_gap(
         notes=(*notes, *list_caveats(split, prediction, len(stages), shown), *prediction.notes),
         bound_ns=None if prediction.bound is None else prediction.bound.ns,
         bound_resource="" if prediction.bound is None else prediction.bound.resource,
+    )
+
+
+# The compute of the model's parts.
+
+OTHER_PART = "other"
+
+_PREDICTED_PART = {"router": "experts", "loss": "head", "gradient_reduction": OTHER_PART}
+"""The part of the model that has the time of a measured one of another name."""
+
+
+def compare_parts(
+    split: RunSplit, report: Report, predicted: Sequence[Mapping[str, int]]
+) -> tuple[ComparedPart, ...]:
+    """The compute of each part, mean of the recorded ranks; predicted has a stage's by part."""
+    if report.part_evidence is None or report.part_evidence.evidence == "none":
+        return ()
+    measured, expected = Counter[str](), Counter[str]()
+    for row in report.parts:
+        part = _PREDICTED_PART.get(row.part, row.part)
+        if row.part == OTHER_PART and (row.layer is not None or row.phase != OTHER_PART):
+            # Residuals and rotary embeddings, which modules have outside of their parts.
+            part = "norm"
+        measured[part] += row.compute_ns
+    ranks = [split.layout.find_stage(rank.trace.rank) for rank in split.ranks if rank.steps]
+    for stage in ranks:
+        if stage < len(predicted):
+            expected.update(predicted[stage])
+    order = (*PARTS, OTHER_PART)
+    return tuple(
+        ComparedPart(part, measured[part], round(expected[part] / len(ranks)))
+        for part in order
+        if measured[part] or expected[part]
     )
 
 

@@ -85,7 +85,7 @@ def compute_chunk_passes(
         else:
             again_ns += sum(each.compute_forward_ns(speed) for each in attention) / 2
         again_ns += sum(each.compute_forward_ns(speed) for each in gemms)
-        again_ns += _time_casts(job, speed, tuple(gemms)).forward_ns
+        again_ns += time_casts(job, speed, tuple(gemms)).forward_ns
         again_ns += time_elementwise(job, speed, job.tokens * width).forward_ns
         if _is_sequence_copied(job):
             again_ns += count_dense_layer_pairs(job) * _time_gather_copy(job, speed)
@@ -97,7 +97,7 @@ def compute_chunk_passes(
         layers = dense * chunk.dense_layers
         if experts is not None:
             layers += experts * chunk.expert_layers
-        layers = _add_recompute(job, layers, chunk.layers)
+        layers = add_recompute(job, layers, chunk.layers)
         if stopped := chunk.dense_layers * compute_stopped_share(job):
             # Time that the recomputation of one dense layer saves (EARLY_STOP).
             saved_ns = list_mlp_gemms(job, job.model.ffn)[-1].compute_forward_ns(speed)
@@ -148,7 +148,7 @@ def _time_scatter_copy(job: JobConfig, speed: DeviceSpeed) -> float:
     return speed.compute_memory_ns(copied_bytes, 1)
 
 
-def _add_recompute(job: JobConfig, layers: LayerPass, count: int) -> LayerPass:
+def add_recompute(job: JobConfig, layers: LayerPass, count: int) -> LayerPass:
     """Add the recomputation of count layers; every layer runs its forward again, however few inputs
     are saved. Selective: attention's core, if it is not fused; torchtitan's is of each layer."""
     match job.training.recompute:
@@ -189,7 +189,7 @@ def _time_embedding_and_head(job: JobConfig, speed: DeviceSpeed, chunk: Chunk) -
         total += LayerPass(copy_ns, 0.0, 0.0 if job.training.lora_rank else copy_ns)
     if not chunk.head:
         return total
-    total += _time_head(job, speed)
+    total += time_head(job, speed)
     return total + _time_mtp(job, speed) * chunk.mtp_layers if chunk.mtp_layers else total
 
 
@@ -208,11 +208,11 @@ def _time_mtp(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     norms = speed.compute_memory_ns(
         4 * own_tokens * job.model.hidden * job.training.activation_bytes, 2
     )
-    linear = _time_linear(job, speed, (projection,))
-    return _time_head(job, speed) + linear + LayerPass(norms, norms, 0.0, formulas=(MTP,))
+    linear = time_linear(job, speed, (projection,))
+    return time_head(job, speed) + linear + LayerPass(norms, norms, 0.0, formulas=(MTP,))
 
 
-def _time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
+def time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     gemm, head_speed = build_head_gemm(job), speed.head_speed
     logits = gemm.rows * gemm.columns
     costs = select_framework_costs(job)
@@ -286,7 +286,7 @@ def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> L
     wide = LayerPass(0.0, 0.0, 0.0)
     if has_fp32_experts(job):
         fp32_speed = compute_fp32_speed(job, speed)
-        wide = replace(_time_linear(job, fp32_speed, gemms[1:3]), formulas=(EXPERTS_FP32,))
+        wide = replace(time_linear(job, fp32_speed, gemms[1:3]), formulas=(EXPERTS_FP32,))
         gemms = (gemms[0], *gemms[3:])
     activations = routed * divide_ceil(experts.ffn, job.parallel.expert_tp)
     shared = job.tokens * divide_ceil(experts.shared_ffn, job.parallel.tp)
@@ -307,7 +307,7 @@ def _time_parts(job: JobConfig, speed: DeviceSpeed, activations: float) -> float
     experts."""
     parts, latent, ns = job.training.recompute_parts, job.model.latent, 0.0
     if "core-attention" in parts:
-        ns += _time_attention_core(job, speed).forward_ns
+        ns += time_attention_core(job, speed).forward_ns
     if "mla-up" in parts and latent is not None:
         # What expands the compressed queries, keys and values.
         ranks = {latent.query_rank, latent.kv_rank} - {0}
@@ -333,9 +333,9 @@ def _time_layer(
     if not formulas and find_unfused_parts(job):
         formulas = (CLAMPED,) if is_clamped(job) else (UNFUSED,)
     return (
-        _time_linear(job, speed, gemms)
-        + _time_casts(job, speed, gemms)
-        + _time_attention_core(job, speed)
+        time_linear(job, speed, gemms)
+        + time_casts(job, speed, gemms)
+        + time_attention_core(job, speed)
         + LayerPass(elementwise.forward_ns, elementwise.backward_ns, 0.0, formulas=formulas)
     )
 
@@ -348,7 +348,7 @@ EXPERTS_FP32 = Formula(
 )
 
 
-def _time_linear(job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
+def time_linear(job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
     """Time of linear layers and of the sums of their gradients, if they have any."""
     passes = _time_gemms(speed, gemms)
     if job.training.lora_rank:
@@ -407,7 +407,7 @@ CAST_BYTES = {"fp8": (4.0, 4.0), "nvfp4": (8.0, 11.0)}
 backward."""
 
 
-def _time_casts(job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
+def time_casts(job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
     """Time to cast the operands of the linear layers to 8 or 4 bits (CASTS)."""
     forward_bytes, backward_bytes = CAST_BYTES.get(job.training.dtype, (0.0, 0.0))
     if not forward_bytes:
@@ -422,7 +422,7 @@ def _time_casts(job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> 
     )
 
 
-def _time_attention_core(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
+def time_attention_core(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     """Scores, softmax and weighted values; a fused causal kernel skips half of the work, and what
     is outside of a window."""
     heads = divide_ceil(job.model.heads, job.parallel.tp)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, Bucket
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part
 from stepsplit.analyzer.parts.part_times import Evidence, RankParts
@@ -131,3 +132,31 @@ def build_part_rows(
         unplaced_share=unplaced_ns / (step_ns * len(counted)) if step_ns else 0.0,
         ranks=evidence.count(most),
     )
+
+
+# Names and words for people.
+
+LEAST_EXCESS = 0.002
+"""Share of the step from which a rank that computes longer than the others is named."""
+
+_EVIDENCE = {
+    "modules": "by the ranges of modules",
+    "ranges": "by the names of ranges, ops and kernels; record --modules for layers",
+    "sequence": "by the sequence of ops; record --modules to be sure",
+}
+
+PART_NAMES = {"mlp": "MLP", "gradient_reduction": "gradient reduction"}
+"""Display names of parts, if different from the identifier."""
+
+
+def name_part(part: str) -> str:
+    """The display name of a part."""
+    return PART_NAMES.get(part, part)
+
+
+def describe_evidence(evidence: PartEvidence) -> str:
+    """How the parts were found, and how much of the step is in none."""
+    plural = "s" if evidence.layers > 1 else ""
+    layers = f", {evidence.layers} layer{plural}" if evidence.layers else ""
+    unplaced = f"; {units.format_percent(evidence.unplaced_share)} of the step not placed"
+    return f"{_EVIDENCE.get(evidence.evidence, '')}{layers}{unplaced}"

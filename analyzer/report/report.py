@@ -135,6 +135,22 @@ class GapRow(Struct, frozen=True):
     message: str
 
 
+class ComparedPart(Struct, frozen=True):
+    """The compute of a part of the model in a step, mean of the recorded ranks.
+
+    Attributes:
+        part: "embedding", "attention", "mlp", "experts" (with their router), "norm" (with residuals
+            and all else between the parts of a layer), "head" (with the loss), "optimizer", or
+            "other": copies of gradients, and what no evidence places.
+        measured_ns: in the mean full step.
+        predicted_ns: by the model; 0 for "other".
+    """
+
+    part: str
+    measured_ns: int
+    predicted_ns: int
+
+
 class Gap(Struct, frozen=True):
     """The comparison of a run with its model.
 
@@ -151,6 +167,7 @@ class Gap(Struct, frozen=True):
         bound_ns: least time of a step by physics alone; None if it is unknown.
         bound_resource: the resource that needs it: "compute", "memory", "links in a node" or
             "links between nodes".
+        parts: compute by part of the model; empty if no part was found.
     """
 
     stages: tuple[ComparedStage, ...]
@@ -164,6 +181,7 @@ class Gap(Struct, frozen=True):
     notes: tuple[str, ...]
     bound_ns: int | None = None
     bound_resource: str = ""
+    parts: tuple[ComparedPart, ...] = ()
 
     @property
     def shown(self) -> ComparedStage:

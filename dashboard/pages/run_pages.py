@@ -7,7 +7,7 @@ from dataclasses import replace
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.dashboard.pages import communication, compute, model, overview, timeline
+from stepsplit.dashboard.pages import communication, compute, model, overview, structure, timeline
 from stepsplit.dashboard.pages.address import Address, build_page_url
 from stepsplit.dashboard.pages.components import (
     View,
@@ -25,6 +25,7 @@ RUN_PAGES: tuple[RunPage, ...] = (
     communication.PIPELINE_PAGE,
     communication.COLLECTIVES_PAGE,
     compute.COMPUTE_PAGE,
+    structure.PAGE,
     compute.MEMORY_PAGE,
     model.PAGE,
 )

@@ -22,8 +22,8 @@ from stepsplit.analyzer.regression.compare import (
     Side,
 )
 from stepsplit.analyzer.regression.scaling import Scaling, ScalingRun
+from stepsplit.analyzer.report.part_rows import name_part
 from stepsplit.dashboard.reporters.console import Text
-from stepsplit.dashboard.reporters.parts import name_part
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
 
 # The screen of compare.

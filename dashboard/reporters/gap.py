@@ -8,6 +8,7 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.part_rows import name_part
 from stepsplit.analyzer.report.report import ComparedCalls, Gap
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import build_table
@@ -57,6 +58,16 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
         for ns, message in differences:
             table.add_row(units.format_signed_milliseconds(ns), message)
         parts += [Text("difference by cause", style="bold"), table]
+    if gap.parts:
+        # The compute of the model's parts, mean of the ranks: which of them a calibration is to fit.
+        table = build_table("compute of a rank", "measured", "model", "diff")
+        for part in gap.parts:
+            table.add_row(
+                name_part(part.part), units.format_milliseconds(part.measured_ns),
+                units.format_milliseconds(part.predicted_ns),
+                units.format_signed_milliseconds(part.measured_ns - part.predicted_ns),
+            )  # fmt: skip
+        parts.append(table)
     parts += _compare_speeds(gap)
     # Calls that differ are the first thing to look for: their times then differ for that reason
     # alone.

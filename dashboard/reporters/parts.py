@@ -13,7 +13,7 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.parts.kernel_table import KernelRow
 from stepsplit.analyzer.report.headline import round_parts, round_shares
-from stepsplit.analyzer.report.part_rows import PartRow
+from stepsplit.analyzer.report.part_rows import LEAST_EXCESS, PartRow, describe_evidence, name_part
 from stepsplit.analyzer.report.report import Report
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import build_table
@@ -24,20 +24,6 @@ MAX_KERNELS = 20
 _PASSES = ("forward", "backward", "recompute")
 
 _ANY_WIDTH = 1000
-
-_EVIDENCE = {
-    "modules": "by the ranges of modules",
-    "ranges": "by the names of ranges, ops and kernels; record --modules for layers",
-    "sequence": "by the sequence of ops; record --modules to be sure",
-}
-
-PART_NAMES = {"mlp": "MLP", "gradient_reduction": "gradient reduction"}
-"""Display names of parts, if different from the identifier."""
-
-
-def name_part(part: str) -> str:
-    """The display name of a part."""
-    return PART_NAMES.get(part, part)
 
 
 def build_parts_section(report: Report) -> list[RenderableType]:
@@ -58,11 +44,7 @@ def build_parts_section(report: Report) -> list[RenderableType]:
     elif rest:
         names = f"{len(rest)} smaller ones"
         groups.append((names, [row for kind in rest for row in by_kind[kind]]))
-    # How the parts were found, and how much of the step is in none.
-    layers = f", {evidence.layers} layer{'s' * (evidence.layers > 1)}" if evidence.layers else ""
-    unplaced = f"{units.format_percent(evidence.unplaced_share)} of the step not placed"
-    known = f"{_EVIDENCE.get(evidence.evidence, '')}{layers}; {unplaced}"
-    heading = Text(f"PARTS OF THE MODEL ({known})", "bold")
+    heading = Text(f"PARTS OF THE MODEL ({describe_evidence(evidence)})", "bold")
     return [Text(), heading, PartsTable(groups)]
 
 
@@ -94,7 +76,7 @@ class PartsTable:
         shown = {
             name: [_format_time(ns, unit_ns) for ns in values] for name, values in columns.items()
         }
-        least_ns = _LEAST_EXCESS * sum(totals)
+        least_ns = LEAST_EXCESS * sum(totals)
         shown["slowest rank"] = [_describe_slowest(rows, least_ns) for _, rows in groups]
         self._columns = {name: cells for name, cells in shown.items() if any(cells)}
 
@@ -120,10 +102,6 @@ class PartsTable:
 def _format_time(ns: int, unit_ns: int) -> str:
     (count,) = round_parts([ns], unit_ns)
     return units.format_parts(count, unit_ns) if count else ""
-
-
-_LEAST_EXCESS = 0.002
-"""Share of the step from which a rank that computes longer than the others is named."""
 
 
 def _describe_slowest(rows: Sequence[PartRow], least_ns: float) -> str:

@@ -27,7 +27,16 @@ ROOT = Path(__file__).parents[2]
 SAMPLES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")
 MAIN = "tp2_pp2_dp2"
 WIDE, HIGH = 1280, 860
-PAGES = ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model")
+PAGES = (
+    "overview",
+    "timeline",
+    "pipeline",
+    "collectives",
+    "compute",
+    "structure",
+    "memory",
+    "model",
+)
 
 
 WATCH = f"/watch/{STORY}"

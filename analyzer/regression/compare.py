@@ -13,6 +13,7 @@ import msgspec
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.ops import MESSAGES
+from stepsplit.analyzer.regression.part_kernels import explain_part
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import Document
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, AxisSize, Report, compute_token_rate
@@ -355,7 +356,10 @@ def compare_parts(baseline: Report, candidate: Report) -> tuple[PartChange, ...]
         for row in report.parts:
             times[row.part] += row.total_ns
     before, own = sides
-    rows = [PartChange(before[part], own[part], part) for part in dict.fromkeys((*before, *own))]
+    rows = [
+        PartChange(before[part], own[part], part, explain_part(part, baseline, candidate))
+        for part in dict.fromkeys((*before, *own))
+    ]
     return tuple(sorted(rows, key=order_by_change))
 
 
@@ -605,9 +609,12 @@ class PartChange(Change):
         baseline_ns: its time in the baseline.
         candidate_ns: its time in the candidate.
         part: what it does, such as "attention".
+        reason: what changed in its kernels, such as "no longer fused: 64 kernels of a step became
+            320"; "" if the reports do not say it.
     """
 
     part: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from stepsplit.analyzer.regression.compare import (
     compare_with_baseline,
 )
 from stepsplit.analyzer.regression.scaling import Work, build_scaling
+from stepsplit.analyzer.report.part_rows import name_part
 from stepsplit.analyzer.units import (
     format_date,
     format_memory_size,
@@ -231,6 +232,7 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
             className="columns",
         ),
         html.Div([*_build_exposed(comparison), *_build_kernels(comparison)], className="columns"),
+        *_build_parts(comparison),
         *_build_calls(comparison),
     ]  # fmt: skip
 
@@ -326,6 +328,16 @@ def _build_kernels(comparison: RunComparison) -> list[html.Section]:
     heads = ("family", "calls before", "calls after", "baseline", "candidate", "difference")
     note = "per rank and step" + format_hidden_rows(changed)
     return [build_section("Kernel families", note, build_table(heads, rows))]
+
+
+def _build_parts(comparison: RunComparison) -> list[html.Section]:
+    changed = [row for row in comparison.parts if row.baseline_ns != row.candidate_ns]
+    rows = [
+        [Cell(name_part(row.part)), *_build_change_cells(row), Cell(row.reason)] for row in changed
+    ]
+    heads = ("part", "baseline", "candidate", "difference", "its kernels")
+    note = "mean step; the differences add up"
+    return [build_section("Parts of the model", note, build_table(heads, rows))] if rows else []
 
 
 def _build_calls(comparison: RunComparison) -> list[html.Section]:

@@ -256,7 +256,10 @@ def build_parts_section(comparison: RunComparison) -> list[RenderableType]:
     table = build_table("parts of the model", "baseline", "candidate", "difference")
     for row in rows[:MAX_ROWS]:
         table.add_row(name_part(row.part), *_format_times(row.baseline_ns, row.candidate_ns))
-    return [Text(), table, *_format_rest(len(rows), "part", "parts")]
+    reasons = [
+        Text(f"{name_part(row.part)}: {row.reason}", _DIM) for row in rows[:MAX_ROWS] if row.reason
+    ]
+    return [Text(), table, *reasons, *_format_rest(len(rows), "part", "parts")]
 
 
 def _format_times(baseline_ns: int, candidate_ns: int) -> tuple[str, str, str]:

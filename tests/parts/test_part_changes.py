@@ -34,6 +34,47 @@ def test_the_parts_of_two_runs_add_up_to_their_difference(tmp_path: Path) -> Non
     assert sum(row.difference_ns for row in comparison.parts) == comparison.difference_ns
 
 
+def record_norms(folder: Path, ops: list[tuple[str, float]]) -> Path:
+    """Three steps of a norm that runs these ops, and 100 us of an MLP."""
+    trace, length = CpuTrace(), 100 + sum(us for _, us in ops)
+    for step in range(3):
+        start = step * length
+        trace.step(step, start, start + length)
+        trace.annotation("stepsplit::module layers.0.mlp", start, start + 100)
+        trace.op("aten::mm", start, start + 100)
+        trace.annotation("stepsplit::module layers.0.norm", start + 100, start + length)
+        at = start + 100
+        for name, us in ops:
+            trace.op(name, at, at + us)
+            at += us
+    folder.mkdir()
+    trace.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ([("aten::native_layer_norm", 30)], [("aten::pow", 20), ("aten::mul", 30)],
+         "no longer fused: 1 kernel of a step became 2"),
+        ([("aten::pow", 20), ("aten::mul", 30)], [("aten::native_layer_norm", 30)],
+         "now fused: 2 kernels of a step became 1"),
+        ([("aten::pow", 20)], [("aten::pow", 10), ("aten::pow", 30)],
+         "1 kernel of a step became 2"),
+        ([("aten::pow", 20)], [("aten::pow", 40)], "the same kernels take 2.00 times as long"),
+        ([("aten::pow", 20)], [("aten::exp", 20)], "other kernels"),
+        ([("aten::pow", 20)], [("aten::pow", 21)], ""),
+    ],
+)  # fmt: skip
+def test_the_kernels_of_a_part_say_why_it_changed(
+    before: list[tuple[str, float]], after: list[tuple[str, float]], reason: str, tmp_path: Path
+) -> None:
+    comparison = compare_runs(
+        record_norms(tmp_path / "a", before), record_norms(tmp_path / "b", after)
+    )
+    assert {row.part: row.reason for row in comparison.parts} == {"norm": reason, "mlp": ""}
+
+
 @pytest.mark.parametrize(
     ("budget", "answer"),
     [("part:attention:<=90us", "pass"), ("part:attention:<=60us", "regressed"),

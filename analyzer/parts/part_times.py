@@ -12,6 +12,7 @@ from stepsplit.analyzer.arrays import Intervals, intersect, list_distinct, trim_
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
 from stepsplit.analyzer.parts.host_scopes import HostScopes, PartNumbers, find_host_scopes
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
+from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_launches
 from stepsplit.analyzer.split.call_purposes import find_issue_ns, is_in_gradient_hook
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int64
@@ -100,7 +101,10 @@ def _place_events(rank: RankSplit, scopes: HostScopes) -> Int64:
     trace, events = rank.trace, rank.trace.events
     part = np.zeros(len(events), dtype=np.int64)
     rows = np.flatnonzero(trace.kinds.computes | trace.kinds.is_kind(EventKind.COPY))
-    at = events.find_launches(rows) if trace.on_device else rows
+    at = rows
+    if trace.on_device:
+        communicates = trace.kinds.is_kind(EventKind.COMMUNICATION)
+        at = find_captured_launches(events, communicates)[rows]
     part[rows] = scopes.find_parts_of(at)
     if trace.on_device:
         computes = np.flatnonzero(trace.kinds.computes)

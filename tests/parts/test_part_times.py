@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.builders import CpuTrace, GpuTrace
+from support.builders import MAIN, CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.parts.part import PartKind, PartPhase
@@ -100,6 +102,66 @@ def test_on_a_device_kernels_go_by_their_launch_and_idle_time_by_what_ends_it(
         (0, "mlp", "backward"): 20,
         (0, "attention", "backward"): 10,
     }
+
+
+def _launch_next(
+    trace: GpuTrace, spans: Iterator[tuple[float, float]], start: float, end: float, tid: int
+) -> None:
+    trace.launch("gemm", (start, end), next(spans), tid=tid)
+
+
+def write_steps(folder: Path, graph: bool) -> Path:
+    """Three steps of a layer, forward and backward: launched one by one, or captured in the first
+    step and replayed in the others. The kernels are the same."""
+    trace = GpuTrace()
+
+    def run_host(at: float, launch: Callable[[float, float, int], None]) -> None:
+        trace.python("nn.Module: Block_0", at, at + 30)
+        trace.python("nn.Module: CausalSelfAttention_0", at, at + 10)
+        trace.python("nn.Module: MLP_0", at + 10, at + 30)
+        for number, start in ((1, 2), (2, 12)):
+            sequence = {"Sequence number": 10 * int(at) + number}
+            trace.op("aten::mm", at + start, at + start + 4, **sequence)
+            launch(at + start + 1, at + start + 2, MAIN)
+        for number, start in ((2, 40), (1, 50)):
+            sequence = {"Sequence number": 10 * int(at) + number}
+            node = f"{ENGINE}MmBackward0"
+            trace.op(node, at + start, at + start + 8, tid=BACKWARD_THREAD, **sequence)
+            launch(at + start + 1, at + start + 2, BACKWARD_THREAD)
+
+    for step in range(3):
+        begin = 200.0 * step
+        trace.step(step, begin, begin + 200)
+        spans = [(begin + 100 + 20 * n, begin + 120 + 20 * n) for n in range(4)]
+        if graph and step:
+            trace.replay("gemm", (begin + 5, begin + 6), spans)
+        elif graph:
+            trace.call("cudaStreamBeginCapture", begin, begin)
+            run_host(begin + 1, lambda a, b, tid: trace.call("cudaLaunchKernel", a, b, tid=tid))
+            trace.call("cudaStreamEndCapture", begin + 99, begin + 99)
+            trace.replay("gemm", (begin + 99.2, begin + 99.5), spans)
+        else:
+            launched = partial(_launch_next, trace, iter(spans))
+            run_host(begin + 1, launched)
+    folder.mkdir()
+    trace.write(folder)
+    return folder
+
+
+def test_kernels_of_a_replayed_graph_are_where_their_capture_was(tmp_path: Path) -> None:
+    def sum_compute(report: Report) -> dict[tuple[int | None, str, str], int]:
+        return {
+            (row.layer, row.part, row.phase): row.compute_ns
+            for row in report.parts
+            if row.compute_ns
+        }
+
+    plain = sum_compute(analyze(write_steps(tmp_path / "plain", graph=False)))
+    assert plain == {
+        (0, "attention", "forward"): 20_000, (0, "mlp", "forward"): 20_000,
+        (0, "mlp", "backward"): 20_000, (0, "attention", "backward"): 20_000,
+    }  # fmt: skip
+    assert sum_compute(analyze(write_steps(tmp_path / "graph", graph=True))) == plain
 
 
 def test_a_module_that_is_called_inside_a_node_of_autograd_is_recomputed(tmp_path: Path) -> None:

@@ -187,6 +187,17 @@ class GpuTrace:
         place = {"stream": COMPUTE_STREAM, "device": 0, "correlation": correlation}
         return self._add(name, category, *ran, tid=COMPUTE_STREAM, **place)
 
+    def replay(
+        self, name: str, called: tuple[float, float], ran: Sequence[tuple[float, float]]
+    ) -> Self:
+        """A CUDA graph that one call launches, and its kernels."""
+        correlation = len(self.events) + 1
+        self._add("cudaGraphLaunch", "cuda_runtime", *called, tid=MAIN, correlation=correlation)
+        place = {"stream": COMPUTE_STREAM, "device": 0, "correlation": correlation}
+        for start, end in ran:
+            self._add(name, "kernel", start, end, tid=COMPUTE_STREAM, **place)
+        return self
+
     def unlaunched(
         self, name: str, start: float, end: float, *, stream: int = COMPUTE_STREAM
     ) -> Self:

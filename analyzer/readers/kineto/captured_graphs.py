@@ -1,4 +1,4 @@
-"""Collectives that a replayed CUDA graph launches: which captured op each of their kernels is."""
+"""What a replayed CUDA graph launches: which captured op or launch each of its kernels is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import is_inside, union
 from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.readers.kineto.schema import Args
-from stepsplit.analyzer.trace import Category, Events, Int64
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64
 
 # While a graph is captured c10d describes its collectives, and nothing runs; a replay runs their
 # kernels, which carry no arguments. Kernels of one stream keep the order of the capture.
@@ -68,20 +69,64 @@ def _list_captures(
     events: Events, ops: Sequence[int], args_of_op: Mapping[int, Args]
 ) -> list[_Ops]:
     """The ops of each capture of a graph, in order."""
-    runtime = events.is_category(Category.RUNTIME)
-    begins, ends = (
-        events.start_ns[runtime & events.match_names(edge)] for edge in (BEGIN_CAPTURE, END_CAPTURE)
-    )
     captures = []
-    for begin in begins.tolist():
-        after = ends[ends > begin]
-        if not len(after):
-            continue
-        end = int(after.min())
+    for begin, end in _list_spans(events):
         inside = [op for op in ops if begin <= events.start_ns[op] < end]
         if inside:
             captures.append(tuple(inside))
     return captures
+
+
+def _list_spans(events: Events) -> list[tuple[int, int]]:
+    """When each graph was captured."""
+    runtime = events.is_category(Category.RUNTIME)
+    begins, ends = (
+        events.start_ns[runtime & events.match_names(edge)] for edge in (BEGIN_CAPTURE, END_CAPTURE)
+    )
+    after = np.append(ends, -1)[np.searchsorted(ends, begins, side="right")]
+    return [
+        (begin, end) for begin, end in zip(begins.tolist(), after.tolist(), strict=True) if end >= 0
+    ]
+
+
+_NODE_LAUNCH = re.compile(r"Launch(Cooperative)?Kernel|Mem(cpy|set)\w*Async")
+"""Calls that make a node of a graph while it is captured."""
+
+_COLLECTIVE = ("record_param_comms", "nccl:", "c10d::")
+
+
+def find_captured_launches(events: Events, communicates: Bool) -> Int64:
+    """The launch of each event, -1 for none: of what a graph replays the one in its capture.
+
+    A replay is of a capture if it has as many kernels and copies besides those of communication, on
+    one stream, whose order is that of the capture; if several captures fit, it is of none.
+
+    Args:
+        events: The events of the trace.
+        communicates: Which of them communicate.
+    """
+    launches = events.launches.call.astype(np.int64)
+    spans = _list_spans(events)
+    if not spans:
+        return launches
+    runtime = events.is_category(Category.RUNTIME)
+    host = events.is_category(Category.OP, Category.ANNOTATION) & events.match_prefix(*_COLLECTIVE)
+    collectives = union(events.start_ns[host], events.ends_of(host))
+    nodes = np.flatnonzero(runtime & events.match_names(_NODE_LAUNCH))
+    nodes = nodes[~is_inside(collectives, events.start_ns[nodes])]
+    captures: dict[int, list[Int64]] = defaultdict(list)
+    for begin, end in spans:
+        inside = nodes[(events.start_ns[nodes] >= begin) & (events.start_ns[nodes] < end)]
+        captures[len(inside)].append(inside)
+    graphs = runtime & events.match_names(_GRAPH_LAUNCH)
+    runs = events.is_category(Category.KERNEL, Category.MEMCPY, Category.MEMSET) & ~communicates
+    replayed = np.flatnonzero(runs & (launches >= 0) & graphs[launches])
+    for launch in np.unique(launches[replayed]).tolist():
+        own = replayed[launches[replayed] == launch]
+        fitting = captures.get(len(own), [])
+        if len(fitting) == 1 and len(np.unique(events.lane[own])) == 1:
+            launches[own] = fitting[0]
+    return launches
 
 
 def _fit(

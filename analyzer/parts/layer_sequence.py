@@ -95,8 +95,11 @@ def label_pass(letters: str) -> list[Place] | None:
             if letter == GEMM and gemms > output + of_mlp:
                 place = (NO_LAYER, PartKind.HEAD) if is_last else (number + 1, PartKind.ATTENTION)
             elif letter == GEMM and gemms > output:
-                has_experts = EXPERTS in letters[at:end]
-                place = number, PartKind.EXPERTS if has_experts else PartKind.MLP
+                kind = PartKind.EXPERTS if EXPERTS in letters[at:end] else PartKind.MLP
+                if gemms == output + 1 and EXPERTS in letters[i:end]:
+                    # What experts get follows from a product before theirs.
+                    kind = PartKind.ROUTER
+                place = number, kind
             elif letter in (CORE, GEMM):
                 place = number, PartKind.ATTENTION
             elif letter == NORM:
@@ -119,6 +122,21 @@ def label_pass(letters: str) -> list[Place] | None:
         elif letter in (EMBEDDING, LOSS):
             places[i] = NO_LAYER, PartKind.EMBEDDING if letter == EMBEDDING else PartKind.LOSS
     return places
+
+
+_RESIDUAL, _SQUARE = re.compile(r"^aten::add_?$"), re.compile(r"^aten::(pow|square)$")
+
+_PERMUTATION = re.compile(r"^aten::(argsort|sort|one_hot|nonzero|index_select|index)$")
+"""What puts the tokens of each expert together."""
+
+
+def _find_between(
+    starts_ns: Int64, after_ns: Int64, before_ns: Int64, place: Place
+) -> list[tuple[int, Place]]:
+    """The first of these starts between two instants, as an edge; none without one."""
+    at = int(np.searchsorted(starts_ns, after_ns))
+    is_between = at < len(starts_ns) and starts_ns[at] < before_ns
+    return [(int(starts_ns[at]), place)] if is_between else []
 
 
 _MARKERS = tuple(prefix for prefixes in MARKERS for prefix in prefixes)
@@ -169,6 +187,10 @@ def find_forward_places(events: Events, on_thread: Bool) -> ForwardPlaces | None
         begins = number[i] != number[i - 1] or (before == LOSS != letter)
         if begins or (letter == EMBEDDING and CORE in sequence[first[-1] : i]):
             first.append(i)
+    added, squared, sorted_by_expert = (
+        np.sort(events.start_ns[is_op & on_thread & events.match_names(pattern)])
+        for pattern in (_RESIDUAL, _SQUARE, _PERMUTATION)
+    )
     edges: list[tuple[int, Place]] = []
     nowhere = NO_LAYER, PartKind.OTHER
     for low, high in zip(first, [*first[1:], len(sequence)], strict=True):
@@ -176,6 +198,16 @@ def find_forward_places(events: Events, on_thread: Bool) -> ForwardPlaces | None
         if places is None:
             continue
         edges += zip(start[low:high].tolist(), places, strict=True)
+        for i in range(low + 1, high):
+            layer, kind = places[i - 1 - low]
+            if kind == PartKind.ROUTER:
+                edges += _find_between(sorted_by_expert, end[i - 1], start[i], places[i - low])
+            if sequence[i] != NORM:
+                continue
+            # Between two parts the residual is added; a norm op by op begins with squares.
+            if kind in (PartKind.ATTENTION, PartKind.MLP, PartKind.EXPERTS):
+                edges += _find_between(added, end[i - 1], start[i], (layer, PartKind.OTHER))
+            edges += _find_between(squared, end[i - 1], start[i], places[i - low])
         for i in range(low, high):
             # What follows a norm belongs to what comes next.
             is_norm = sequence[i] == NORM and "rsqrt" not in events.names[events.name_id[rows[i]]]

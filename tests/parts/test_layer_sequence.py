@@ -11,8 +11,8 @@ from stepsplit.analyzer import analyze
 from stepsplit.analyzer.parts.layer_sequence import label_pass
 from stepsplit.analyzer.parts.part import NO_LAYER
 
-SHORT = {"attention": "a", "mlp": "m", "experts": "x", "norm": "n", "embedding": "e", "head": "h",
-         "loss": "l", "other": "o"}  # fmt: skip
+SHORT = {"attention": "a", "mlp": "m", "experts": "x", "router": "r", "norm": "n", "embedding": "e",
+         "head": "h", "loss": "l", "other": "o"}  # fmt: skip
 
 
 def show(letters: str) -> str | None:
@@ -35,7 +35,7 @@ def show(letters: str) -> str | None:
         # Separate projections, a gated MLP, and one layer before a loss.
         ("ENGGGAGNGGGNGL", "e 0n 0a 0a 0a 0a 0a 0n 0m 0m 0m n h l"),
         # A router and the products of its experts.
-        ("NGAGNGMMNGAGNGMM", "0n 0a 0a 0a 0n 0x 0x 0x 1n 1a 1a 1a 1n 1x 1x 1x"),
+        ("NGAGNGMMNGAGNGMM", "0n 0a 0a 0a 0n 0r 0x 0x 1n 1a 1a 1a 1n 1r 1x 1x"),
         # Kernels of one core follow each other.
         ("GAAGGG", "0a 0a 0a 0a 0m 0m"),
         ("", None), ("GGGG", None), ("AAAA", None), ("AG", None), ("GAGGAGA", None),

@@ -62,8 +62,12 @@ def find_letter(name: str) -> str:
     return _LETTER_OF_FAMILY.get(BUILT_IN.find_family(name), "")
 
 
-def label_pass(letters: str) -> list[Place] | None:
-    """The place of each item of a forward pass, in order; None without a regular sequence."""
+def label_pass(letters: str, products: int = 1, is_strict: bool = False) -> list[Place] | None:
+    """The place of each item of a forward pass, in order; None without a regular sequence.
+
+    A backward pass in reverse is like a forward with two products for each. is_strict: whether all
+    layers must have as many products.
+    """
     # Kernels of one core follow each other.
     cores = [i for i, letter in enumerate(letters) if letter == CORE]
     first = [i for n, i in enumerate(cores) if not n or GEMM in letters[cores[n - 1] : i]]
@@ -71,18 +75,20 @@ def label_pass(letters: str) -> list[Place] | None:
         return None
     begin = letters.rfind(EMBEDDING, 0, first[0]) + 1
     projections = letters[begin : first[0]].count(GEMM)
-    if not projections:
+    if not projections and not is_strict:
         return None
     places: list[Place] = [(NO_LAYER, PartKind.OTHER)] * len(letters)
     ends = [*first[1:], len(letters)]
     sizes = [letters[at:end].count(GEMM) for at, end in zip(first, ends, strict=True)]
-    output = 1
+    output = products
     # Between two cores: the output projection, the MLP, the projections of the next layer.
     inner = [size - output - projections for size in sizes[:-1]]
-    if any(count < 0 for count in inner):
+    if any(count < 0 for count in inner) or (is_strict and len(set(inner)) > 1):
         return None
     # Of a single layer, the last product before a loss is the head.
-    in_mlp = mode(inner) if inner else sizes[-1] - output - (LOSS in letters[first[-1] :])
+    in_mlp = (
+        mode(inner) if inner else sizes[-1] - output - products * (LOSS in letters[first[-1] :])
+    )
     if in_mlp < 0 or sizes[-1] < output:
         return None
     for number, (at, end) in enumerate(zip(first, ends, strict=True)):
@@ -96,7 +102,7 @@ def label_pass(letters: str) -> list[Place] | None:
                 place = (NO_LAYER, PartKind.HEAD) if is_last else (number + 1, PartKind.ATTENTION)
             elif letter == GEMM and gemms > output:
                 kind = PartKind.EXPERTS if EXPERTS in letters[at:end] else PartKind.MLP
-                if gemms == output + 1 and EXPERTS in letters[i:end]:
+                if gemms <= output + products and EXPERTS in letters[i:end]:
                     # What experts get follows from a product before theirs.
                     kind = PartKind.ROUTER
                 place = number, kind

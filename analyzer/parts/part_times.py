@@ -11,15 +11,17 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import Intervals, intersect, list_distinct, trim_overlaps
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
 from stepsplit.analyzer.parts.host_scopes import HostScopes, PartNumbers, find_host_scopes
+from stepsplit.analyzer.parts.kernel_sequence import find_kernel_parts
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
 from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_launches
 from stepsplit.analyzer.split.call_purposes import find_issue_ns, is_in_gradient_hook
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int64
 
-Evidence = Literal["modules", "sequence", "ranges", "none"]
-"""What places work in the model: ranges of its modules; the repeating sequence of ops; other ranges
-and ops by their names, which have kinds and no layers; nothing."""
+Evidence = Literal["modules", "sequence", "kernels", "ranges", "none"]
+"""What places work in the model: ranges of its modules; the repeating sequence of ops, or that of
+kernels where the host says no layers; other ranges and ops by their names, which have kinds and no
+layers; nothing."""
 
 
 class RankParts(Struct, frozen=True):
@@ -70,6 +72,10 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     scopes = find_host_scopes(trace, numbers)
     event_part = _place_events(rank, scopes)
     evidence: Evidence = "ranges"
+    if not scopes.n_layers and trace.on_device:
+        rows, parts = find_kernel_parts(rank)
+        event_part[rows] = [numbers[part] for part in parts]
+        evidence = "kernels" if parts else evidence
     if scopes.n_layers:
         evidence = "sequence" if scopes.by_sequence else "modules"
     call_parts = _place_calls(rank, scopes)

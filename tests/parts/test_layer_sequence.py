@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.builders import CpuTrace
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.parts.layer_sequence import label_pass
 from stepsplit.analyzer.parts.part import NO_LAYER
+from stepsplit.analyzer.report.report import Report
 
 SHORT = {"attention": "a", "mlp": "m", "experts": "x", "router": "r", "norm": "n", "embedding": "e",
          "head": "h", "loss": "l", "other": "o"}  # fmt: skip
@@ -72,3 +73,66 @@ def test_ops_without_any_range_have_layers_and_their_backward_too(tmp_path: Path
             if row.phase == phase
         }
         assert own == expected
+
+
+OF_LAYER = ("rms_norm_kernel", "nvjet_tst_a", "flash_fwd_kernel", "nvjet_tst_b", "vectorized_add",
+            "rms_norm_kernel", "nvjet_tst_c", "silu_mul", "nvjet_tst_d")  # fmt: skip
+FORWARD = ("embedding_kernel", *OF_LAYER * 3, "rms_norm_kernel", "nvjet_tst_h", "nll_loss_forward")
+_BACKWARD_OF = {
+    "flash_fwd_kernel": ("flash_bwd_kernel",), "nll_loss_forward": ("nll_loss_backward",),
+    "embedding_kernel": ("embedding_backward",),
+}  # fmt: skip
+
+
+def run_kernels(folder: Path, forward: tuple[str, ...], lost: int = -1) -> Report:
+    """Three steps of a forward and its backward, two products for each, of which one may be lost;
+    each kernel takes 10 us. The host was not recorded."""
+    backward = []
+    for name in reversed(forward):
+        twice = (name, name) if name.startswith("nvjet") else (name,)
+        backward += _BACKWARD_OF.get(name, twice)
+    kernels = [*forward, *backward, "multi_tensor_apply_adam"]
+    trace, at = GpuTrace(), 0.0
+    for step in range(3):
+        begin = at
+        for place, name in enumerate(kernels):
+            if place != lost or step != 1:
+                trace.unlaunched(name, at, at + 10)
+            at += 10
+        trace.step(step, begin, at)
+    trace.write(folder)
+    return analyze(folder)
+
+
+def test_kernels_without_a_host_have_layers_if_all_passes_are_alike(tmp_path: Path) -> None:
+    report = run_kernels(tmp_path, FORWARD)
+    assert report.part_evidence is not None
+    assert (report.part_evidence.evidence, report.part_evidence.layers) == ("kernels", 3)
+    compute = {
+        (row.layer, row.part, row.phase): row.compute_ns // 10_000
+        for row in report.parts
+        if row.compute_ns
+    }
+    # Two norms in a layer; what is added, and the activation, are of the part before.
+    of_layer = {("attention", "forward"): 4, ("norm", "forward"): 2, ("mlp", "forward"): 3,
+                ("attention", "backward"): 5, ("norm", "backward"): 3,
+                ("mlp", "backward"): 5}  # fmt: skip
+    expected = {(n, *key): count for n in range(3) for key, count in of_layer.items()}
+    outside = {("embedding", "forward"): 1, ("norm", "forward"): 1, ("head", "forward"): 1,
+               ("loss", "forward"): 1, ("loss", "backward"): 1, ("head", "backward"): 2,
+               ("norm", "backward"): 1, ("embedding", "backward"): 1,
+               ("optimizer", "other"): 1}  # fmt: skip
+    assert compute == expected | {(None, *key): count for key, count in outside.items()}
+
+
+@pytest.mark.parametrize("lost", [2, 35])
+def test_a_pass_that_is_not_like_the_others_leaves_all_unplaced(lost: int, tmp_path: Path) -> None:
+    report = run_kernels(tmp_path, FORWARD, lost)
+    assert report.part_evidence is not None and report.part_evidence.evidence == "ranges"
+    assert {row.layer for row in report.parts} == {None}
+
+
+def test_products_whose_names_say_otherwise_leave_all_unplaced(tmp_path: Path) -> None:
+    forward = tuple("gemm_fc1" if name == "nvjet_tst_b" else name for name in FORWARD)
+    report = run_kernels(tmp_path, forward)
+    assert {row.layer for row in report.parts} == {None}

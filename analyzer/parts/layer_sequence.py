@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import is_inside
 from stepsplit.analyzer.parts.part import NO_LAYER, PartKind
+from stepsplit.analyzer.parts.scope_names import INDUCTOR, find_fused_kind
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans
 from stepsplit.analyzer.split.host_threads import STEP
@@ -37,7 +38,7 @@ _EMBEDDING = re.compile(r"embedding", re.IGNORECASE)
 _SOFTMAX = re.compile(r"^aten::_?softmax$")
 """The core of attention where nothing else is; else that of a router or of sampling."""
 
-_NORM = re.compile(r"aten::rsqrt$|aten::\w*(layer|rms)_norm|fused_\w*rsqrt")
+_NORM = re.compile(r"aten::rsqrt$|aten::\w*(layer|rms)_norm")
 _NAMED = (
     (LOSS, _LOSS), (CORE, _SOFTMAX), (NORM, _NORM), (EMBEDDING, _EMBEDDING),
     (EXPERTS, re.compile(r"grouped_(mm|gemm)")),
@@ -51,9 +52,17 @@ _NO_ITEM = re.compile(
 """Products of unfused attention, second kernels, and what is part of an item beside it."""
 
 
+_FUSED_LETTERS = (
+    (LOSS, PartKind.LOSS), (NORM, PartKind.NORM), (EMBEDDING, PartKind.EMBEDDING),
+)  # fmt: skip
+
+
 @lru_cache(1 << 14)
 def find_letter(name: str) -> str:
     """The letter of an op or kernel; "" for one that says nothing of the layers."""
+    if name.startswith(INDUCTOR):
+        kind = find_fused_kind(name)
+        return next((letter for letter, own in _FUSED_LETTERS if own == kind), "")
     if _NO_ITEM.search(name):
         return ""
     for letter, pattern in _NAMED:

@@ -13,6 +13,7 @@ from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
 from stepsplit.analyzer.parts.host_scopes import HostScopes, PartNumbers, find_host_scopes
 from stepsplit.analyzer.parts.kernel_sequence import find_kernel_parts
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
+from stepsplit.analyzer.parts.scope_names import find_fused_kind
 from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_launches
 from stepsplit.analyzer.split.call_purposes import find_issue_ns, is_in_gradient_hook
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
@@ -114,7 +115,7 @@ def _place_events(rank: RankSplit, scopes: HostScopes) -> Int64:
     part[rows] = scopes.find_parts_of(at)
     if trace.on_device:
         computes = np.flatnonzero(trace.kinds.computes)
-        part[computes] = _refine_by_family(rank, computes, part[computes], scopes.numbers)
+        part[computes] = _refine_by_name(rank, computes, part[computes], scopes.numbers)
     return part
 
 
@@ -127,16 +128,17 @@ _KIND_OF_FAMILY = {
 }
 
 
-def _refine_by_family(rank: RankSplit, rows: Int64, part: Int64, numbers: PartNumbers) -> Int64:
-    """The parts, of a kind by the kernels' family where the ranges say none."""
-    kinds = rank.trace.kinds
-    family = kinds.family[rank.trace.events.name_id[rows]].astype(np.int64)
+def _refine_by_name(rank: RankSplit, rows: Int64, part: Int64, numbers: PartNumbers) -> Int64:
+    """The parts, of a kind by what the kernels fuse or their family where the ranges say none."""
+    kinds, events = rank.trace.kinds, rank.trace.events
     parts = list(numbers)
-    codes, inverse = np.unique(part * len(kinds.families) + family, return_inverse=True)
+    codes, inverse = np.unique(part * len(events.names) + events.name_id[rows], return_inverse=True)
     refined = []
     for code in codes.tolist():
-        place, own = divmod(code, len(kinds.families))
-        one, kind = parts[place], _KIND_OF_FAMILY.get(kinds.families[own])
+        place, name = divmod(code, len(events.names))
+        one, kind = parts[place], find_fused_kind(events.names[name])
+        if kind is None:
+            kind = _KIND_OF_FAMILY.get(kinds.find_family(name))
         if one.kind != PartKind.OTHER or kind is None:
             refined.append(place)
         elif kind == PartKind.OPTIMIZER:

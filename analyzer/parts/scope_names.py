@@ -64,7 +64,7 @@ _KIND_OF_WORD = (
         PartKind.MLP,
         r"mlp|feed_?forward|(?<![a-z])(ffn?|ffw)(?![a-z])|swi?glu|intermediate|[a-z]_output$",
     ),
-    (PartKind.HEAD, r"lm_?head|unembed|output_layer|classifier|(?<![a-z])head$|^score$"),
+    (PartKind.HEAD, r"lm_?head|unembed|output_layer|final_proj|classifier|(?<![a-z])head$|^score$"),
 )
 _KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in _KIND_OF_WORD)
 
@@ -143,6 +143,30 @@ def parse_range_name(name: str) -> ScopeName | None:
 def parse_op_kind(name: str) -> PartKind | None:
     """The kind of part that an op says by its name alone; None for most."""
     return _find_kind(_OPS, name)
+
+
+INDUCTOR = ("triton_", "cpp_fused_")
+"""Prefixes of the kernels of torch.compile, which name the ops that are fused in them."""
+
+_FUSED_KINDS = (
+    # Elementwise ops of other parts are fused with the sums of these.
+    (PartKind.LOSS, re.compile(r"log_softmax|cross_entropy")),
+    (
+        PartKind.EMBEDDING,
+        re.compile(r"embedding_dense_backward|fused_(_to_copy_)?embedding(_\d|$)"),
+    ),
+    (PartKind.ATTENTION, re.compile(r"scaled_dot_product|flash_attn|flash_attention|flex_att")),
+    (PartKind.NORM, re.compile(r"rms_norm|layer_norm|group_norm|batch_norm|rsqrt|var_mean")),
+    (PartKind.OPTIMIZER, re.compile(r"_foreach_|addcdiv|linalg_vector_norm")),
+    (PartKind.MLP, re.compile(r"silu|gelu|relu")),
+)
+
+
+@lru_cache(1 << 14)
+def find_fused_kind(kernel: str) -> PartKind | None:
+    """The kind of part that a kernel of torch.compile does by the ops that it fuses, of several the
+    one that decides its shape; None for others."""
+    return _find_kind(_FUSED_KINDS, kernel) if kernel.startswith(INDUCTOR) else None
 
 
 @lru_cache(1 << 16)

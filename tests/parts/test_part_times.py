@@ -12,7 +12,7 @@ from support.builders import MAIN, CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.parts.part import PartKind, PartPhase
-from stepsplit.analyzer.parts.scope_names import parse_op_kind, parse_range_name
+from stepsplit.analyzer.parts.scope_names import find_fused_kind, parse_op_kind, parse_range_name
 from stepsplit.analyzer.report.report import Report
 
 BACKWARD_THREAD = 200
@@ -285,6 +285,8 @@ def test_without_any_evidence_all_is_other_and_nothing_is_said(tmp_path: Path) -
         ("nn.Module: GPT2LMHeadModel_0", None, -1),
         ("nn.Module: GPT2Block_3", None, 3),
         ("nn.Module: LlamaRMSNorm_4", "NORM", -1),
+        ("nn.Module: FinalProjection_0", "HEAD", -1),
+        ("stepsplit::module decoder_layers.2.attention.out_proj", "ATTENTION", 2),
         ("nn.Module: Conv1D_4", None, -1),
         ("[pl][module]torch.nn.modules.linear.Linear: layers.1.mlp", "MLP", 1),
         ("FSDP::all_gather (layers.3)", None, 3),
@@ -310,3 +312,42 @@ def test_what_a_name_says(name: str, kind: str | None, layer: int) -> None:
 def test_names_that_say_nothing(name: str) -> None:
     assert parse_range_name(name) is None
     assert parse_op_kind(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("triton_red_fused__fused_rms_norm__unsafe_view_add_mul_3", "NORM"),
+        ("triton_per_fused_add_native_layer_norm_2", "NORM"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "NORM"),
+        ("triton_red_fused__log_softmax_div_nll_loss_forward_5", "LOSS"),
+        # The gradient of an activation, which torch names with the loss that it follows.
+        ("triton_poi_fused__unsafe_view_mul_nll_loss_forward_pow_relu_view_5", "MLP"),
+        ("triton_poi_fused_mul_silu_4", "MLP"),
+        ("triton_poi_fused_embedding_0", "EMBEDDING"),
+        ("triton_poi_fused_embedding_dense_backward_21", "EMBEDDING"),
+        ("triton_per_fused__flash_attn_backward__view_mul_10", "ATTENTION"),
+        ("triton_poi_fused__to_copy_t_8", None),
+        ("my_rms_norm_kernel", None),
+    ],
+)
+def test_what_a_kernel_of_torch_compile_fuses(name: str, kind: str | None) -> None:
+    found = find_fused_kind(name)
+    assert (None if found is None else found.name) == kind
+
+
+def test_fused_kernels_in_no_module_have_a_kind_by_what_they_fuse(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 100)
+    trace.op("CompiledFunction", 0, 20, **{"Sequence number": 1})
+    trace.launch("triton_red_fused_add_rms_norm_0", (3, 4), (10, 40))
+    trace.launch("triton_poi_fused__to_copy_t_8", (5, 6), (40, 50))
+    trace.op(ENGINE + "CompiledFunctionBackward", 30, 60, tid=BACKWARD_THREAD,
+             **{"Sequence number": 1})  # fmt: skip
+    trace.launch("triton_poi_fused_mul_silu_backward_1", (31, 32), (50, 100), tid=BACKWARD_THREAD)
+    trace.write(tmp_path)
+    compute = {
+        (row.part, row.phase): row.compute_ns // 1000
+        for row in analyze(tmp_path).parts
+        if row.compute_ns
+    }
+    assert compute == {("norm", "other"): 30, ("other", "other"): 10, ("mlp", "backward"): 50}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from stepsplit.analyzer.parts.kernel_table import KernelRow
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.step_rows import select_full_steps
 
 _FUSED = re.compile(r"fused|^triton_|flash|fmha|liger|apex|_layer_norm|_rms_norm", re.IGNORECASE)
 """Names of kernels (CPU runs: ops) that do what several elementwise ones would do."""
@@ -23,10 +24,12 @@ def explain_part(part: str, baseline: Report, candidate: Report) -> str:
     """What changed in the kernels of a part, such as "no longer fused: 2 kernels became 12"; "" if
     the reports do not say it."""
     before, own = _list_kernels(part, baseline), _list_kernels(part, candidate)
-    if before is None or own is None:
+    if before is None or own is None or part == "other":
         return ""
     counts = [_count_calls(rows) for rows in (before, own)]
-    ratio = counts[1] / counts[0]
+    # A step with more microbatches runs more of everything.
+    work = _count_products(candidate) / (_count_products(baseline) or 1.0) or 1.0
+    ratio = counts[1] / counts[0] / work
     was_fused, is_fused = ({row.name for row in rows if _FUSED.search(row.name)} for rows in
                            (before, own))  # fmt: skip
     plural = "" if round(counts[0]) == 1 else "s"
@@ -40,8 +43,9 @@ def explain_part(part: str, baseline: Report, candidate: Report) -> str:
     if {row.name for row in before} != {row.name for row in own}:
         return "other kernels"
     times = [sum(row.step_ns for row in rows) for rows in (before, own)]
-    if max(times) >= _LEAST_CHANGE * min(times):
-        return f"the same kernels take {times[1] / times[0]:.2f} times as long"
+    slower = times[1] / times[0] / work
+    if max(slower, 1 / slower) >= _LEAST_CHANGE:
+        return f"the same kernels take {slower:.2f} times as long"
     return ""
 
 
@@ -56,3 +60,9 @@ def _list_kernels(part: str, report: Report) -> Sequence[KernelRow] | None:
 def _count_calls(rows: Sequence[KernelRow]) -> float:
     """The kernels of a step of a rank."""
     return sum(row.calls * row.step_ns / row.total_ns for row in rows)
+
+
+def _count_products(report: Report) -> float:
+    """GEMMs and attention of a step of a rank, which fusion leaves as many as they are."""
+    steps = len(select_full_steps(report.steps)) or 1
+    return sum(row.count for row in report.kernels if row.family in ("gemm", "attention")) / steps

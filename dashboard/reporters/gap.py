@@ -59,7 +59,7 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
             table.add_row(units.format_signed_milliseconds(ns), message)
         parts += [Text("difference by cause", style="bold"), table]
     if gap.parts:
-        # The compute of the model's parts, mean of the ranks: which of them a calibration is to fit.
+        # Which parts of the compute a calibration is to fit; means of the ranks.
         table = build_table("compute of a rank", "measured", "model", "diff")
         for part in gap.parts:
             table.add_row(

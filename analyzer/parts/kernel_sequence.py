@@ -98,7 +98,7 @@ def find_kernel_parts(rank: RankSplit) -> tuple[Int64, list[Part]]:
         # the pass: sums and norms of gradients, the optimizer.
         count = items[-1] + 1
         of_item = np.maximum(np.searchsorted(items, np.arange(count), side="right") - 1, 0)
-        parts += [Part(*places[item], phase) for item in of_item.tolist()]
+        parts += [Part(places[item][0], places[item][1], phase) for item in of_item.tolist()]
         found_rows.append(rows[low : low + count])
     if len(layers) != 1:
         return nothing

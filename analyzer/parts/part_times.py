@@ -19,7 +19,7 @@ from stepsplit.analyzer.split.call_purposes import find_issue_ns, is_in_gradient
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int64
 
-Evidence = Literal["modules", "sequence", "kernels", "ranges", "none"]
+Evidence = Literal["modules", "sequence", "ranges", "none"]
 """What places work in the model: ranges of its modules; the repeating sequence of ops, or that of
 kernels where the host says no layers; other ranges and ops by their names, which have kinds and no
 layers; nothing."""
@@ -76,7 +76,7 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     if not scopes.n_layers and trace.on_device:
         rows, parts = find_kernel_parts(rank)
         event_part[rows] = [numbers[part] for part in parts]
-        evidence = "kernels" if parts else evidence
+        evidence = "sequence" if parts else evidence
     if scopes.n_layers:
         evidence = "sequence" if scopes.by_sequence else "modules"
     call_parts = _place_calls(rank, scopes)

@@ -59,8 +59,8 @@ class PartEvidence(Struct, frozen=True):
     """How the parts of the model were found.
 
     Attributes:
-        evidence: "modules": ranges of modules; "sequence": the repeating sequence of ops;
-            "kernels": that of kernels; "ranges": other ranges, and the names of ops and kernels,
+        evidence: "modules": ranges of modules; "sequence": the repeating sequence of ops, or
+            that of kernels without any; "ranges": other ranges, and the names of ops and kernels,
             which say kinds and no layers; "none".
         layers: number of distinct layers.
         unplaced_share: share of the mean step that nothing places, 0..1; a part of "other".
@@ -143,7 +143,6 @@ LEAST_EXCESS = 0.002
 _EVIDENCE = {
     "modules": "by the ranges of modules",
     "ranges": "by the names of ranges, ops and kernels; record --modules for layers",
-    "kernels": "by the sequence of kernels; record --modules to be sure",
     "sequence": "by the sequence of ops; record --modules to be sure",
 }
 

@@ -107,7 +107,7 @@ def run_kernels(folder: Path, forward: tuple[str, ...], lost: int = -1) -> Repor
 def test_kernels_without_a_host_have_layers_if_all_passes_are_alike(tmp_path: Path) -> None:
     report = run_kernels(tmp_path, FORWARD)
     assert report.part_evidence is not None
-    assert (report.part_evidence.evidence, report.part_evidence.layers) == ("kernels", 3)
+    assert (report.part_evidence.evidence, report.part_evidence.layers) == ("sequence", 3)
     compute = {
         (row.layer, row.part, row.phase): row.compute_ns // 10_000
         for row in report.parts

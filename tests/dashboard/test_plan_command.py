@@ -66,6 +66,7 @@ def test_json_names_its_schema_and_keeps_its_keys(found: Plan) -> None:
     assert list(body) == [
         "schema", "gpus", "best", "runners_up", "tree", "places", "searched", "tokens",
         "price_per_gpu_hour", "cost_per_million_tokens", "pareto", "read_as",
+        "margin",
     ]  # fmt: skip
     assert body["schema"] == "stepsplit.plan/1"
     assert body["best"]["step_ns"] == found.best.step_ns

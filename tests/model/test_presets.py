@@ -119,6 +119,7 @@ def test_a_gpu_has_dense_peaks_the_memory_that_its_driver_shows_and_links() -> N
         efficiency=load_efficiency("ampere"),
         multiprocessors=108,
         power_watts=400.0,
+        peak_mhz=1410.0,
     )
 
 

@@ -62,7 +62,7 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     # One line per layout.
     cost = ("1M tokens",) if plan.price_per_gpu_hour is not None else ()
     table = build_table(
-        "", "layout", "step", "slower", "MFU", "peak memory", "fits", "confidence", *cost
+        "", "layout", "step", "slower", "MFU", "memory", "fits", "confidence", *cost
     )
     table.columns[1].justify = "left"
     for rank, candidate in enumerate((plan.best, *(each.candidate for each in plan.runners_up)), 1):
@@ -114,13 +114,13 @@ def _describe_margin(plan: Plan) -> Text:
     if not plan.margin:
         words = "no layout leaves a margin for the error of the memory model: the first may run"
         return Text(f"{words} out of memory", style="yellow")
-    sure = f"the first is the fastest that fits with {units.format_percent(plan.margin)} or more"
+    sure = f"the first is the fastest that fits with {units.format_percent(plan.margin, 0)} or more"
     is_faster = any(one.behind_ns < 0 for one in plan.runners_up)
     return Text(f"{sure}; those that are faster may run out of memory" if is_faster else sure)
 
 
 def _format_chance(chance: float | None) -> str:
-    return "" if chance is None else units.format_percent(min(chance, 0.999))
+    return "" if chance is None else units.format_percent(min(chance, 0.99), 0)
 
 
 def _format_cost(plan: Plan, candidate: Candidate, gpus: int) -> tuple[str, ...]:

@@ -216,5 +216,5 @@ def test_collecting_formulas_is_fast() -> None:
     )
     started = time.perf_counter()
     for _ in range(1000):
-        collect_formulas(held, *parts)
+        collect_formulas(held, *parts, None)
     assert time.perf_counter() - started < 0.1

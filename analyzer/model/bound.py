@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import chain, islice
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches
@@ -44,7 +45,10 @@ def compute_bound(
     ideal = replace(_reduce_in_16_bits(job), hardware=_idealize(job.hardware))
     speed = _build_ideal_speed(ideal)
     layout = job.parallel
-    passes = [compute_chunk_passes(ideal, speed, stage.chunks) for stage in list_stages(job)]
+    # All stages at once: a layer takes as long in each.
+    chunks = [stage.chunks for stage in list_stages(job)]
+    timed = iter(compute_chunk_passes(ideal, speed, tuple(chain.from_iterable(chunks))))
+    passes = [tuple(islice(timed, len(own))) for own in chunks]
     costs = list_chunk_costs(job, tuple(map(_without_waits, stages, passes)))
     if layout.pp == 1:
         compute_ns = job.microbatches * sum(map(sum, costs))

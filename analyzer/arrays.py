@@ -126,6 +126,20 @@ def list_distinct(values: npt.NDArray[Any]) -> Int64:
     return np.flatnonzero(np.bincount(values))
 
 
+def number_distinct(values: Int64, limit: int) -> tuple[Int64, Int64]:
+    """The distinct values in ascending order, and the position of each value among them; values are
+    from 0 to below limit. Without a sort, unless the limit is far above their number."""
+    if limit > 8 * len(values) + 1024:
+        distinct, position = np.unique(values, return_inverse=True)
+        return distinct, position
+    occurs = np.zeros(limit, dtype=np.bool_)
+    occurs[values] = True
+    distinct = np.flatnonzero(occurs)
+    position = np.zeros(limit, dtype=np.int64)
+    position[distinct] = np.arange(len(distinct))
+    return distinct, position[values]
+
+
 def first_rows(label: Int64) -> Int64:
     """The first row of each label, in label order."""
     return np.asarray(np.unique(label, return_index=True)[1])

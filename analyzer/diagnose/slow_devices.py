@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from stepsplit.analyzer.arrays import group_ids, group_rows
-from stepsplit.analyzer.diagnose.kernel_sums import KernelSums
 from stepsplit.analyzer.diagnose.slow_kernels import MIN_COUNT, MIN_RATIO
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.kernels import KernelWork
@@ -63,7 +62,7 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
     total: Counter[KernelWork] = Counter()
     collected = []
     for index, rank in enumerate(split.ranks):
-        sums = KernelSums.collect(rank)
+        sums = rank.kernels
         computed[index] = sum(sums.total_ns)
         # Without a grid or shapes, longer may be larger.
         for work, spent_ns in zip(sums.work, sums.total_ns, strict=True):

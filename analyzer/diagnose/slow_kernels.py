@@ -10,13 +10,11 @@ from statistics import NormalDist
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import first_rows
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
-from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.split.kernels import KernelSums, KernelWork
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.split.steps import Steps
-from stepsplit.analyzer.trace import GRID, Float, Int64, KnownWork, RankTrace
+from stepsplit.analyzer.trace import GRID, Float, Int64, KnownWork
 
 MIN_RATIO = 1.05
 """Healthy devices of one type differ by less."""
@@ -79,13 +77,12 @@ class _ComparableRuns(Struct, frozen=True):
 
 def find_slow_kernels(split: RunSplit) -> tuple[SlowKernel, ...]:
     """Finds the kernels that are slower on one rank than on its peers, by decreasing cost."""
-    traces = [rank.trace for rank in split.ranks]
-    stages = [split.layout.find_stage(trace.rank) for trace in traces]
-    return compare_kernel_times(traces, [rank.windows for rank in split.ranks], stages)
+    stages = [split.layout.find_stage(rank.trace.rank) for rank in split.ranks]
+    return compare_kernel_times([rank.kernels for rank in split.ranks], stages)
 
 
 def compare_kernel_times(
-    traces: Sequence[RankTrace], steps: Sequence[Steps], stages: Sequence[int]
+    full: Sequence[KernelSums], stages: Sequence[int]
 ) -> tuple[SlowKernel, ...]:
     """Finds the kernels that are slower on one rank than on its peers; one entry per trace.
 
@@ -99,18 +96,7 @@ def compare_kernel_times(
     the noise between runs, between steps and between ranks (each from the MAD) by more than is
     expected once in 1 / FALSE_ALARMS recordings.
     """
-    full = []
-    for trace, found in zip(traces, steps, strict=True):
-        compute = collect_compute(trace, found)
-        work, work_id = find_kernel_work(trace, compute.row)
-        name_id = compute.name_id[first_rows(work_id)].tolist()
-        families = tuple(compute.kinds.find_family(name) for name in name_id)
-        full.append(
-            _RankRuns(
-                trace.rank, compute.steps, work, families, compute.step, work_id, compute.took_ns
-            )
-        )
-    common = set.intersection(*(set(one.steps) for one in full)) if full else set()
+    common = set.intersection(*(set(one.compute.steps) for one in full)) if full else set()
     comparable = [
         one for one in _group_comparable(full, stages, sorted(common)) if (one.took_ns > 0).any()
     ]
@@ -147,35 +133,28 @@ _MIN_PEERS = 3
 """With two ranks the median is between them: neither is known to be the slow one."""
 
 
-class _RankRuns(Struct, frozen=True):
-    """The compute of one rank in its full steps; work_id indexes work and families."""
-
-    rank: int
-    steps: tuple[int, ...]
-    work: tuple[KernelWork, ...]
-    families: tuple[str, ...]
-    step: Int64
-    work_id: Int64
-    took_ns: Int64
-
-
 def _group_comparable(
-    all_runs: Sequence[_RankRuns], stages: Sequence[int], common: Sequence[int]
+    all_runs: Sequence[KernelSums], stages: Sequence[int], common: Sequence[int]
 ) -> Iterator[_ComparableRuns]:
     """The kernels that at least two ranks ran often enough, and equally often in most steps."""
-    stage_of = {one.rank: stage for one, stage in zip(all_runs, stages, strict=True)}
+    stage_of = {one.compute.rank: stage for one, stage in zip(all_runs, stages, strict=True)}
     runs = defaultdict[KernelWork, list[_KernelRuns]](list)
     families = dict[KernelWork, str]()
     for one in all_runs:
-        rows = np.flatnonzero(np.isin(one.step, common))
+        compute = one.compute
+        rows = np.flatnonzero(np.isin(compute.step, common))
         rows = rows[np.argsort(one.work_id[rows], kind="stable")]
         first = np.flatnonzero(np.diff(one.work_id[rows], prepend=-1))
         for same in np.split(rows, first[1:]) if len(rows) else ():
             if len(same) >= MIN_COUNT:
-                counts = np.bincount(np.searchsorted(common, one.step[same]), minlength=len(common))
+                counts = np.bincount(
+                    np.searchsorted(common, compute.step[same]), minlength=len(common)
+                )
                 work = one.work[one.work_id[same[0]]]
                 families[work] = one.families[one.work_id[same[0]]]
-                runs[work].append(_KernelRuns(one.rank, counts.astype(np.int64), one.took_ns[same]))
+                runs[work].append(
+                    _KernelRuns(compute.rank, counts.astype(np.int64), compute.took_ns[same])
+                )
     for work, everywhere in runs.items():
         for peers in _split_by_stage(everywhere, stage_of, is_known=work.shapes is not None):
             for equal in _split_by_counts(peers):

@@ -7,9 +7,6 @@ What is not as regular as that is not placed.
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
-
 import numpy as np
 
 from stepsplit.analyzer.arrays import list_distinct
@@ -21,7 +18,8 @@ from stepsplit.analyzer.parts.layer_sequence import (
     find_letter,
     label_pass,
 )
-from stepsplit.analyzer.parts.part import Part, PartKind, PartPhase
+from stepsplit.analyzer.parts.part import Part, PartPhase
+from stepsplit.analyzer.parts.scope_names import find_said_kind
 from stepsplit.analyzer.split.kernel_shapes import is_backward
 from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import Int64
@@ -39,6 +37,8 @@ def find_kernel_parts(rank: RankSplit) -> tuple[Int64, list[Part]]:
     rows = computes[events.lane[computes] == int(work.argmax())]
     used = list_distinct(events.name_id[rows])
     letters = {number: find_letter(events.names[number]) for number in used.tolist()}
+    if CORE not in letters.values():
+        return nothing
     backward = {number: is_backward(events.names[number]) for number in used.tolist()}
     starts = [window.start_ns for window in rank.windows.windows]
     messages = events.start_ns[trace.calls.event[trace.calls.is_message]]
@@ -89,7 +89,7 @@ def find_kernel_parts(rank: RankSplit) -> tuple[Int64, list[Part]]:
             return nothing
         places = places[::-1] if is_back else places
         for item, place in zip(items, places, strict=True):
-            said = _find_said_kind(events.names[names[low + item]])
+            said = find_said_kind(events.names[names[low + item]])
             if said not in (None, place[1]):
                 return nothing
         layers.add(1 + max(layer for layer, _ in places))
@@ -103,15 +103,3 @@ def find_kernel_parts(rank: RankSplit) -> tuple[Int64, list[Part]]:
     if len(layers) != 1:
         return nothing
     return np.concatenate(found_rows), parts
-
-
-_SAID = (
-    (PartKind.ATTENTION, re.compile(r"qkv|attn|attention|(?<![a-z])out_?proj", re.IGNORECASE)),
-    (PartKind.MLP, re.compile(r"mlp|ffn|(?<![a-z])fc_?\d", re.IGNORECASE)),
-)
-
-
-@lru_cache(1 << 12)
-def _find_said_kind(name: str) -> PartKind | None:
-    """The kind that the name of a kernel says, which its place must not contradict."""
-    return next((kind for kind, pattern in _SAID if pattern.search(name)), None)

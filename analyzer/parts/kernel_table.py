@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from stepsplit.analyzer.arrays import number_distinct
 from stepsplit.analyzer.parts.kernel_work import (
     DeviceLimits,
     Limit,
@@ -22,9 +23,9 @@ from stepsplit.analyzer.parts.kernel_work import (
 from stepsplit.analyzer.parts.part import NO_LAYER, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.part_times import RankParts
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
-from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
-from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import GRID, Int64, RankTrace
+from stepsplit.analyzer.split.kernels import KernelWork
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.trace import GRID, Int64
 
 MAX_NAME_CHARACTERS = 200
 
@@ -100,22 +101,17 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
     numbers: dict[Part, int] = {}
     rank_steps = 0
     for rank, own in zip(split.ranks, parts, strict=True):
-        compute = collect_compute(rank.trace, rank.windows)
+        compute, families = rank.kernels.compute, rank.kernels.families
         n_steps = max(1, len(compute.steps))
         rank_steps += n_steps
-        work, work_id = find_kernel_work(rank.trace, compute.row)
+        work, work_id = rank.kernels.work, rank.kernels.work_id
         if not rank.trace.on_device:
-            work, work_id = _drop_outer_shapes(rank.trace, compute.row, work, work_id)
-        name_of_work = np.zeros(len(work), dtype=np.int64)
-        name_of_work[work_id] = compute.name_id
-        rows = [
-            sums[one, compute.kinds.find_family(name)]
-            for one, name in zip(work, name_of_work.tolist(), strict=True)
-        ]
+            work, work_id, families = _drop_outer_shapes(rank)
+        rows = [sums[key] for key in zip(work, families, strict=True)]
         # Ranks have the same parts, numbered in another order.
         number_of = [numbers.setdefault(part, len(numbers)) for part in own.parts]
         place = own.event_part[compute.row]
-        codes, code = np.unique(work_id * len(own.parts) + place, return_inverse=True)
+        codes, code = number_distinct(work_id * len(own.parts) + place, len(work) * len(own.parts))
         calls = np.bincount(code, minlength=len(codes)).tolist()
         took = np.zeros(len(codes), dtype=np.int64)
         np.add.at(took, code, compute.took_ns)
@@ -139,12 +135,11 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
     return tuple(sorted(table, key=lambda row: (-row.total_ns, row.name, row.shapes or "")))
 
 
-def _drop_outer_shapes(
-    trace: RankTrace, rows: Int64, work: tuple[KernelWork, ...], work_id: Int64
-) -> tuple[tuple[KernelWork, ...], Int64]:
+def _drop_outer_shapes(rank: RankSplit) -> tuple[tuple[KernelWork, ...], Int64, tuple[str, ...]]:
     """The work of ops, without the shapes of a product that runs another one: an op on DTensors has
     the shapes of all ranks, the one that it calls those of its own."""
-    events = trace.events
+    events, sums = rank.trace.events, rank.kernels
+    rows, work, work_id = sums.compute.row, sums.work, sums.work_id
     counts = np.array([is_product(one.name) for one in work], dtype=np.bool_)[work_id]
     products = np.flatnonzero(counts)
     start, end = events.start_ns[rows[products]], events.ends_of(rows[products])
@@ -155,7 +150,11 @@ def _drop_outer_shapes(
     bare, bare_id = np.unique(work_id[outer], return_inverse=True)
     changed = work_id.copy()
     changed[outer] = len(work) + bare_id
-    return (*work, *(KernelWork(work[one].name, None) for one in bare.tolist())), changed
+    return (
+        (*work, *(KernelWork(work[one].name, None) for one in bare.tolist())),
+        changed,
+        (*sums.families, *(sums.families[one] for one in bare.tolist())),
+    )
 
 
 def _build_row(

@@ -8,14 +8,21 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, intersect, list_distinct, trim_overlaps
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    intersect,
+    list_distinct,
+    number_distinct,
+    trim_overlaps,
+)
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
 from stepsplit.analyzer.parts.host_scopes import HostScopes, PartNumbers, find_host_scopes
 from stepsplit.analyzer.parts.kernel_sequence import find_kernel_parts
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
-from stepsplit.analyzer.parts.scope_names import find_fused_kind
+from stepsplit.analyzer.parts.scope_names import find_fused_kind, find_said_kind
 from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_launches
 from stepsplit.analyzer.split.call_purposes import find_issue_ns, is_in_gradient_hook
+from stepsplit.analyzer.split.kernel_shapes import is_backward
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int64
 
@@ -129,16 +136,27 @@ _KIND_OF_FAMILY = {
 
 
 def _refine_by_name(rank: RankSplit, rows: Int64, part: Int64, numbers: PartNumbers) -> Int64:
-    """The parts, of a kind by what the kernels fuse or their family where the ranges say none."""
+    """The parts, of a kind by what the kernels fuse, their family, or their own name, where the
+    ranges say none."""
     kinds, events = rank.trace.kinds, rank.trace.events
     parts = list(numbers)
-    codes, inverse = np.unique(part * len(events.names) + events.name_id[rows], return_inverse=True)
+    codes, inverse = number_distinct(
+        part * len(events.names) + events.name_id[rows], len(parts) * len(events.names)
+    )
+    kind_of_name, turned = dict[int, PartKind | None](), set[PartKind | None]()
+    for number in {code % len(events.names) for code in codes.tolist()}:
+        name, family = events.names[number], kinds.find_family(number)
+        kind = find_fused_kind(name) or _KIND_OF_FAMILY.get(family) or find_said_kind(name)
+        kind_of_name[number] = kind
+        turned |= {kind} if is_backward(name) else set()
+    has_experts = PartKind.EXPERTS in kind_of_name.values()
     refined = []
     for code in codes.tolist():
-        place, name = divmod(code, len(events.names))
-        one, kind = parts[place], find_fused_kind(events.names[name])
-        if kind is None:
-            kind = _KIND_OF_FAMILY.get(kinds.find_family(name))
+        place, number = divmod(code, len(events.names))
+        one, kind = parts[place], kind_of_name[number]
+        if kind == PartKind.MLP and has_experts:
+            # Experts run the same activations.
+            kind = None
         if one.kind != PartKind.OTHER or kind is None:
             refined.append(place)
         elif kind == PartKind.OPTIMIZER:
@@ -146,7 +164,12 @@ def _refine_by_name(rank: RankSplit, rows: Int64, part: Int64, numbers: PartNumb
             is_outside = one.layer == NO_LAYER and one.phase == PartPhase.OTHER
             refined.append(numbers[Part(kind=kind)] if is_outside else place)
         else:
-            refined.append(numbers[Part(one.layer, kind, one.phase)])
+            phase = one.phase
+            if one == UNPLACED and kind in turned:
+                # Those that are not named so are the forward.
+                is_back = is_backward(events.names[number])
+                phase = PartPhase.BACKWARD if is_back else PartPhase.FORWARD
+            refined.append(numbers[Part(one.layer, kind, phase)])
     return np.array(refined, dtype=np.int64)[inverse]
 
 

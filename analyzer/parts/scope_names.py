@@ -169,6 +169,24 @@ def find_fused_kind(kernel: str) -> PartKind | None:
     return _find_kind(_FUSED_KINDS, kernel) if kernel.startswith(INDUCTOR) else None
 
 
+_SAID_KINDS = (
+    (PartKind.ATTENTION, re.compile(r"qkv|attn|attention|(?<![a-z])out_?proj", re.IGNORECASE)),
+    (
+        PartKind.MLP,
+        re.compile(
+            r"mlp|ffn|(?<![a-z])fc_?\d|(silu|gelu|relu)_(and_)?mul|swiglu|geglu", re.IGNORECASE
+        ),
+    ),
+)
+"""Kernels that were written for a part, such as the gated activations of vLLM and Liger."""
+
+
+@lru_cache(1 << 14)
+def find_said_kind(kernel: str) -> PartKind | None:
+    """The kind of part that a kernel says by its own name; None for most."""
+    return _find_kind(_SAID_KINDS, kernel)
+
+
 @lru_cache(1 << 16)
 def parse_node_kind(name: str) -> PartKind | None:
     """The kind of part that a node of autograd says by its name alone."""

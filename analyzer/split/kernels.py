@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import list_distinct
+from stepsplit.analyzer.arrays import list_distinct, number_distinct
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.trace import EventKinds, Events, Int64, RankTrace
 
@@ -152,11 +152,47 @@ def find_kernel_work(trace: RankTrace, rows: Int64) -> tuple[tuple[KernelWork, .
     names, texts = trace.events.names, trace.shapes.texts
     shapes = len(texts) + 1
     name_id = trace.events.name_id[rows].astype(np.int64)
-    codes, work_id = np.unique(
-        name_id * shapes + trace.shapes.find_ids(rows) + 1, return_inverse=True
+    codes, work_id = number_distinct(
+        name_id * shapes + trace.shapes.find_ids(rows) + 1, len(names) * shapes
     )
     work = (divmod(code, shapes) for code in codes.tolist())
     return (
         tuple(KernelWork(names[name], texts[shape - 1] if shape else None) for name, shape in work),
         work_id,
     )
+
+
+class KernelSums(Struct, frozen=True):
+    """The compute of a rank in its full steps (all steps if none is full), by kind of work.
+
+    Attributes:
+        compute: The compute events.
+        work: The kinds of work, with the shapes or launch grid of each.
+        families: The kernel family of each kind.
+        work_id: The index of its kind for each event.
+        count: The number of events of each kind.
+        total_ns: Their time together.
+    """
+
+    compute: ComputeEvents
+    work: tuple[KernelWork, ...]
+    families: tuple[str, ...]
+    work_id: Int64
+    count: list[int]
+    total_ns: list[int]
+
+    @classmethod
+    def collect(cls, trace: RankTrace, steps: Steps) -> KernelSums:
+        """Sums the compute events of a rank."""
+        compute = collect_compute(trace, steps)
+        work, work_id = find_kernel_work(trace, compute.row)
+        name_of_work = np.zeros(len(work), dtype=np.int64)
+        name_of_work[work_id] = compute.name_id
+        return cls(
+            compute=compute,
+            work=work,
+            families=tuple(map(compute.kinds.find_family, name_of_work.tolist())),
+            work_id=work_id,
+            count=np.bincount(work_id, minlength=len(work)).tolist(),
+            total_ns=np.bincount(work_id, compute.took_ns, len(work)).astype(np.int64).tolist(),
+        )

@@ -24,7 +24,7 @@ from stepsplit.analyzer.split.copy_ends import extend_copy_ends
 from stepsplit.analyzer.split.coverage import Coverage, compute_coverage
 from stepsplit.analyzer.split.gaps import HeldGaps, find_held_gaps
 from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts, sum_idle_causes
-from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
+from stepsplit.analyzer.split.kernels import KernelFamily, KernelSums, sum_kernel_families
 from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
 from stepsplit.analyzer.split.microbatch_slots import DetectedSlots, count_chunks, find_slots
@@ -399,11 +399,20 @@ class RankSplit:
     axis: tuple[str | None, ...]
     phase: tuple[str, ...]
     clock: Clock
+    _kernels: KernelSums | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The number of each step."""
         return tuple(step.step for step in self.steps)
+
+    @property
+    def kernels(self) -> KernelSums:
+        """The compute by kind of work, summed when it is first asked for."""
+        if self._kernels is None:
+            object.__setattr__(self, "_kernels", KernelSums.collect(self.trace, self.windows))
+        assert self._kernels is not None
+        return self._kernels
 
 
 def split_rank(

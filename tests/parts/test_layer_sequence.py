@@ -136,3 +136,25 @@ def test_products_whose_names_say_otherwise_leave_all_unplaced(tmp_path: Path) -
     forward = tuple("gemm_fc1" if name == "nvjet_tst_b" else name for name in FORWARD)
     report = run_kernels(tmp_path, forward)
     assert {row.layer for row in report.parts} == {None}
+
+
+def test_without_any_order_kernels_have_the_kind_and_pass_that_their_names_say(
+    tmp_path: Path,
+) -> None:
+    names = ["gemm_qkv", "gemm_7", "silu_and_mul", "flash_fwd", "_swiglu_backward_kernel",
+             "flash_bwd", "gemm_qkv"]  # fmt: skip
+    trace = GpuTrace().step(0, 0, 70)
+    for number, name in enumerate(names):
+        trace.unlaunched(name, 10 * number, 10 * number + 10)
+    (tmp_path / "dense").mkdir()
+    trace.write(tmp_path / "dense")
+    dense = analyze(tmp_path / "dense").parts
+    assert {(row.part, row.phase): row.compute_ns // 10_000 for row in dense} == {
+        ("attention", "forward"): 3, ("other", "other"): 1, ("mlp", "forward"): 1,
+        ("mlp", "backward"): 1, ("attention", "backward"): 1,
+    }  # fmt: skip
+    # With experts, which run the same activations, an activation says nothing.
+    (tmp_path / "experts").mkdir()
+    trace.unlaunched("fused_moe_kernel", 70, 80).step(1, 70, 80).write(tmp_path / "experts")
+    parts = {row.part for row in analyze(tmp_path / "experts").parts}
+    assert parts == {"attention", "experts", "other"}

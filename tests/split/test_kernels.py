@@ -25,7 +25,7 @@ from stepsplit.analyzer import (
 from stepsplit.analyzer.diagnose.slow_kernels import SlowRank, compare_kernel_times, sum_slow_ranks
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
-from stepsplit.analyzer.split.kernels import KernelWork
+from stepsplit.analyzer.split.kernels import KernelSums, KernelWork
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import build_calls
 
@@ -184,9 +184,7 @@ def test_two_stages_may_run_a_kernel_unequally_often_in_a_step(tmp_path: Path) -
     traces = [ran(rank, steps if rank < 3 else more) for rank in range(5)]
     traces.append(ran(5, [[150] * len(step) for step in more]))
     ranks = split_of(recording_of(*(trace.write(tmp_path) for trace in traces))).ranks
-    [row] = compare_kernel_times(
-        [one.trace for one in ranks], [one.windows for one in ranks], [0, 0, 0, 1, 1, 1]
-    )
+    [row] = compare_kernel_times([one.kernels for one in ranks], [0, 0, 0, 1, 1, 1])
     assert (row.rank, row.count, row.ratio) == (5, 37, pytest.approx(1.5))
 
 
@@ -222,16 +220,14 @@ def slow_of_noisy(
 ) -> list[tuple[int, str]]:
     """The slow kernels of these ranks; late_ns: how much later the steps of each rank begin and
     end than a kernel."""
-    steps = []
+    sums = []
     for trace, late in zip(traces, late_ns or [0] * len(traces), strict=True):
         edges = [*trace.events.start_ns[::400].tolist(), int(trace.events.end_ns[-1])]
         edges = [edge + late for edge in edges]
         windows = [StepWindow(i, "full", *edge) for i, edge in enumerate(pairwise(edges))]
-        steps.append(Steps(tuple(windows), ()))
-    return [
-        (row.rank, row.kernel)
-        for row in compare_kernel_times(traces, steps, stages or [0] * len(traces))
-    ]
+        sums.append(KernelSums.collect(trace, Steps(tuple(windows), ())))
+    found = compare_kernel_times(sums, stages or [0] * len(traces))
+    return [(row.rank, row.kernel) for row in found]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

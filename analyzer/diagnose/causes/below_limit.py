@@ -8,12 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import first_rows
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.slow_gemms import FP32, UNALIGNED
 from stepsplit.analyzer.diagnose.graph.replay import reduce_work
-from stepsplit.analyzer.diagnose.kernel_sums import KernelSums
 from stepsplit.analyzer.parts.kernel_work import DeviceLimits, estimate_work, find_limits
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
 from stepsplit.analyzer.split.kernels import KernelWork
@@ -39,10 +37,8 @@ def find_kernels_below_limit(context: CauseContext) -> Iterator[Remedy]:
     took: dict[tuple[KernelWork, str], list[int]] = defaultdict(lambda: [0, 0])
     of_rank = []
     for rank in ranks:
-        sums = KernelSums.collect(rank)
-        name_ids = sums.compute.name_id[first_rows(sums.work_id)].tolist()
-        families = [sums.compute.kinds.find_family(name_id) for name_id in name_ids]
-        keys = list(zip(sums.work, families, strict=True))
+        sums = rank.kernels
+        keys = list(zip(sums.work, sums.families, strict=True))
         of_rank.append((sums, keys))
         for key, count, total_ns in zip(keys, sums.count, sums.total_ns, strict=True):
             took[key][0] += total_ns

@@ -23,7 +23,6 @@ from stepsplit.analyzer.diagnose.causes.uneven_kernels import measure_uneven_wor
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
-from stepsplit.analyzer.diagnose.kernel_sums import KernelSums
 from stepsplit.analyzer.diagnose.slow_kernels import FALSE_ALARMS
 from stepsplit.analyzer.report.report import Settle
 from stepsplit.analyzer.split.kernels import KernelWork
@@ -277,7 +276,7 @@ def _describe_doubt(
     if known:
         work = []
         for rank in split.ranks:
-            sums = KernelSums.collect(rank)
+            sums = rank.kernels
             kinds = zip(sums.work, sums.count, sums.total_ns, strict=True)
             work += [_Work(rank.trace.rank, *one) for one in kinds]
     else:

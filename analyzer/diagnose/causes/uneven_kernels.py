@@ -8,7 +8,6 @@ from collections import defaultdict
 import numpy as np
 
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.split.kernels import collect_compute
 from stepsplit.analyzer.trace import Int64
 
 _UNEVEN_RATIO = 1.02
@@ -28,7 +27,7 @@ def measure_uneven_work(context: CauseContext) -> Int64 | None:
     for index, rank in enumerate(context.split.ranks):
         # At the speed of its peers: on a slow device the same work would look like more.
         pace = context.peer_speed[context.counted & (context.graph.steps.rank == index)]
-        compute = collect_compute(rank.trace, rank.windows)
+        compute = rank.kernels.compute
         took = np.bincount(compute.name_id, compute.took_ns, minlength=len(compute.names))
         scale = float(pace.mean()) / max(len(compute.steps), 1) if len(pace) else 0.0
         some = np.flatnonzero(took).tolist()

@@ -19,7 +19,6 @@ from stepsplit.analyzer.diagnose.graph.replay import (
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
-from stepsplit.analyzer.split.kernels import collect_compute, find_kernel_work
 from stepsplit.analyzer.trace import Bool, Float, Int64
 
 _MIN_STEPS = 3
@@ -114,7 +113,7 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     # What a rank runs more needs no spread between steps to be seen.
     for index in np.flatnonzero((beyond > _SLOW_STEP_RATIO).any(axis=1)).tolist():
         rank = context.split.ranks[index]
-        step = collect_compute(rank.trace, rank.windows).step
+        step = rank.kernels.compute.step
         at = np.searchsorted(numbers, step[np.isin(step, numbers)])
         kernels = np.bincount(at, minlength=count)
         is_more = kernels >= _MORE_KERNELS * np.median(kernels)
@@ -153,10 +152,9 @@ def _describe(
         if len(alike):
             target_ns[row] = np.median(segments.spent_ns[alike], axis=0)
     rank = context.split.ranks[index]
-    compute = collect_compute(rank.trace, rank.windows)
+    kinds, kind, compute = rank.kernels.work, rank.kernels.work_id, rank.kernels.compute
     step = context.graph.steps.step
     in_mine = np.isin(compute.step, step[mine])
-    kinds, kind = find_kernel_work(rank.trace, compute.row)
     count = np.bincount(np.searchsorted(compute.steps, compute.step), minlength=len(compute.steps))
     is_slow = np.isin(compute.steps, step[mine])
     most, usual = float(count[is_slow].max()), float(np.median(count[~is_slow]))

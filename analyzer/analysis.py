@@ -176,11 +176,13 @@ def _read_and_build(
     with open_recording(places) as files:
         if not files.list_files(FileRole.TRACE):
             from stepsplit.analyzer.diagnose.hang.find import read_calls
+            from stepsplit.analyzer.diagnose.hang.rank_states import read_states
 
             # Dumps, states of ranks, logs of watchdogs or an answer of NCCL's RAS; without any, and
-            # without a trace, reading the recording says what is missing.
-            has_dumps = bool(files.list_files(FileRole.FLIGHT))
-            with nullcontext() if has_dumps else suppress(DataError):
+            # without a trace, reading the recording says what is missing. What is wrong with a dump
+            # or a state says more than that.
+            is_certain = bool(files.list_files(FileRole.FLIGHT) or read_states(places))
+            with nullcontext() if is_certain else suppress(DataError):
                 return read_calls(places)
         recording = read_recording_files(files, workers, progress, rules)
     return _build_analysis(recording, compare, mesh, draft)

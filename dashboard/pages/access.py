@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dash import dcc, html
+from dash.development.base_component import Component
 
 from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.pages.components import build_aria_label, build_section, build_time_fields
@@ -20,10 +21,12 @@ _MOST_ENTRIES = 500
 _SECOND_NS = 10**9
 
 
-def build_tokens_section(tokens: Sequence[Token], now_ns: int) -> html.Section:
+def build_tokens_section(
+    tokens: Sequence[Token], now_ns: int, *, has_login: bool = True
+) -> html.Section:
     """The tokens, the newest first, with a form for a new one; assets/access.js handles clicks."""
     options = [html.Option(role, value=role, selected=role == "uploader") for role in ROLES]
-    form = html.Div(
+    form: Component = html.Div(
         [
             html.Label([_build_label("name"), dcc.Input(id="token-name", maxLength=100)]),
             html.Label([_build_label("role"), html.Select(options, id="token-role")]),
@@ -37,6 +40,11 @@ def build_tokens_section(tokens: Sequence[Token], now_ns: int) -> html.Section:
         ],
         className="choices",
     )
+    if not has_login:
+        # Whoever reaches this server could make one that stays valid when it asks for logins.
+        command = html.Code("stepsplit token create NAME --role admin")
+        form = html.P(["This server asks nobody to log in. Who can write to its store makes a ",
+                       "token for others with ", command, "."], className="message")  # fmt: skip
     status = html.P("", id="token-status", role="status", className="message")
     rows = []
     for one in reversed(tokens):
@@ -111,13 +119,17 @@ def _build_none() -> html.P:
 def _build_page(request: PageRequest) -> PageContent:
     chosen, now_ns = request.address.chosen, time.time_ns()
     first_s, last_s = chosen.parse_time_s("from"), chosen.parse_time_s("to")
-    found = request.store.audit.list_entries(_MOST_ENTRIES, (first_s or 0) * _SECOND_NS)
-    entries = [one for one in found if last_s is None or one.at_unix_ns <= last_s * _SECOND_NS]
-    begin_s = min((one.at_unix_ns for one in found), default=now_ns) / _SECOND_NS
+    # To the end of the last second of the range.
+    until_ns = now_ns if last_s is None else (last_s + 1) * _SECOND_NS - 1
+    first_ns = (first_s or 0) * _SECOND_NS
+    entries = request.store.audit.list_entries(_MOST_ENTRIES, first_ns, until_ns)
+    begin_s = min((one.at_unix_ns for one in entries), default=now_ns) / _SECOND_NS
     fields = build_time_fields(chosen, begin_s, now_ns / _SECOND_NS)
     page = [
         html.Div(html.H1("Access"), className="heading"),
-        build_tokens_section(request.store.tokens.list_tokens(), now_ns),
+        build_tokens_section(
+            request.store.tokens.list_tokens(), now_ns, has_login=request.has_login
+        ),
         html.Div(fields, className="choices pickers"),
         build_users_section(entries),
         build_audit_section(entries),

@@ -57,6 +57,7 @@ class PageRequest:
         load_report: Loads a finished run without its tables, cached. Raises DataError.
         address: Its address, with the name of what it shows and the choices.
         rights: What the user may do.
+        has_login: Whether the user has logged in, as on a server that asks for it.
         mark: The fingerprint of what the browser shows of a live page; None if it shows nothing.
     """
 
@@ -64,6 +65,7 @@ class PageRequest:
     load_report: Callable[[RunRow], View]
     address: Address
     rights: RunRights
+    has_login: bool = True
     mark: str | None = None
 
 

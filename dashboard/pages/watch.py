@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from statistics import median
@@ -13,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 from dash import dcc, html
 
+from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.units import (
     format_date,
     format_milliseconds,
@@ -55,6 +57,7 @@ from stepsplit.dashboard.pages.watch_alerts import (
     build_alerts_section,
     build_incidents_section,
     build_stop_section,
+    is_named_after,
     list_incidents,
 )
 from stepsplit.dashboard.pages.watch_range import ShownRange, build_range_controls, choose_range
@@ -669,9 +672,27 @@ def _build_live(request: PageRequest) -> PageContent | None:
         return PageContent(page, fingerprint=newest)
     view = read_watch_view(store.watches, run, chosen, now_ns)
     alerts = store.alerts.list_alerts(run.name, _LAST_ALERTS)
-    hangs = [one for one in store.list_runs() if one.is_hang] if _is_silent(run, now_ns) else []
+    hangs = _list_dumps(store, run) if _is_silent(run, now_ns) else []
     page = build_watch_page(view, chosen, alerts, hangs, may_act=request.rights.edit)
     return PageContent(page, fingerprint=newest)
+
+
+_MOST_DUMPS = 10
+
+
+def _list_dumps(store: Store, run: WatchedRun) -> list[RunRow]:
+    """Runs of dumps that may be of the job, the newest first: with its name, or uploaded since its
+    last data and without a rank that the job does not have."""
+    hangs = [one for one in store.list_runs() if one.is_hang]
+    named = [one for one in hangs if is_named_after(one, run)]
+    since_ns = run.newest_unix_ns - 3_600 * _SECOND_NS
+    recent = [one for one in hangs if one.created_unix_ns >= since_ns and one not in named]
+    for one in recent[:_MOST_DUMPS]:
+        with suppress(DataError):
+            hang = store.load_hang(one.id)
+            if max((*hang.ranks, *hang.no_dump), default=0) < run.start.world_size:
+                named.append(one)
+    return named
 
 
 def _build_page(request: PageRequest) -> PageContent | None:

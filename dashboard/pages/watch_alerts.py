@@ -117,16 +117,20 @@ def _build_button(label: str, alert: WatchAlert, asked: dict[str, str]) -> html.
 # A job that has stopped.
 
 
+def is_named_after(dumps: RunRow, run: WatchedRun) -> bool:
+    """Whether the run of dumps has the name of the job in its own, or as the value of a tag."""
+    return run.name in dumps.name or any(tag.value == run.name for tag in dumps.tags)
+
+
 def build_stop_section(
     run: WatchedRun, hangs: Sequence[RunRow], silent_s: float | None
 ) -> list[html.Section]:
     """What to do if no data arrives any more: how to find the rank that the others wait for, and
     the dumps that were uploaded since.
 
-    hangs: runs of dumps, the newest first; silent_s: for how long no data has arrived, None if the
-    job has said that it ends, or if data arrives.
+    hangs: runs of dumps that may be of the job, the newest first; silent_s: for how long no data
+    has arrived, None if the job has said that it ends, or if data arrives.
     """
-    own = [one for one in hangs if one.created_unix_ns >= run.newest_unix_ns - 3_600 * _SECOND_NS]
     if silent_s is None:
         return []
     host = run.current_hosts[0].host
@@ -138,12 +142,16 @@ def build_stop_section(
                    dcc.Link("on Runs", href="/"), ": they are a run of their own."]),
     ]  # fmt: skip
     parts: list[Component] = [html.Ul([html.Li(one) for one in steps])]
-    if own:
+    named = [one for one in hangs if is_named_after(one, run)]
+    unnamed = [one for one in hangs if one not in named]
+    for words, own in (("Dumps of this job:", named),
+                       ("Uploaded since its last data, of a job of as many ranks at most; which one"
+                        " is not known (name the upload after the job, or tag it):", unnamed)):  # fmt: skip
         links = [
             html.Li([dcc.Link(one.name, href=build_page_url(one.id)), f": {one.error}"])
             for one in own[:5]
         ]
-        parts += [html.P("Uploaded since its last data:"), html.Ul(links)]
+        parts += [html.P(words), html.Ul(links)] if links else []
     note = f"no data for {silent_s / 60:,.0f} min, and no word that it ends"
     return [build_section("The job may have stopped", note, *parts)]
 

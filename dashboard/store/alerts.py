@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from sqlalchemy import Row, Select, delete, func, insert, select, update
+from sqlalchemy import Row, Select, case, delete, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.watch.levels import LEAST_CHANGE, POINT_STEPS, RECENT_POINTS
@@ -139,12 +139,14 @@ class AlertStore:
 
     def undo_acknowledge(self, alert_id: int) -> None:
         """Takes back that somebody knows of the alert; while it is open, it is delivered if it has
-        not been."""
-        table = WATCH_ALERTS.c
+        not been, one of the step time not before it has lasted."""
+        table, now_ns = WATCH_ALERTS.c, self._now_ns()
         own = (table.id == alert_id, table.acknowledged_unix_ns.is_not(None))
         none = (table.ended_unix_ns, table.delivered_unix_ns, table.due_unix_ns)
         unsent = (*own, *(one.is_(None) for one in none))
-        self._update(unsent, {"due_unix_ns": self._now_ns()})
+        lasted_ns = table.since_unix_ns + LASTS_S * _SECOND_NS
+        is_too_early = (table.metric == "step_time") & (lasted_ns > now_ns)
+        self._update(unsent, {"due_unix_ns": case((is_too_early, lasted_ns), else_=now_ns)})
         self._update(own, {"acknowledged_unix_ns": None, "acknowledged_by": None})
 
     def silence(self, alert_id: int, hours: float | None) -> None:

@@ -92,10 +92,12 @@ class AuditLog:
             too_old = AUDIT.c.at_unix_ns < now_ns - KEPT_S * _SECOND_NS
             connection.execute(delete(AUDIT).where(too_old | AUDIT.c.id.in_(excess)))
 
-    def list_entries(self, last: int, since_unix_ns: int = 0) -> tuple[AuditEntry, ...]:
-        """The newest entries, newest first."""
+    def list_entries(
+        self, last: int, since_unix_ns: int = 0, until_unix_ns: int = (1 << 63) - 1
+    ) -> tuple[AuditEntry, ...]:
+        """The newest entries of the range, newest first."""
         columns = [AUDIT.c[name] for name in AuditEntry.__dataclass_fields__]
-        newest = select(*columns).where(AUDIT.c.at_unix_ns >= since_unix_ns)
+        newest = select(*columns).where(AUDIT.c.at_unix_ns.between(since_unix_ns, until_unix_ns))
         ordered = newest.order_by(AUDIT.c.id.desc()).limit(last)
         with self._database.begin_read() as connection:
             return tuple(AuditEntry(*row) for row in connection.execute(ordered))

@@ -172,7 +172,8 @@ def _add_page_callbacks(app: Dash, contents: PageBuilder) -> None:
             set_props("watch-live", {"children": live.children})
             set_props("watch-mark", {"data": live.fingerprint})
             return no_update, no_update, not live.pending, live.fingerprint
-        content = contents.build_content(address, current_user().role)
+        user = current_user()
+        content = contents.build_content(address, user.role, has_login=user.authenticated)
         if callback_context.triggered_id == "tick" and content.fingerprint == mark:
             raise PreventUpdate
         has_zone = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -39,7 +40,9 @@ class PageBuilder:
         self.store, self._loaded = store, loaded
         self._kept: LruCache[dict[str, Any]] = LruCache(_CACHED_PAGES)
 
-    def build_content(self, address: Address | None, role: Role = Role.VIEWER) -> PageContent:
+    def build_content(
+        self, address: Address | None, role: Role = Role.VIEWER, *, has_login: bool = True
+    ) -> PageContent:
         """The content of the page at this address, with the buttons that the role may use."""
         content = None
         if address is not None and address.run_id:
@@ -49,7 +52,8 @@ class PageBuilder:
             if page.needs_admin and role < Role.ADMIN:
                 why = "Log in as an admin, or ask one."
                 return PageContent(build_problem(page.title, "Only admins see this page", why))
-            content = page.build(self._make_request(address, role))
+            request = replace(self._make_request(address, role), has_login=has_login)
+            content = page.build(request)
         return content or PageContent(build_missing_page())
 
     def build_live(

@@ -7,6 +7,7 @@ import time
 import pytest
 from support.store_builders import ask_page
 
+from stepsplit.dashboard.store.audit import AuditLog
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import Access
@@ -40,3 +41,24 @@ def test_only_admins_read_tokens_users_and_the_audit_log(store: Store, role: Rol
         assert not any(word in page for word in words)
     menu = client.get("/_dash-layout", headers=secret).text
     assert ("/access" in menu.replace("\\u002f", "/")) == (role is Role.ADMIN)
+
+
+def test_a_range_of_the_audit_log_is_read_whole_however_much_came_after(store: Store) -> None:
+    now_ns = [1_700_000_000 * 10**9]
+    log = AuditLog(store._database, lambda: now_ns[0])
+    log.record("run deleted", "the one that is looked for", user_name="ann")
+    now_ns[0] += 3_600 * 10**9
+    for number in range(520):
+        log.record("upload", str(number), user_name="ci")
+    client = create_server(store).test_client()
+
+    page = ask_page(client, "/access", "?from=2023-11-14 22:00&to=2023-11-14 22:30")
+
+    assert "the one that is looked for" in page
+    assert "the one that is looked for" not in ask_page(client, "/access")
+
+
+def test_a_server_without_logins_names_the_command_instead_of_a_form(store: Store) -> None:
+    page = ask_page(create_server(store).test_client(), "/access")
+
+    assert "stepsplit token create NAME" in page and "token-create" not in page

@@ -326,6 +326,29 @@ def test_an_acknowledgement_and_a_silence_are_undone(clocked: Clocked) -> None:
     assert not clocked.list_open()[0].is_silenced(clocked.now_ns)
 
 
+def test_an_undone_acknowledgement_of_a_brief_change_sends_nothing(clocked: Clocked) -> None:
+    began_ns = clocked.now_ns
+    clocked.add(change(2_000, began_ns, rank=3))
+    (alert,) = clocked.list_open()
+    clocked.alerts.acknowledge(alert.id, "token ann")
+    clocked.wait(0.2)
+    clocked.alerts.undo_acknowledge(alert.id)
+    assert clocked.alerts.claim_delivery() is None, "it has not lasted"
+    clocked.wait(0.2)
+    clocked.add(over(2_000, clocked.now_ns))
+    clocked.wait(5)
+    assert clocked.alerts.claim_delivery() is None and not clocked.list_open()
+
+    clocked.add(change(3_000, clocked.now_ns, rank=3))
+    (lasting,) = clocked.list_open()
+    clocked.alerts.acknowledge(lasting.id, "token ann")
+    clocked.wait(0.5)
+    clocked.alerts.undo_acknowledge(lasting.id)
+    clocked.wait(0.6)
+    claimed = clocked.alerts.claim_delivery()
+    assert claimed is not None and claimed.id == lasting.id
+
+
 def test_what_was_due_while_no_server_ran_is_not_sent_hours_later(clocked: Clocked) -> None:
     clocked.add(change(2_000, clocked.now_ns))
     clocked.wait(90)

@@ -16,6 +16,7 @@ from stepsplit.analyzer.diagnose.hang.find import read_calls
 from stepsplit.analyzer.diagnose.hang.result import from_json, to_json
 from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
+from stepsplit.dashboard.store.run_row import RunEdit, Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 
@@ -79,6 +80,11 @@ def test_logs_and_states_without_dumps_are_a_run_of_a_hang_too(
     run, _ = found(store, run_id), store.load_hang(run_id)
     assert run.is_hang and "all_reduce 24" in ask_page(client, f"/run/{run_id}")
 
+    damaged = {"rank0_state.json": b'{"schema": "stepsplit.state/1", "rank": "x"}'}
+    torn = queued(store, "torn", **damaged)
+    assert process_job(store, claimed(store), analyze_upload) == "failed"
+    assert "rank0_state.json: invalid state" in str(found(store, torn).error)
+
     other = queued(store, "none", **{"notes.txt": b"step 3 loss 2.1"})
     assert process_job(store, claimed(store), analyze_upload) == "failed"
     assert "trace" in str(found(store, other).error), "what is missing of a recording"
@@ -87,7 +93,7 @@ def test_logs_and_states_without_dumps_are_a_run_of_a_hang_too(
 def test_a_watched_job_that_has_stopped_leads_to_its_dumps(
     client: FlaskClient, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.watches.add_batch(batch(windows=(window(0, minutes_ago(1)),)))
+    store.watches.add_batch(batch(world_size=1, windows=(window(0, minutes_ago(1)),)))
     assert "may have stopped" not in ask_page(client, f"/watch/{RUN}")
     run_id = queued(store, "hung", **DUMPS)
     process_job(store, claimed(store), analyze_upload)
@@ -96,8 +102,12 @@ def test_a_watched_job_that_has_stopped_leads_to_its_dumps(
     monkeypatch.setattr(time, "time_ns", lambda: later_ns)
     page = ask_page(client, f"/watch/{RUN}")
 
-    for words in ("may have stopped", "stepsplit hang --out FOLDER", run_id):
-        assert words in page
+    # Dumps of rank 1, which the job of one rank does not have, are of another job.
+    assert "may have stopped" in page and "stepsplit hang --out FOLDER" in page
+    assert run_id not in page
+    store.edit(run_id, RunEdit(tags=(Tag("job", RUN),)))
+    page = ask_page(client, f"/watch/{RUN}")
+    assert "Dumps of this job" in page and run_id in page
     assert "has not called all_reduce 5" in page
 
 

@@ -197,6 +197,14 @@ _NOISE = {
 }
 
 
+def _build_timelines_link(baseline: View, candidate: View) -> list[Component | str]:
+    """The timeline of the candidate with that of the baseline below it; [] without addresses."""
+    if not (baseline.run_id and candidate.run_id):
+        return []
+    url = build_page_url(candidate.run_id, "timeline", **{"with": baseline.run_id})
+    return ["   ", build_link("both timelines", url)]
+
+
 def compare_page(baseline: View, candidate: View) -> list[Component]:
     """The page that compares the candidate with the baseline."""
     try:
@@ -216,6 +224,7 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
                 html.B(build_link(candidate.name, build_page_url(candidate.run_id))),
                 "   ",
                 build_link("swap", build_compare_url((candidate.run_id, baseline.run_id))),
+                *_build_timelines_link(baseline, candidate),
             ],
             className="subtitle",
         ),

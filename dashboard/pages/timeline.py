@@ -275,6 +275,10 @@ class TimelineView:
         """The split of the range for each rank."""
         return measure_range(self._tables.segments, ranks, from_ns, to_ns)
 
+    def measure_names(self, ranks: Sequence[int], from_ns: int, to_ns: int) -> tuple[NameTime, ...]:
+        """The kernels and calls of the range over these ranks, those with most time first."""
+        return measure_names(self._slices, ranks, from_ns, to_ns)
+
     def find_slice(self, rank: int, lane: str, depth: int, start_ns: int) -> dict[str, Any] | None:
         """The slice that starts there, as the timeline shows it; None if there is none."""
         if lane == BAND:
@@ -583,6 +587,58 @@ def measure_range(
         assert covered == int(buckets.sum()), f"time is lost on rank {rank}"
         splits.append(RangeSplit(rank, covered, tuple(buckets.tolist())))
     return tuple(splits)
+
+
+@dataclass(frozen=True, slots=True)
+class NameTime:
+    """The time of the kernels and calls of one name and bucket within a range, over some ranks.
+
+    Attributes:
+        name: Their name.
+        bucket: Index into BUCKETS.
+        calls: How many of them are at least partly in the range.
+        total_ns: Their time in the range; those that overlap count each.
+        n_ranks: The number of ranks that have any.
+        worst_rank: The rank with most of the time.
+        worst_ns: Its time.
+    """
+
+    name: str
+    bucket: int
+    calls: int
+    total_ns: int
+    n_ranks: int
+    worst_rank: int
+    worst_ns: int
+
+
+def measure_names(
+    read: Callable[[int], Slices | None], ranks: Sequence[int], from_ns: int, to_ns: int
+) -> tuple[NameTime, ...]:
+    """The time by name and bucket within the range, most first; idle time has no name."""
+    found: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for rank in ranks:
+        own = read(rank)
+        if own is None:
+            continue
+        end = own.start_ns + own.dur_ns
+        rows = np.flatnonzero(
+            (end > from_ns) & (own.start_ns < to_ns) & (own.bucket != Bucket.IDLE)
+        )
+        inside = np.minimum(end[rows], to_ns) - np.maximum(own.start_ns[rows], from_ns)
+        key = own.name[rows].astype(np.int64) * len(BUCKETS) + own.bucket[rows]
+        used, place = np.unique(key, return_inverse=True)
+        calls = np.bincount(place, minlength=len(used)).tolist()
+        sums = np.bincount(place, weights=inside, minlength=len(used)).astype(np.int64).tolist()
+        for number, count, total_ns in zip(used.tolist(), calls, sums, strict=True):
+            name, bucket = divmod(number, len(BUCKETS))
+            found[own.names[name], bucket].append((total_ns, rank, count))
+    rows_of = []
+    for (name, bucket), of_ranks in found.items():
+        worst_ns, worst_rank, _ = max(of_ranks)
+        total_ns, calls = sum(one[0] for one in of_ranks), sum(one[2] for one in of_ranks)
+        rows_of.append(NameTime(name, bucket, calls, total_ns, len(of_ranks), worst_rank, worst_ns))
+    return tuple(sorted(rows_of, key=lambda one: (-one.total_ns, one.name)))
 
 
 def build_range_json(from_ns: int, to_ns: int, splits: Sequence[RangeSplit]) -> dict[str, Any]:

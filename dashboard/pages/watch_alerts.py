@@ -144,9 +144,8 @@ def build_stop_section(
     parts: list[Component] = [html.Ul([html.Li(one) for one in steps])]
     named = [one for one in hangs if is_named_after(one, run)]
     unnamed = [one for one in hangs if one not in named]
-    for words, own in (("Dumps of this job:", named),
-                       ("Uploaded since its last data, of a job of as many ranks at most; which one"
-                        " is not known (name the upload after the job, or tag it):", unnamed)):  # fmt: skip
+    unsure = "Uploaded since its last data; of which job is not known, if not named after it:"
+    for words, own in (("Dumps of this job:", named), (unsure, unnamed)):
         links = [
             html.Li([dcc.Link(one.name, href=build_page_url(one.id)), f": {one.error}"])
             for one in own[:5]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -31,7 +31,10 @@ _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 _VOID = ("br", "hr", "img", "input")
 
-_TIMELINE_SCRIPTS = ("paint_timeline.js", "query_timeline.js", "rank_rows.js", "timeline.js")
+_TIMELINE_SCRIPTS = (
+    "paint_timeline.js", "query_timeline.js", "range_table.js", "rank_rows.js",
+    "second_timeline.js", "timeline.js",
+)  # fmt: skip
 
 _CAPITAL = re.compile("[A-Z]")
 
@@ -43,12 +46,16 @@ JSON.parse(document.getElementById("figures").textContent).forEach((figure, i) =
 """.replace("CONFIG", orjson.dumps(GRAPH_CONFIG).decode())
 
 
-def export_html(view: View) -> str:
-    """The self-contained HTML file; sections without data are left out."""
+def export_html(view: View, notes: Sequence[str] = ()) -> str:
+    """The self-contained HTML file; sections without data are left out.
+
+    notes: on ranges of the timeline, as in its address.
+    """
     view = View(view.name, view.report, view.tables)
     tables, shown = view.tables, None
     if tables is not None and len(tables.segments.rank):
         shown = export_json(view.report, tables)
+        shown["index"]["notes"] = list(notes)
     figures: list[Any] = []
     body = "".join(_render_html(part, figures) for part in _build_chapters(view))
     return "".join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -35,6 +36,9 @@ BAND_SLOTS = 2
 MAX_MATCHES = 200
 """Matches of a search in one response."""
 
+MAX_NAMES = 200
+"""Kernels and calls of a range in one response."""
+
 _MAX_NUMBER = 1 << 61
 """Largest time in ns, so that the length of a window fits into 64 bits."""
 
@@ -49,6 +53,7 @@ def build_timeline_routes(cache: ReportCache) -> Blueprint:
         "/window": _read_window,
         "/search": _search,
         "/measure": _measure,
+        "/names": _measure_names,
         "/slice": _read_slice,
         "/name": _read_name,
     }
@@ -111,6 +116,12 @@ def _measure(scene: TimelineView) -> dict[str, Any]:
     from_ns, to_ns = _parse_range()
     splits = scene.measure(_parse_ranks(scene), from_ns, to_ns)
     return build_range_json(from_ns, to_ns, splits)
+
+
+def _measure_names(scene: TimelineView) -> dict[str, Any]:
+    """The kernels and calls between from and to over the ranks, the first MAX_NAMES of them."""
+    names = scene.measure_names(_parse_ranks(scene), *_parse_range())
+    return {"count": len(names), "names": [asdict(one) for one in names[:MAX_NAMES]]}
 
 
 def _read_slice(scene: TimelineView) -> dict[str, Any]:
@@ -190,7 +201,7 @@ def _name_download(view: View, suffix: str) -> str:
     return f"attachment; filename={'-'.join(filter(None, (plain, view.run_id)))}{suffix}"
 
 
-_NAME_CHARACTERS = 80
+_NAME_CHARACTERS, _NOTE_CHARACTERS, MAX_NOTES = 80, 260, 30
 
 
 # The HTML export.
@@ -204,7 +215,8 @@ def build_export_routes(cache: ReportCache) -> Blueprint:
     def export_run(run_id: str) -> Response:
         view = cache.load_finished_run(run_id)
         headers = {"Content-Disposition": _name_download(view, ".html")}
-        return Response(export_html(view), mimetype="text/html", headers=headers)
+        notes = [text[:_NOTE_CHARACTERS] for text in request.args.getlist("note")[:MAX_NOTES]]
+        return Response(export_html(view, notes), mimetype="text/html", headers=headers)
 
     @routes.errorhandler(DataError)
     def report_data_error(error: DataError) -> tuple[Response, int]:

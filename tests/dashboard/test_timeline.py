@@ -15,6 +15,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
 from stepsplit.dashboard.figures.rank_groups import RankGrouping, list_groupings
 from stepsplit.dashboard.pages.timeline import (
+    NameTime,
     RangeSplit,
     TimelineView,
     WindowDetail,
@@ -25,6 +26,7 @@ from stepsplit.dashboard.pages.timeline import (
     build_window_json,
     export_json,
     find_slots,
+    measure_names,
     measure_range,
 )
 from stepsplit.dashboard.pages.timeline_track import DrawnShapes, TimelineTrack
@@ -359,6 +361,29 @@ def test_the_buckets_of_a_range_add_up_to_its_time_to_the_nanosecond(low: int, w
     for split in measure_range(made.tables.segments, (0, 1, 2, 3), low, low + wide):
         inside = max(0, min(low + wide, last) - max(low, first))
         assert (sum(split.buckets_ns), split.covered_ns) == (inside, inside)
+
+
+def test_the_kernels_of_a_range_are_those_of_all_its_ranks() -> None:
+    def slices(*rows: tuple[int, int, int, int]) -> Slices:
+        name, bucket, start, dur = np.array(rows, dtype=np.int64).T
+        count = len(rows)
+        return Slices(
+            np.zeros(count, np.int32), np.zeros(count, np.uint8), name.astype(np.int32),
+            bucket.astype(np.uint8), np.full(count, -1, np.int32), start, dur, ("stream 7",),
+            ("gemm", "all_reduce"),
+        )  # fmt: skip
+
+    ranks = {
+        0: slices((0, COMPUTE, 0, 100), (0, COMPUTE, 100, 50), (1, SKEW, 150, 30)),
+        1: slices((0, COMPUTE, 90, 200), (1, COLLECTIVE, 500, 10), (1, IDLE, 120, 9)),
+    }
+
+    found = measure_names(ranks.get, (0, 1, 2), 50, 160)
+
+    assert found == (
+        NameTime("gemm", COMPUTE, 3, 50 + 50 + 70, 2, 0, 100),
+        NameTime("all_reduce", SKEW, 1, 10, 1, 0, 10),
+    )
 
 
 def test_a_step_measured_as_a_range_is_its_row_in_the_report() -> None:

@@ -328,12 +328,13 @@ def test_the_controls_are_reached_by_keyboard_and_pass_axe(served: Served, brows
         assert serious == []
         page.get_by_label("step", exact=True).focus()
         reached = []
-        for _ in range(9):
+        for _ in range(11):
             page.keyboard.press("Tab")
             reached.append(page.evaluate("document.activeElement.getAttribute('aria-label')"))
         assert [label.split(",")[0] for label in reached[2:]] == [
             "download trace", "search a kernel or op", "group ranks by", "show only some ranks",
-            "draw closed ranks with few pixels", "Timeline. Arrow left and right move",
+            "draw closed ranks with few pixels", "keep the chosen rank above the others",
+            "second timeline", "Timeline. Arrow left and right move",
             "zoom to the range",
         ]  # fmt: skip
 

@@ -59,6 +59,8 @@
 
     paint() {
       this.compactButton.setAttribute("aria-pressed", String(this.isCompact()));
+      const focused = this.focusedRank();
+      this.pinButton.textContent = (this.pins.includes(focused) ? "unpin rank" : "pin rank") + (focused === null ? "" : " " + focused);
       const places = this.places();
       const total = places.length ? places[places.length - 1].y + places[places.length - 1].height : AXIS;
       const height = Math.min(Math.max(total + 8, 120), this.mostHeight());
@@ -68,15 +70,34 @@
       pen.textBaseline = "middle";
       this.hits = [];
       this.matching = this.query ? this.data.names.map((name) => name.toLowerCase().includes(this.query.toLowerCase())) : null;
-      const seen = places.filter((place) => place.y + place.height - top >= AXIS && place.y - top <= height);
-      seen.forEach((place) => place.group || this.paintRank(pen, place, place.y - top));
-      pen.fillStyle = this.paper;
-      pen.fillRect(0, AXIS, this.gutter - 1, height);
-      seen.forEach((place) => (place.group ? this.paintHeading(pen, place, place.y - top, width) : this.paintLabel(pen, place, place.y - top)));
+      const pinned = places.filter((place) => place.pinned);
+      const under = pinned.length ? pinned[pinned.length - 1].y + pinned[pinned.length - 1].height : AXIS;
+      const seen = places.filter((place) => !place.pinned && place.y + place.height - top >= under && place.y - top <= height);
+      this.paintRows(pen, seen, top, AXIS, width, height);
+      /* Over those that have scrolled below them. */
+      if (pinned.length) {
+        const own = this.hits;
+        this.hits = [];
+        pen.fillStyle = this.paper;
+        pen.fillRect(0, AXIS, width, under - AXIS);
+        this.paintRows(pen, pinned, 0, AXIS, width, under - AXIS);
+        pen.fillStyle = this.line;
+        pen.fillRect(0, under - 2, width, 2);
+        this.hits = [...this.hits, ...own.filter((one) => one.y + one.height > under)];
+      }
       this.paintLink(pen, places, top);
       this.paintRange(pen, height);
       this.paintAxis(pen, width, height);
+      this.paintNotes(pen, height);
       if (this.enough()) this.root.dataset.drawn = Math.round(this.from) + "," + Math.round(this.to);
+    },
+
+    /* Rows with the labels beside them, of places that the page has scrolled by top. */
+    paintRows(pen, places, top, from, width, height) {
+      places.forEach((place) => place.group || this.paintRank(pen, place, place.y - top));
+      pen.fillStyle = this.paper;
+      pen.fillRect(0, from, this.gutter - 1, height);
+      places.forEach((place) => (place.group ? this.paintHeading(pen, place, place.y - top, width) : this.paintLabel(pen, place, place.y - top)));
     },
 
     /* Gives the canvas its size; the space below it makes the body as long as all rows. */
@@ -236,13 +257,13 @@
       const own = places.find((place) => place.rank === one.rank), to = places.find((place) => place.rank === one.owner);
       if (!own) return;
       const at = own.lanes.findIndex((row) => row.lane === one.lane && row.depth === one.depth);
-      const y = own.y - top + (at < 0 ? 0 : BAND + at * LANE), high = at < 0 ? own.band : LANE;
+      const y = own.y - (own.pinned ? 0 : top) + (at < 0 ? 0 : BAND + at * LANE), high = at < 0 ? own.band : LANE;
       const x0 = clamp(this.x(one.start), this.gutter, this.gutter + this.width()), x1 = clamp(this.x(one.start + one.dur), this.gutter, this.gutter + this.width());
       pen.strokeStyle = this.ink;
       pen.lineWidth = 1.5;
       pen.strokeRect(x0, y + 1, Math.max(x1 - x0, 2), Math.max(high - 2, 2));
       if (!to || one.owner < 0) return;
-      const y1 = to.y - top + to.band / 2, y0 = y + high / 2;
+      const y1 = to.y - (to.pinned ? 0 : top) + to.band / 2, y0 = y + high / 2;
       pen.strokeStyle = this.accent;
       pen.lineWidth = 2;
       pen.beginPath();

@@ -123,17 +123,26 @@
       this.splits = null;
       this.measureRange();
       this.draw();
+      if (this.second && this.second.extent && this.range) {
+        const offset = this.second.secondOffset();
+        this.second.setRange(from + offset, to + offset);
+      }
     },
 
     clearRange() {
       this.edges = [null, null];
       this.range = this.splits = null;
       this.showRange();
+      (this.main || this).showTable();
+      if (!this.second) return;
+      this.second.clearRange();
+      this.second.draw();
     },
 
     async measureRange() {
       this.remember();
       this.showRange();
+      (this.main || this).showTable();
       const range = this.range;
       if (!range) return;
       try {
@@ -145,6 +154,7 @@
         this.say("Cannot measure: " + error.message);
       }
       this.showRange();
+      (this.main || this).showTable();
     },
 
     /* The split of the range on the rank under the pointer, else on the focused one. */
@@ -163,7 +173,7 @@
       };
       const zero = this.zero(), rank = this.hovered !== null ? this.hovered : this.focusedRank();
       const exact = (ns) => ns.toLocaleString("en") + " ns";
-      add("range " + time(range.to - range.from), "tl-range-length", exact(range.to - range.from) + ", " + timeRange(range.from - zero, range.to - zero));
+      add((this.main ? "below: " : this.second ? "above: " : "") + "range " + time(range.to - range.from), "tl-range-length", exact(range.to - range.from) + ", " + timeRange(range.from - zero, range.to - zero));
       const split = rank === null || !this.splits ? null : this.splits.get(rank);
       if (split) {
         add("rank " + rank, "tl-range-rank");
@@ -176,6 +186,16 @@
         if (missing > 0) add("not recorded " + time(missing), "", exact(missing));
       }
       this.button(line, "zoom to it", "zoom to the range", () => this.show(range.from, range.to));
+      if (!this.main) {
+        const count = this.shownRanks().length;
+        this.button(line, this.stats ? "hide the table" : "table of " + count + (count === 1 ? " rank" : " ranks"), "how the range splits over all shown ranks", () => {
+          this.stats = !this.stats;
+          this.remember();
+          this.showRange();
+          this.showTable();
+        });
+        if (this.run) this.button(line, "add a note", "write a note on this range", () => this.askNote());
+      }
       this.button(line, "clear", "clear the range", () => { this.clearRange(); this.remember(); this.draw(); });
     },
 
@@ -244,6 +264,10 @@
       set("show", this.filter);
       set("rows", this.compactChoice === null ? "" : this.compactChoice ? "compact" : "full");
       set("measure", this.range ? this.range.from + "-" + this.range.to : "");
+      set("pin", this.pins.join(","));
+      set("stats", this.stats ? "1" : "");
+      for (const key of this.noteKeys()) query.append("note", key);
+      for (const [name, value] of Object.entries(this.second ? this.second.secondQuery() : {})) set(name, value);
       const one = this.chosen;
       set("slice", one && one.exact ? [one.rank, one.lane, one.depth, one.start].join(",") : "");
       return query;
@@ -253,6 +277,9 @@
     restoreChoices(asked) {
       const rows = asked.get("rows");
       if (rows === "compact" || rows === "full") this.compactChoice = rows === "compact";
+      this.pins = (asked.get("pin") || "").split(",").filter((one) => /^\d{1,8}$/.test(one)).map(Number).slice(0, 8);
+      this.stats = asked.get("stats") === "1";
+      this.restoreNotes(asked);
       if (asked.get("group")) this.setGrouping(asked.get("group"));
       (asked.get("fold") || "").split(",").filter(Boolean).forEach((name) => this.folded.add(name));
       if (asked.get("show")) this.setFilter(asked.get("show"));

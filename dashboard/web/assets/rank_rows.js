@@ -4,7 +4,7 @@
   "use strict";
 
   const { AXIS, BAND, LANE, GAP, HEADING, WIDE_GUTTER, clamp } = window.stepsplitPainting;
-  const MANY_RANKS = 64, LEAST_PX = 2, MOST_PX = 8, LABEL_PX = 13;
+  const MANY_RANKS = 64, LEAST_PX = 3, MOST_PX = 8, LABEL_PX = 13, MOST_PINS = 8;
   const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZab";
 
   /* Calls back with (letter, first slot, slots) of each run of a text such as A12.3B. */
@@ -71,7 +71,28 @@
         .filter((one) => one.ranks.length);
     },
 
-    shownRanks() { return this.groups().flatMap((one) => one.ranks.map((each) => each.rank)); },
+    shownRanks() {
+      const ranks = this.groups().flatMap((one) => one.ranks.map((each) => each.rank));
+      return [...new Set([...this.pins, ...ranks])];
+    },
+
+    /* Pins the focused rank above the others, where it stays while they scroll, or lets it go. */
+    togglePin() {
+      const rank = this.focusedRank();
+      if (rank === null) return this.say("Choose a rank to pin: click its row.");
+      const pinned = this.pins.includes(rank);
+      this.pins = pinned ? this.pins.filter((one) => one !== rank) : [...this.pins, rank].slice(-MOST_PINS);
+      this.say("rank " + rank + (pinned ? " is no longer pinned" : " is pinned above the others"));
+      this.refresh();
+    },
+
+    /* The rank with its stage and host, and the group in which it is drawn. */
+    rankWords(rank) {
+      const one = this.index.ranks.find((each) => each.rank === rank) || { stage: null };
+      const group = this.by && this.groups().find((each) => each.ranks.some((own) => own.rank === rank));
+      const parts = ["rank " + rank, group ? group.name : one.stage === null ? "" : "stage " + one.stage, one.host || ""];
+      return [...new Set(parts)].filter(Boolean).join(", ");
+    },
 
     isCompact() {
       return this.compactChoice === null ? this.shownRanks().length > MANY_RANKS : this.compactChoice;
@@ -86,7 +107,11 @@
       return clamp(Math.floor((this.mostHeight() - AXIS - 8 - headings) / Math.max(count, 1)), LEAST_PX, MOST_PX);
     },
 
-    mostHeight() { return Math.round(window.innerHeight * (this.isCompact() ? 0.8 : 0.72)); },
+    /* Two timelines share the screen. */
+    mostHeight() {
+      const share = this.isCompact() ? 0.8 : 0.72;
+      return Math.round(window.innerHeight * (this.main || this.second ? share / 2 : share));
+    },
 
     /* What is drawn from top to bottom: headings of groups, and ranks with their lanes. */
     places() {
@@ -94,10 +119,16 @@
       const places = [];
       let y = AXIS;
       const add = (place) => { places.push({ ...place, y }); y += place.height; };
+      const known = new Map(this.index.ranks.map((one) => [one.rank, one]));
+      for (const rank of this.pins.filter((one) => known.has(one))) {
+        const lanes = this.open.has(rank) ? this.lanesOf(rank) : [];
+        add({ ...known.get(rank), key: "rank " + rank, lanes, height: BAND + lanes.length * LANE + GAP, band: BAND, pinned: true });
+      }
       for (const group of groups) {
         if (group.name) add({ key: "group " + group.name, group: group.name, count: group.ranks.length, lanes: [], height: HEADING });
         if (this.folded.has(group.name)) continue;
         for (const one of group.ranks) {
+          if (this.pins.includes(one.rank)) continue;
           const isOpen = this.open.has(one.rank), lanes = isOpen ? this.lanesOf(one.rank) : [];
           const height = isOpen ? BAND + lanes.length * LANE + GAP : closed;
           const band = isOpen || !compact ? BAND : closed - (closed >= 4 ? 1 : 0);
@@ -122,8 +153,11 @@
         one.labeled = taken.every(([other, room]) => Math.abs(other - middle) >= room + half);
         if (one.labeled) taken.push([middle, half]);
       };
-      small.filter((one) => one.key === this.focus).forEach(take);
-      small.filter((one) => one.key !== this.focus && one.rank % each === 0).forEach(take);
+      /* The row under the pointer always has one. */
+      const first = (one) => one.key === this.focus || one.rank === this.hovered;
+      small.filter((one) => one.rank === this.hovered).forEach((one) => { one.labeled = true; taken.push([this.labelMiddle(one), half]); });
+      small.filter((one) => first(one) && one.rank !== this.hovered).forEach(take);
+      small.filter((one) => !first(one) && one.rank % each === 0).forEach(take);
     },
 
     /* The label of the first rows is not cut off by the axis. */
@@ -187,7 +221,7 @@
       const focused = place.key === this.focus, middle = y - place.y + this.labelMiddle(place);
       pen.font = (focused ? "700 " : "600 ") + (place.small ? "11px" : "12px") + " system-ui, sans-serif";
       pen.fillStyle = focused ? this.accent : this.ink;
-      pen.fillText((this.open.has(place.rank) ? "▾ " : "▸ ") + "rank " + place.rank, 4, middle, this.gutter - 8);
+      pen.fillText((place.pinned ? "● " : this.open.has(place.rank) ? "▾ " : "▸ ") + "rank " + place.rank, 4, middle, this.gutter - 8);
       pen.font = "11px system-ui, sans-serif";
       pen.fillStyle = this.muted;
       const count = this.query ? this.matchCount(place.rank) : null;

@@ -16,8 +16,15 @@
   };
 
   class Timeline {
-    constructor(root) {
+    constructor(root, main = null, asked = null) {
       this.root = root;
+      this.main = main;
+      this.askedSecond = asked;
+      this.second = null;
+      this.shift = 0;
+      this.notes = [];
+      this.pins = [];
+      this.stats = false;
       this.run = root.dataset.run;
       this.data = NO_ROWS;
       this.open = new Set();
@@ -40,7 +47,7 @@
         "Timeline. Arrow left and right move, plus and minus zoom, arrow up and down choose a rank or group, " +
         "Enter opens its lanes or folds it, full stop and comma choose the next and previous slice, " +
         "0 shows the whole run, slash searches a name, n and p choose the next and previous match, " +
-        "left and right square bracket set the begin and end of a measured range, Escape clears slice and range.");
+        "left and right square bracket set the begin and end of a measured range, k pins a rank above the others, Escape clears slice and range.");
       this.space = node("div", "tl-space");
       this.body.append(this.canvas, this.space);
       this.tip = node("div", "tl-tip");
@@ -51,7 +58,13 @@
       this.status = node("div", "tl-status");
       this.status.setAttribute("role", "status");
       this.status.textContent = "Drag to pan, Shift + drag to measure, Ctrl + wheel to zoom, double-click to zoom in; click a rank to show its lanes.";
-      this.root.append(this.buildMoves(), this.buildChoices(), this.body, this.rangeLine, this.status, this.tip);
+      if (this.main) this.status.textContent = "";
+      const bars = [this.buildMoves(), this.buildChoices()];
+      this.noteList = node("div", "tl-notes");
+      this.noteList.hidden = true;
+      if (!this.main) this.table = node("div", "tl-tables");
+      this.root.append(...(this.main ? [this.buildSecondHead()] : bars), this.body, this.rangeLine, this.noteList, this.status, this.tip);
+      if (this.table) this.root.append(this.table);
       this.listen();
     }
 
@@ -97,6 +110,8 @@
       this.filterField.addEventListener("change", () => this.setFilter(this.filterField.value));
       this.compactButton = this.button(bar, "compact rows", "draw closed ranks with few pixels", () => this.setCompact(!this.isCompact()));
       this.compactButton.setAttribute("aria-pressed", "false");
+      this.pinButton = this.button(bar, "pin rank", "keep the chosen rank above the others", () => this.togglePin());
+      if (this.run) this.buildSecondMenu(bar);
       return bar;
     }
 
@@ -161,7 +176,7 @@
 
     /* The initial window: from the URL, else the middle full step. */
     start() {
-      const asked = new URLSearchParams(this.run ? location.search : "");
+      const asked = this.main ? this.secondChoices() : new URLSearchParams(this.run ? location.search : "");
       const number = (name) => (/^-?\d{1,18}$/.test(asked.get(name) || "") ? Number(asked.get(name)) : null);
       (asked.get("open") || "").split(",").filter((one) => /^\d{1,8}$/.test(one)).forEach((one) => this.open.add(Number(one)));
       if (!asked.has("open") && this.index.ranks.length <= 4) this.index.ranks.forEach((one) => this.open.add(one.rank));
@@ -170,11 +185,14 @@
       this.focus = "rank " + (rank !== null ? rank : this.index.ranks[0].rank);
       this.starting = true;
       this.restoreChoices(asked);
-      if (from !== null && to !== null && to > from) this.show(from, to);
+      if (this.main) this.pairFirst(this.askedSecond);
+      else if (from !== null && to !== null && to > from) this.show(from, to);
       else this.toStep(asked.get("step") || this.middle());
       this.restoreAnswers(asked);
       this.starting = false;
       this.ask();
+      if (this.main) this.align();
+      else this.restoreSecond(asked);
       if (rank !== null) setTimeout(() => this.reveal(rank), 300);
     }
 
@@ -185,6 +203,7 @@
     }
 
     toStep(number) {
+      if (this.main) return this.pairStep(number);
       const step = this.index.steps.find((one) => String(one.step) === String(number));
       if (!step) return this.whole();
       const edge = 0.01 * (step.to - step.from);
@@ -194,6 +213,10 @@
     whole() { this.show(...this.extent); }
 
     show(from, to) {
+      if (this.main) {
+        const offset = this.secondOffset();
+        return this.main.show(from - offset, to - offset);
+      }
       const [first, last] = this.extent;
       const most = 1.1 * (last - first) || 1;
       const span = clamp(to - from, LEAST_NS, most);
@@ -202,6 +225,7 @@
       this.to = middle + span / 2;
       this.draw();
       this.ask();
+      if (this.second) this.second.align();
     }
 
     zoom(times, at) {
@@ -217,7 +241,7 @@
 
     ranksInSight(beyond = 0) {
       const top = this.body.scrollTop, bottom = top + this.mostHeight();
-      return this.places().filter((one) => one.rank !== undefined && one.y + one.height > top - beyond && one.y < bottom + beyond).map((one) => one.rank);
+      return this.places().filter((one) => one.rank !== undefined && (one.pinned || (one.y + one.height > top - beyond && one.y < bottom + beyond))).map((one) => one.rank);
     }
 
     enough() {
@@ -283,6 +307,7 @@
       const origin = step ? "step " + step.step : first ? "from step " + first.step : "time";
       this.where.textContent = origin + ": " + timeRange(this.from - this.zero(), this.to - this.zero());
       if (step) this.steps.value = step.step;
+      if (this.main) return this.starting ? undefined : this.main.remember();
       if (!this.run || this.starting) return;
       clearTimeout(this.noting);
       this.noting = setTimeout(() => {
@@ -327,12 +352,12 @@
 
     words(one) {
       const known = one.name || this.nameOf(one);
-      if (!one.exact) return [known || one.bucket, (known ? one.bucket + "  ·  " : "") + "mostly, for " + time(one.dur) + "; zoom in for details"];
+      if (!one.exact) return [known || one.bucket, (known ? one.bucket + "  ·  " : "") + "mostly, for " + time(one.dur) + "  ·  " + this.rankWords(one.rank) + "; zoom in for details"];
       const waits = one.owner >= 0 ? "waits for rank " + one.owner : "";
       const step = this.index.steps.find((each) => each.from <= one.start && one.start < each.to);
       const when = step ? time(one.start - step.from) + " into step " + step.step : "at " + time(one.start);
       const mostly = known && !one.name ? "mostly " + known : known;
-      return [mostly || one.bucket, [one.bucket, waits, time(one.dur), when, "rank " + one.rank + (one.lane === "buckets" ? "" : ", " + one.lane)].filter(Boolean).join("  ·  ")];
+      return [mostly || one.bucket, [one.bucket, waits, time(one.dur), when, this.rankWords(one.rank) + (one.lane === "buckets" ? "" : ", " + one.lane)].filter(Boolean).join("  ·  ")];
     }
 
     choose(one) {
@@ -403,7 +428,7 @@
         "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), w: () => this.zoom(0.5), "-": () => this.zoom(2), s: () => this.zoom(2),
         0: () => this.whole(), ".": () => this.neighbor(1), ",": () => this.neighbor(-1),
         ArrowDown: () => this.move(1), ArrowUp: () => this.move(-1), Enter: () => this.toggleFocused(),
-        n: () => this.stepMatch(1), p: () => this.stepMatch(-1), "[": () => this.setEdge(0), "]": () => this.setEdge(1),
+        n: () => this.stepMatch(1), p: () => this.stepMatch(-1), "[": () => this.setEdge(0), "]": () => this.setEdge(1), k: () => this.togglePin(),
         Escape: () => { this.clearRange(); this.choose(null); },
       };
       if (event.ctrlKey || event.metaKey || event.altKey || !acts[event.key]) return;
@@ -496,8 +521,10 @@
       }, { passive: false });
       this.canvas.addEventListener("keydown", (event) => this.extent && this.key(event));
       this.body.addEventListener("scroll", () => { if (this.extent) { this.draw(); this.ask(); } });
-      new ResizeObserver(() => { if (this.body.clientWidth !== this.viewWidth) { this.viewWidth = this.body.clientWidth; this.draw(); this.ask(); } }).observe(this.body);
+      /* A painting before it may have noted the new width; more rows may be in sight now. */
+      new ResizeObserver(() => { this.viewWidth = this.body.clientWidth; this.draw(); this.ask(); }).observe(this.body);
       document.addEventListener("keydown", (event) => {
+        if (this.main) return;
         const free = event.target === document.body || (this.root.contains(event.target) && !event.target.matches("input, select"));
         if (event.key !== "/" || !free || !this.root.isConnected || event.ctrlKey || event.metaKey || event.altKey) return;
         event.preventDefault();
@@ -533,6 +560,7 @@
     hover(rank) {
       if (rank === this.hovered) return;
       this.hovered = rank;
+      if (this.isCompact()) this.draw();
       if (this.range) this.showRange();
     }
 
@@ -571,7 +599,7 @@
     }
   }
 
-  for (const { methods } of [window.stepsplitPainting, window.stepsplitRows, window.stepsplitQueries]) {
+  for (const { methods } of [window.stepsplitPainting, window.stepsplitRows, window.stepsplitQueries, window.stepsplitRange, window.stepsplitSecond]) {
     Object.assign(Timeline.prototype, methods);
   }
 

@@ -1,0 +1,151 @@
+"""Two timelines, statistics of a range, pinned ranks and notes in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from support.browser_builders import ServedRuns, serving_runs
+from support.turns import PAGES
+
+from stepsplit.analyzer import examine
+
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+TIMELINE = 'document.getElementById("timeline-view").timeline'
+WITHIN = "() => {const s = TIMELINE.shownStep(); TIMELINE.setRange(s.from + 1e6, s.from + 9e6)}"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
+    names = ("h100_pp2", "h100_fsdp2")
+    made = {name: examine([SAMPLES / name]) for name in names}
+    with serving_runs(tmp_path_factory.mktemp("second"), made) as runs:
+        yield runs
+
+
+def open_both(browser: Any, served: ServedRuns, more: str = "", **options: Any) -> Any:
+    page = browser.new_page(**({"viewport": {"width": 1440, "height": 900}} | options))
+    first, second = (served.ids[name] for name in ("h100_pp2", "h100_fsdp2"))
+    page.goto(f"{served.url}/run/{first}/timeline?with={second}{more}")
+    page.wait_for_selector(".tl-second[data-drawn]")
+    return page
+
+
+def begins(page: Any) -> list[float]:
+    """How far both windows begin after the begin of their steps."""
+    words = "TIMELINE.from - TIMELINE.shownStep().from"
+    both = (words, words.replace("TIMELINE", "TIMELINE.second"))
+    code = f"() => [{', '.join(both)}]".replace("TIMELINE", TIMELINE)
+    found: list[float] = page.evaluate(code)
+    return found
+
+
+def ask(page: Any) -> dict[str, list[str]]:
+    page.wait_for_timeout(400)
+    return parse_qs(urlsplit(page.url).query)
+
+
+def cells(page: Any, number: int) -> dict[str, list[str]]:
+    """The rows of a table by their first cell."""
+    rows = page.locator(".tl-table").nth(number).locator("tbody tr")
+    texts = [rows.nth(at).locator("td").all_inner_texts() for at in range(rows.count())]
+    return {row[0]: row[1:] for row in texts}
+
+
+def test_two_runs_are_aligned_by_step_and_move_together(served: ServedRuns, browser: Any) -> None:
+    page = open_both(browser, served)
+    assert begins(page)[0] == pytest.approx(begins(page)[1])
+    before = begins(page)
+    box = page.locator(".tl-second canvas").bounding_box()
+    page.mouse.move(box["x"] + 700, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 500, box["y"] + 60, steps=4)
+    page.mouse.up()
+    after = begins(page)
+    assert after[0] == pytest.approx(after[1]) and after[0] > before[0]
+
+    steps = page.locator(".tl-second").get_by_label("step", exact=True)
+    numbers = steps.locator("option").all_inner_texts()
+    steps.select_option(label=numbers[-1])
+    number = numbers[-1].split()[1]
+    assert ask(page)["with_step"] == [number]
+    page.reload()
+    page.wait_for_selector(".tl-second[data-drawn]")
+    assert page.evaluate(f"() => {TIMELINE}.second.shownStep().step") == int(number)
+    page.locator(".tl-second").get_by_text("close").click()
+    assert "with" not in ask(page) and page.locator(".tl-second").count() == 0
+
+
+def test_a_range_of_both_has_a_table_by_bucket_and_kernel(served: ServedRuns, browser: Any) -> None:
+    page = open_both(browser, served, "&stats=1")
+    page.evaluate(WITHIN.replace("TIMELINE", TIMELINE))
+    page.wait_for_selector(".tl-table >> nth=1")
+
+    by_bucket = cells(page, 0)
+    sums = [sum(float(row[at].split()[0]) for row in by_bucket.values()) for at in (1, 3)]
+    assert sums == [pytest.approx(100, abs=0.4)] * 2, "the shares of each side"
+    assert by_bucket["bubble"][2].startswith("0") and by_bucket["bubble"][-1].startswith(
+        "\N{MINUS SIGN}"
+    )
+    kernels = cells(page, 1)
+    assert any("AllGather" in name and not row[0] for name, row in kernels.items())
+    assert len(ask(page)["with_measure"][0].split("-")) == 2
+
+
+def test_a_pinned_rank_stays_above_the_others(served: ServedRuns, browser: Any) -> None:
+    page = open_both(browser, served)
+    page.get_by_label("close the second timeline").click()
+    canvas = page.locator("#timeline-view canvas")
+    canvas.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("k")
+    keys = f"() => {TIMELINE}.places().map((one) => one.key)"
+    assert page.evaluate(keys) == ["rank 1", "rank 0"] and ask(page)["pin"] == ["1"]
+    hit = f"() => {{const t = {TIMELINE}; t.paint(); return t.hit(10, 40).rank}}"
+    page.evaluate(f"() => {{{TIMELINE}.body.scrollTop = 30}}")
+    assert page.evaluate(hit) == 1
+    page.keyboard.press("k")
+    assert page.evaluate(keys) == ["rank 0", "rank 1"]
+
+
+def test_notes_are_in_the_address_and_the_export(
+    served: ServedRuns, browser: Any, tmp_path: Path
+) -> None:
+    page = open_both(browser, served)
+    page.get_by_label("close the second timeline").click()
+    page.evaluate(WITHIN.replace("TIMELINE", TIMELINE))
+    page.get_by_label("write a note on this range").click()
+    page.keyboard.type("waits </script><b>here</b>")
+    page.keyboard.press("Enter")
+    assert ask(page)["note"][0].endswith(":waits </script><b>here</b>")
+
+    page.reload()
+    page.wait_for_selector(".tl-note")
+    with page.expect_download() as download:
+        page.get_by_text("export with these notes").click()
+    file = tmp_path / "kept.html"
+    download.value.save_as(file)
+    page.goto(file.as_uri())
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    (note,) = page.locator(".tl-note button").all()
+    assert note.inner_text() == "1 waits </script><b>here</b>"
+    note.click()
+    page.get_by_text("table of 2 ranks").click()
+    assert page.locator(".tl-table").count() == 2
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1440)])
+def test_both_pass_axe(served: ServedRuns, browser: Any, scheme: str, width: int) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    more = "&stats=1&measure=54897904-61428165&note=54897904-61428165:here&pin=1"
+    size = {"width": width, "height": 900}
+    page = open_both(browser, served, more, color_scheme=scheme, viewport=size)
+    page.wait_for_selector(".tl-table >> nth=1")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    found = Axe().run(page).response["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []

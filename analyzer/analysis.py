@@ -198,7 +198,8 @@ def _build_analysis(
     breakdown = break_down(split)
     report = build_report(recording, split, diagnose(split, recording.records), breakdown)
     job_draft = None if draft is None else draft(recording, split)
-    return Analysis(compare(report, recording, split), build_tables(split, breakdown), job_draft)
+    tables = build_tables(split, breakdown, recording.memories)
+    return Analysis(compare(report, recording, split), tables, job_draft)
 
 
 def _make_comparison(job: str | Path | None) -> _ModelComparison:

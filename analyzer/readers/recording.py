@@ -18,6 +18,7 @@ from stepsplit.analyzer.readers.event_store import EventStore
 from stepsplit.analyzer.readers.file_kinds import FileRole
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.reader import estimate_bytes
+from stepsplit.analyzer.readers.memory_snapshot import MemoryRecord
 from stepsplit.analyzer.readers.open_calls import complete_open_calls
 from stepsplit.analyzer.readers.rank_traces import TraceCandidate, TraceReading, assign_ranks
 from stepsplit.analyzer.readers.recording_files import RecordingFiles, open_recording
@@ -31,7 +32,8 @@ from stepsplit.collectors.formats.run_spec import RunSpec
 class Recording(Struct, frozen=True):
     """The traces of a run in rank order, with its run.json if there is one.
 
-    records are the rank records; they replace a missing run.json.
+    records are the rank records; they replace a missing run.json. memories are the recordings of
+    memory, by file.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Recording(Struct, frozen=True):
     traces: tuple[RankTrace, ...]
     notes: tuple[Note, ...]
     records: tuple[RankRecord, ...] = ()
+    memories: tuple[MemoryRecord, ...] = ()
 
 
 def read_recording(
@@ -90,7 +93,7 @@ def read_recording_files(
     # A record replaces run.json if a job was killed before rank 0 wrote it.
     found, record_notes = files.read_files(FileRole.RECORD)
     records: list[RankRecord] = sorted(found, key=lambda record: record.rank.rank)
-    # A memory snapshot is shown by itself; what it lacks is said with the recording.
+    # What a memory snapshot lacks is said with the recording.
     memories, memory_notes = files.read_files(FileRole.MEMORY)
     record_notes += [*memory_notes, *(note for memory in memories for note in memory.notes)]
     spec = _read_spec(files) or (build_spec(records) if records else None)
@@ -126,6 +129,7 @@ def read_recording_files(
         tuple(traces),
         tuple(replace(note, message=replace_surrogates(note.message)) for note in notes),
         tuple(record for record in records if record.rank.rank in ranks),
+        tuple(memories),
     )
 
 

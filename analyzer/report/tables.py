@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from stepsplit.analyzer.arrays import view_numbers
 from stepsplit.analyzer.buckets import WAITS, Bucket
 from stepsplit.analyzer.parts.breakdown import Breakdown
 from stepsplit.analyzer.parts.kernel_table import KernelRow
+from stepsplit.analyzer.readers.memory_snapshot import MemoryCurve, MemoryRecord
 from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
@@ -28,7 +30,11 @@ if TYPE_CHECKING:
 # RunSplit -> Tables.
 
 
-def build_tables(split: RunSplit, breakdown: Breakdown = Breakdown()) -> Tables:  # noqa: B008
+def build_tables(
+    split: RunSplit,
+    breakdown: Breakdown = Breakdown(),  # noqa: B008
+    memories: Sequence[MemoryRecord] = (),
+) -> Tables:
     """Build the tables of a split recording in the report's times; slices are built on access."""
     origin = find_origin_ns(split)
     bands = [rank.attribution.band for rank in split.ranks]
@@ -57,6 +63,7 @@ def build_tables(split: RunSplit, breakdown: Breakdown = Breakdown()) -> Tables:
         BuiltSlices(split, origin),
         _build_parts(split, breakdown),
         breakdown.kernels,
+        _build_memory(split, memories, origin),
     )
 
 
@@ -243,6 +250,79 @@ class PartTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryTimes:
+    """Memory over time by the recordings of memory, thinned so that every peak is kept.
+
+    Columns of equal length, sorted by rank, then time_ns. The times are the host's, which allocates
+    before the device uses it.
+
+    Attributes:
+        rank: global rank, int32.
+        time_ns: time in ns from the report's t0, int64.
+        allocated_bytes: bytes of live tensors, int64.
+        reserved_bytes: bytes that the allocator has reserved, -1 if unknown, int64.
+    """
+
+    rank: Int32
+    time_ns: Int64
+    allocated_bytes: Int64
+    reserved_bytes: Int64
+
+    @classmethod
+    def build_empty(cls) -> MemoryTimes:
+        """An empty table."""
+        whole = np.empty(0, dtype=np.int64)
+        return cls(np.empty(0, dtype=np.int32), whole, whole, whole)
+
+
+_MOST_MEMORY_TIMES = 2_000
+"""Of one rank: about as many as a chart has pixels."""
+
+
+def _build_memory(split: RunSplit, memories: Sequence[MemoryRecord], origin_ns: int) -> MemoryTimes:
+    """The curves of the ranks whose recording of memory is of the time of their steps."""
+    by_rank = {rank.trace.rank: rank for rank in split.ranks}
+    curves: dict[int, MemoryCurve] = {}
+    for record in memories:
+        # Its file names the rank; without, it is that of the only one.
+        named = re.search(r"rank[_-]?(\d{1,7})(?!\d)", PurePath(record.source).name)
+        number = int(named[1]) if named else next(iter(by_rank)) if len(by_rank) == 1 else None
+        rank = by_rank.get(-1 if number is None else number)
+        if rank is None or not rank.steps:
+            continue
+        # A process that uses several devices has its own on one of them.
+        curve = max(record.devices, key=lambda one: one.peak_allocated_bytes).curve
+        is_known = curve.time_ns >= 0
+        own_ns = curve.time_ns[is_known] - rank.trace.t0_unix_ns
+        at_ns = np.maximum.accumulate(rank.clock.map_to_common_ns(own_ns) - origin_ns)
+        last = rank.steps[-1]
+        begin_ns = rank.steps[0].start_ns - origin_ns
+        end_ns = last.start_ns + last.split.step_ns - origin_ns
+        if not ((at_ns >= begin_ns) & (at_ns <= end_ns)).any():
+            continue
+        sizes = curve.allocated_bytes[is_known]
+        parts = np.array_split(np.arange(len(sizes)), _MOST_MEMORY_TIMES // 2)
+        kept = {int(p[np.argmax(sizes[p])]) for p in parts if len(p)}
+        kept |= {int(part[np.argmin(sizes[part])]) for part in parts if len(part)}
+        rows = np.array(sorted(kept))
+        curves[rank.trace.rank] = MemoryCurve(
+            at_ns[rows], sizes[rows], curve.reserved_bytes[is_known][rows]
+        )
+    if not curves:
+        return MemoryTimes.build_empty()
+    ordered = sorted(curves.items())
+    return MemoryTimes(
+        np.repeat(
+            np.array([number for number, _ in ordered], dtype=np.int32),
+            [len(curve) for _, curve in ordered],
+        ),
+        np.concatenate([curve.time_ns for _, curve in ordered]),
+        np.concatenate([curve.allocated_bytes for _, curve in ordered]),
+        np.concatenate([curve.reserved_bytes for _, curve in ordered]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Tables:
     """The detail tables of a report.
 
@@ -254,6 +334,7 @@ class Tables:
         parts: time by part of the model. Default: empty.
         kernels: all kernels, longest first; the table kernels.parquet has their fields as columns.
             Default: empty.
+        memory: memory over time. Default: empty.
     """
 
     segments: Segments
@@ -262,9 +343,10 @@ class Tables:
     slices: Mapping[int, Slices] = field(default_factory=dict)
     parts: PartTimes = field(default_factory=PartTimes.build_empty)
     kernels: tuple[KernelRow, ...] = ()
+    memory: MemoryTimes = field(default_factory=MemoryTimes.build_empty)
 
 
-_T = TypeVar("_T", Segments, Boxes, Waits, PartTimes)
+_T = TypeVar("_T", Segments, Boxes, Waits, PartTimes, MemoryTimes)
 
 
 def write_tables(folder: Path, tables: Tables) -> None:
@@ -273,7 +355,10 @@ def write_tables(folder: Path, tables: Tables) -> None:
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True, exist_ok=True)
-    for table in (tables.segments, tables.boxes, tables.waits, tables.parts):
+    made = [tables.segments, tables.boxes, tables.waits, tables.parts]
+    # Few recordings have it.
+    made += [tables.memory] if len(tables.memory.rank) else []
+    for table in made:
         path = _find_path(folder, type(table))
         columns = {column.name: getattr(table, column.name) for column in fields(table)}
         with whole_file(path, SHARED) as file:
@@ -300,7 +385,7 @@ def read_tables(folder: Path) -> Tables:
     """
     waits = _read(folder, Waits) if _find_path(folder, Waits).exists() else Waits.build_empty()
     slices = StoredSlices(folder / FILE_NAME) if (folder / FILE_NAME).exists() else {}
-    has_parts = _find_path(folder, PartTimes).exists()
+    has_parts, has_memory = (_find_path(folder, kind).exists() for kind in (PartTimes, MemoryTimes))
     return Tables(
         _read(folder, Segments),
         _read(folder, Boxes),
@@ -308,6 +393,7 @@ def read_tables(folder: Path) -> Tables:
         slices,
         _read(folder, PartTimes) if has_parts else PartTimes.build_empty(),
         _read_kernels(folder),
+        _read(folder, MemoryTimes) if has_memory else MemoryTimes.build_empty(),
     )
 
 

@@ -17,6 +17,7 @@ from stepsplit.analyzer.report.path_shares import compute_path_shares
 from stepsplit.analyzer.report.report import UNKNOWN_HOST, Gap, Pipeline, Report
 from stepsplit.analyzer.report.step_rows import StepRow, select_full_steps
 from stepsplit.analyzer.report.tables import PHASES, Boxes
+from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
     format_memory_size,
@@ -515,6 +516,70 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
         )
     figure.update_layout(barmode="stack", bargap=0.3)
     figure.update_yaxes(autorange="reversed", type="category")
+    return figure
+
+
+# Memory of one rank over time.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """Memory of a rank over time, with the steps and, in a pipeline, the passes of one step.
+
+    Attributes:
+        time_ns: Times from the report's t0, in ns.
+        allocated_bytes: Bytes of live tensors.
+        reserved_bytes: Reserved bytes, -1 if unknown.
+        steps: Number and begin of each step, in ns.
+        passes: Begin and end of each forward (0) and backward (1, 2) pass, with its phase.
+    """
+
+    time_ns: Int64
+    allocated_bytes: Int64
+    reserved_bytes: Int64
+    steps: Sequence[tuple[int, int]]
+    passes: Sequence[tuple[int, int, int]]
+
+
+def draw_memory_over_time(line: MemoryLine) -> go.Figure:
+    """Allocated and reserved memory in MiB or GiB, over ms since the first step."""
+    fullest = int(max(line.allocated_bytes.max(), line.reserved_bytes.max()))
+    unit_bytes, unit = (_MIB, "MiB") if fullest < _GIB else (_GIB, "GiB")
+    figure = theme.build_blank_figure(300, "ms since the first step", unit)
+    lines = [("allocated", line.allocated_bytes, theme.BACKWARD)]
+    if (line.reserved_bytes >= 0).all():
+        lines.append(("reserved", line.reserved_bytes, theme.MUTED))
+    for name, sizes, color in lines:
+        figure.add_trace(
+            go.Scatter(
+                name=name, mode="lines", x=line.time_ns / 1e6, y=sizes / unit_bytes,
+                line={"color": color, "width": 1.5, "shape": "hv"},
+                hovertemplate=f"{name} %{{y:.2f}} {unit} at %{{x:.2f}} ms<extra></extra>",
+            )
+        )  # fmt: skip
+    at = int(line.allocated_bytes.argmax())
+    figure.add_trace(
+        go.Scatter(
+            name="peak", mode="markers", x=[line.time_ns[at] / 1e6],
+            y=[line.allocated_bytes[at] / unit_bytes],
+            marker={"size": 10, "color": theme.WORSE, "symbol": "diamond"},
+            hovertemplate=f"peak %{{y:.2f}} {unit} at %{{x:.2f}} ms<extra></extra>",
+        )
+    )  # fmt: skip
+    # The passes as a strip at the top.
+    figure.layout.shapes = [
+        {
+            "type": "rect", "xref": "x", "yref": "paper", "x0": begin / 1e6, "x1": end / 1e6,
+            "y0": 0.97, "y1": 1.0, "line": {"width": 0},
+            "fillcolor": theme.BACKWARD if phase else theme.FORWARD,
+        }
+        for begin, end, phase in line.passes
+    ]  # fmt: skip
+    for number, begin in line.steps:
+        figure.add_vline(
+            x=begin / 1e6, line={"color": theme.MUTED, "width": 1, "dash": "dot"},
+            annotation_text=f"step {number}", annotation_position="top right",
+        )  # fmt: skip
     return figure
 
 

@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
+import numpy as np
 from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.report.explain import IDLE_MEANING
 from stepsplit.analyzer.report.report import IdleRow
 from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.analyzer.units import format_memory_size, format_percent
+from stepsplit.analyzer.units import format_memory_size, format_milliseconds, format_percent
 from stepsplit.dashboard.figures.of_report import MAX_MEMORY_RANKS, collect_memory
-from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
+from stepsplit.dashboard.figures.run import (
+    CATEGORIES,
+    MemoryBar,
+    MemoryLine,
+    draw_memory,
+    draw_memory_over_time,
+)
+from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.components import (
     View,
     build_collapsed,
     build_empty_card,
     build_graph,
+    build_link,
+    build_menu,
     build_section,
     count_summed_steps,
 )
@@ -27,6 +37,7 @@ from stepsplit.dashboard.pages.page import RunPage
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
+    Content,
     DataTable,
     build_count_cell,
     build_memory_cell,
@@ -41,6 +52,7 @@ from stepsplit.dashboard.pages.timeline import MAX_QUERY_LENGTH
 from stepsplit.dashboard.pages.timeline_links import (
     build_mark_link,
     build_rank_cell,
+    build_span_key,
     build_worst_cell,
 )
 
@@ -218,11 +230,14 @@ def _format_cause(cause: str) -> str:
 # Memory of each rank at its peak by category, with the model's prediction and the device limit.
 
 
-def build_memory_page(view: View) -> list[Component]:
-    """The memory page: measured and predicted bars, or a hint if there are none."""
+def build_memory_page(view: View, chosen: AddressQuery = AddressQuery()) -> list[Component]:  # noqa: B008
+    """The memory page: measured and predicted bars and memory over time, or a hint if there is
+    none."""
     report = view.report
-    found = collect_memory(report)
+    found, over_time = collect_memory(report), _build_memory_over_time(view, chosen)
     bars, limit, predicted = found.bars, found.limit_bytes, found.has_predicted
+    if not bars and over_time:
+        return over_time
     if not bars:
         hint = (
             "Record with profile_run or stepsplit record to measure the memory of each rank, "
@@ -236,9 +251,56 @@ def build_memory_page(view: View) -> list[Component]:
     note += format_hidden_rows(report.memory or (), MAX_MEMORY_RANKS)
     return [
         build_section("Memory", note, figure, *_explain_rest(bars)),
+        *over_time,
         *_build_memory_comparison(view),
         *_build_allocator(view),
     ]
+
+
+_MOST_PASSES = 256
+
+
+def _build_memory_over_time(view: View, chosen: AddressQuery) -> list[Component]:
+    """Memory of one rank over time, that of the fullest unless another is chosen; [] without a
+    recording of memory."""
+    if view.tables is None or not len(view.tables.memory.rank):
+        return []
+    memory, boxes = view.tables.memory, view.tables.boxes
+    known = [str(rank) for rank in np.unique(memory.rank).tolist()]
+    fullest = str(memory.rank[memory.allocated_bytes.argmax()])
+    asked = chosen.find_text("rank")
+    rank = int(asked if asked in known else fullest)
+    own = memory.rank == rank
+    times, sizes = memory.time_ns[own], memory.allocated_bytes[own]
+    at = int(sizes.argmax())
+    steps = sorted((row.step, row.start_ns, row.step_ns) for row in view.report.steps
+                   if row.rank == rank)  # fmt: skip
+    step = next((one for one in steps if 0 <= times[at] - one[1] < one[2]), None)
+    passes: list[tuple[int, int, int]] = []
+    if step is not None:
+        of_step = (boxes.rank == rank) & (boxes.step == step[0])
+        ends = boxes.start_ns + boxes.dur_ns
+        columns = (boxes.start_ns[of_step], ends[of_step], boxes.phase[of_step])
+        passes = list(zip(*(column.tolist() for column in columns), strict=True))[:_MOST_PASSES]
+    line = MemoryLine(
+        times, sizes, memory.reserved_bytes[own], [(one[0], one[1]) for one in steps], passes
+    )
+    words = f"peak of rank {rank}: {format_memory_size(int(sizes[at]))}"
+    if step is None:
+        words += ", outside of the steps"
+    else:
+        words += f", {format_milliseconds(int(times[at]) - step[1])} into step {step[0]}"
+    edge_ns = 2_000_000
+    key = build_span_key(rank, int(times[at]) - edge_ns, 2 * edge_ns)
+    moment: Content = words
+    if (url := build_mark_link(view, key)) is not None:
+        moment = build_link(words, url)
+    note = "times of the host, which allocates before the device computes"
+    note += "; strip: forward and backward of that step on the device" if passes else ""
+    menu = [build_menu("rank", {one: f"rank {one}" for one in known}, str(rank), fullest)]
+    controls = html.Div(menu if len(known) > 1 and view.run_id else [], className="choices")
+    figure = build_graph("memory-time", draw_memory_over_time(line))
+    return [build_section("Memory over time", note, controls, html.P(moment), figure)]
 
 
 _LARGE_REST = 0.1
@@ -320,6 +382,6 @@ COMPUTE_PAGE = RunPage(
 )
 
 MEMORY_PAGE = RunPage(
-    "memory", lambda view, _: build_memory_page(view),
+    "memory", build_memory_page, needs_tables=True,
     chapter="Memory", has_data=lambda report: bool(report.memory or report.prediction),
 )  # fmt: skip

@@ -74,7 +74,7 @@ class PageBuilder:
 
     def _make_request(self, address: Address, role: Role, mark: str | None = None) -> PageRequest:
         load = self._loaded.load_report_view
-        return PageRequest(self.store, load, address, _find_rights(role), mark)
+        return PageRequest(self.store, load, address, _find_rights(role), mark=mark)
 
     def _build_run(self, address: Address, rights: RunRights) -> PageContent | None:
         run = self.store.find_run(address.run_id)

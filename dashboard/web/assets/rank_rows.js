@@ -4,7 +4,7 @@
   "use strict";
 
   const { AXIS, BAND, LANE, GAP, HEADING, WIDE_GUTTER, clamp } = window.stepsplitPainting;
-  const MANY_RANKS = 64, LEAST_PX = 3, MOST_PX = 8, LABEL_PX = 13, MOST_PINS = 8;
+  const MANY_RANKS = 64, LEAST_PX = 2, MOST_PX = 8, LABEL_PX = 13, MOST_PINS = 8;
   const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZab";
 
   /* Calls back with (letter, first slot, slots) of each run of a text such as A12.3B. */

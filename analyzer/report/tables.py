@@ -355,7 +355,12 @@ def write_tables(folder: Path, tables: Tables) -> None:
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True, exist_ok=True)
-    made = [tables.segments, tables.boxes, tables.waits, tables.parts]
+    made: list[Segments | Boxes | Waits | PartTimes | MemoryTimes] = [
+        tables.segments,
+        tables.boxes,
+        tables.waits,
+        tables.parts,
+    ]
     # Few recordings have it.
     made += [tables.memory] if len(tables.memory.rank) else []
     for table in made:

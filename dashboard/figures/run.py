@@ -523,7 +523,7 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryLine:
+class MemoryOverTime:
     """Memory of a rank over time, with the steps and, in a pipeline, the passes of one step.
 
     Attributes:
@@ -541,7 +541,7 @@ class MemoryLine:
     passes: Sequence[tuple[int, int, int]]
 
 
-def draw_memory_over_time(line: MemoryLine) -> go.Figure:
+def draw_memory_over_time(line: MemoryOverTime) -> go.Figure:
     """Allocated and reserved memory in MiB or GiB, over ms since the first step."""
     fullest = int(max(line.allocated_bytes.max(), line.reserved_bytes.max()))
     unit_bytes, unit = (_MIB, "MiB") if fullest < _GIB else (_GIB, "GiB")

@@ -43,7 +43,7 @@ def build_tokens_section(
     if not has_login:
         # Whoever reaches this server could make one that stays valid when it asks for logins.
         command = html.Code("stepsplit token create NAME --role admin")
-        form = html.P(["This server asks nobody to log in. Who can write to its store makes a ",
+        form = html.P(["This server has no login. Who can write to its store makes a ",
                        "token for others with ", command, "."], className="message")  # fmt: skip
     status = html.P("", id="token-status", role="status", className="message")
     rows = []

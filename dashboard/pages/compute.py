@@ -17,7 +17,7 @@ from stepsplit.dashboard.figures.of_report import MAX_MEMORY_RANKS, collect_memo
 from stepsplit.dashboard.figures.run import (
     CATEGORIES,
     MemoryBar,
-    MemoryLine,
+    MemoryOverTime,
     draw_memory,
     draw_memory_over_time,
 )
@@ -282,7 +282,7 @@ def _build_memory_over_time(view: View, chosen: AddressQuery) -> list[Component]
         ends = boxes.start_ns + boxes.dur_ns
         columns = (boxes.start_ns[of_step], ends[of_step], boxes.phase[of_step])
         passes = list(zip(*(column.tolist() for column in columns), strict=True))[:_MOST_PASSES]
-    line = MemoryLine(
+    line = MemoryOverTime(
         times, sizes, memory.reserved_bytes[own], [(one[0], one[1]) for one in steps], passes
     )
     words = f"peak of rank {rank}: {format_memory_size(int(sizes[at]))}"

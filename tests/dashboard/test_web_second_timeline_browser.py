@@ -118,6 +118,7 @@ def test_notes_are_in_the_address_and_the_export(
     page = open_both(browser, served)
     page.get_by_label("close the second timeline").click()
     page.evaluate(WITHIN.replace("TIMELINE", TIMELINE))
+    page.wait_for_selector("#timeline-view > .tl-range [data-bucket]")
     page.get_by_label("write a note on this range").click()
     page.keyboard.type("waits </script><b>here</b>")
     page.keyboard.press("Enter")

@@ -361,9 +361,9 @@ class _Numbers(dict[str, int]):
         """The names, cut to the length that rules look at."""
         return tuple(self._texts)
 
-    def note_of_device(self, numbers: Iterable[int]) -> None:
+    def note_of_device(self, numbers: Int32) -> None:
         """Marks which of these kernel and copy names are communication, once per name."""
-        for number in set(numbers) - self._asked:
+        for number in set(np.flatnonzero(np.bincount(numbers)).tolist()) - self._asked:
             self.noted[number] |= self._rules.is_communication(self._texts[number])
             self._asked.add(number)
 
@@ -432,7 +432,7 @@ class _Builder:
     def add(self, block: Entries) -> None:
         """Adds the complete events of a block, and the names of its tracks."""
         events = [entry for entry in block.entries if type(entry) is schema.Complete]
-        if len(events) < len(block.entries):
+        if schema.TrackMetadata in map(type, block.entries):
             names = [e for e in block.entries if type(e) is schema.TrackMetadata]
             self._tracks += [t for t in map(schema.decode_track, names) if t is not None]
         start, has_start = schema.read_microseconds([event.ts for event in events])
@@ -469,21 +469,28 @@ class _Builder:
         )
         lane = np.array([lanes[e.pid, e.tid] for e in events], dtype=np.int32)
         correlation = np.full(len(events), -1, dtype=np.int64)
-        names.note_of_device(np.unique(name_id[_MAY_COMMUNICATE[category]]).tolist())
+        names.note_of_device(name_id[_MAY_COMMUNICATE[category]])
         to_note = np.array(names.noted, dtype=np.bool_)[name_id] | (category == Category.SYNC)
         with_stream = np.flatnonzero(_HAS_STREAM[category])
         placed = with_stream.tolist()
         decoded = schema.decode_device_args([events[row].args for row in placed])
         correlation[with_stream] = [args.correlation for args in decoded]
-        for row, args in zip(placed, decoded, strict=True):
-            if args.stream >= 0:
-                event = events[row]
-                lane[row] = lanes[event.pid, event.tid, args.device, args.stream]
-            if args.communicates:
-                to_note[row] = True
+        on_stream = [pair for pair in zip(placed, decoded, strict=True) if pair[1].stream >= 0]
+        lane[[row for row, _ in on_stream]] = [
+            lanes[events[row].pid, events[row].tid, args.device, args.stream]
+            for row, args in on_stream
+        ]
+        to_note[
+            [
+                row
+                for row, args in zip(placed, decoded, strict=True)
+                # Few events have the argument, and the property takes longer.
+                if args.collective is not schema.MISSING and args.communicates
+            ]
+        ] = True
         # The sizes of copies between buffers of devices tell what NCCL's copy engines do.
         copied = np.where(category == Category.MEMCPY, name_id, -1)
-        for number in np.unique(copied[copied >= 0]).tolist():
+        for number in np.flatnonzero(np.bincount(copied[copied >= 0])).tolist():
             if DEVICE_COPY.search(names.texts[number]):
                 to_note |= copied == number
         self._note(events, np.flatnonzero(to_note).tolist())

@@ -303,8 +303,19 @@ def _decode_value(text: Raw, kind: Any) -> Any:
 
 _POINT, _SEPARATOR, _ZERO_DIGIT = b".,0"
 
-_MOST_DECIMALS, _MOST_WHOLE = 15, 16
+_MOST_DECIMALS, _MOST_DIGITS = 15, 16
 """Digits that are read at once: both parts fit into 64 bits."""
+
+_LAST_BYTES = np.tri(_MOST_DIGITS + 1, _MOST_DIGITS, -1, dtype=np.uint8)[:, ::-1] * np.uint8(255)
+
+_OF_LENGTH = np.ascontiguousarray(_LAST_BYTES).view("<u8").astype(np.uint64)
+"""Masks of the last digits of each count, in two words as the digits."""
+
+_NS_OF_DECIMALS = 10 ** np.maximum(3 - np.arange(_MOST_DECIMALS + 1), 0)
+
+_BELOW_NS = 10 ** np.maximum(np.arange(_MOST_DECIMALS + 1) - 3, 0)
+"""By the number of decimals of a microsecond: what the last is worth in ns, and how many of it are
+one ns."""
 
 
 def read_microseconds(texts: Sequence[Raw]) -> tuple[Int64, Bool]:
@@ -314,24 +325,25 @@ def read_microseconds(texts: Sequence[Raw]) -> tuple[Int64, Bool]:
         The times, and which of the texts are numbers whose ns fit into 64 bits; the others are 0.
     """
     ns, is_known = np.zeros(len(texts), dtype=np.int64), np.zeros(len(texts), dtype=np.bool_)
-    text = np.frombuffer(b",".join(texts) + b",", dtype=np.uint8)
+    # The digits before the first number are none of it.
+    joined = b"".join((b"0" * _MOST_DIGITS, b",".join(texts), b","))
+    text = np.frombuffer(joined, dtype=np.uint8)
     end = np.flatnonzero(text == _SEPARATOR)
     if len(texts) and len(end) == len(texts):
-        begin = np.concatenate(([0], end[:-1] + 1))
-        # A number without a point ends where its point would be.
-        point = end.copy()
-        at = np.flatnonzero(text == _POINT)
-        point[np.searchsorted(end, at)] = at
-        decimals = np.maximum(end - point - 1, 0)
-        whole, is_known = _read_digits(text, begin, point, _MOST_WHOLE)
+        begin = np.concatenate(([_MOST_DIGITS], end[:-1] + 1))
+        point = np.flatnonzero(text == _POINT)
+        if len(point) != len(end) or not ((begin <= point) & (point < end)).all():
+            # A number without a point ends where its point would be.
+            at, point = point, end.copy()
+            point[np.searchsorted(end, at)] = at
+        whole, is_known = _read_digits(text, begin, point)
         is_known &= whole < MAX_US
         ns = whole * 1000
-        for count in np.flatnonzero(np.bincount(decimals)).tolist():
-            if count:
-                rows = np.flatnonzero(decimals == count)
-                digits, are_digits = _read_digits(text, point[rows] + 1, end[rows], _MOST_DECIMALS)
-                ns[rows] += _shift(digits, ns[rows], 3 - min(count, _MOST_DECIMALS))
-                is_known[rows] &= are_digits
+        rows = np.flatnonzero(point + 1 < end)
+        decimals, are_digits = _read_digits(text, point[rows] + 1, end[rows])
+        count = np.minimum(end[rows] - point[rows] - 1, _MOST_DECIMALS)
+        is_known[rows] &= are_digits & (end[rows] - point[rows] - 1 <= _MOST_DECIMALS)
+        ns[rows] += _round_to_ns(decimals, count, ns[rows])
     # What is left is rare: signs, exponents, numbers as texts, and what is no number.
     for row in np.flatnonzero(~is_known).tolist():
         exact = _convert_exactly(texts[row])
@@ -339,27 +351,39 @@ def read_microseconds(texts: Sequence[Raw]) -> tuple[Int64, Bool]:
     return ns, is_known
 
 
-def _read_digits(text: UInt8, begin: Int64, end: Int64, most: int) -> tuple[Int64, Bool]:
+def _read_digits(text: UInt8, begin: Int64, end: Int64) -> tuple[Int64, Bool]:
     """The numbers that the text between these places is, and where it is nothing but digits, at
-    least one and at most so many."""
+    least one and not more than are read at once. As many bytes precede each end.
+
+    Two words of eight digits each are added up within the word, in pairs, fours and eights: a
+    matrix of digits takes four times as long.
+    """
     length = end - begin
-    width = min(int(length.max()), most)
-    at = end[:, None] - np.arange(width, 0, -1)
-    digits = text[np.maximum(at, 0)] - _ZERO_DIGIT
-    digits[at < begin[:, None]] = 0
-    numbers = digits.astype(np.int64) @ 10 ** np.arange(width - 1, -1, -1)
-    return numbers, (digits <= 9).all(1) & (length > 0) & (length <= most)
+    ending = np.lib.stride_tricks.sliding_window_view(text, _MOST_DIGITS)
+    digits = ending[end - _MOST_DIGITS].view("<u8") ^ np.uint64(0x3030303030303030)
+    digits &= _OF_LENGTH.take(length, axis=0, mode="clip")
+    # Above 9 if this sets the highest bit of its byte, or if that is set already.
+    above = (digits + np.uint64(0x7676767676767676) | digits) & np.uint64(0x8080808080808080)
+    is_number = (above[:, 0] | above[:, 1] == 0) & (length > 0) & (length <= _MOST_DIGITS)
+    # The first digit is in the lowest byte.
+    pairs = digits * np.uint64(10) + (digits >> np.uint64(8))
+    in_two, two_later = np.uint64(0x000000FF000000FF), np.uint64(16)
+    eights = (pairs & in_two) * np.uint64((1_000_000 << 32) + 100)
+    eights += (pairs >> two_later & in_two) * np.uint64((10_000 << 32) + 1)
+    eights >>= np.uint64(32)
+    upper, lower = eights.astype(np.int64).T
+    return upper * 10**8 + lower, is_number
 
 
-def _shift(decimals: Int64, whole_ns: Int64, places: int) -> Int64:
-    """Decimals of microseconds as ns: shifted by so many places, rounded half to even."""
-    if places >= 0:
-        shifted: Int64 = decimals * 10**places
-        return shifted
-    divisor = 10**-places
-    ns, rest = np.divmod(decimals, divisor)
+def _round_to_ns(decimals: Int64, count: Int64, whole_ns: Int64) -> Int64:
+    """So many decimals of microseconds in ns, rounded half to even together with the whole ones."""
+    if not (count > 3).any():
+        exact: Int64 = decimals * _NS_OF_DECIMALS[count]
+        return exact
+    ns, rest = np.divmod(decimals * _NS_OF_DECIMALS[count], _BELOW_NS[count])
     is_odd = (whole_ns + ns) % 2 == 1
-    rounded: Int64 = ns + ((2 * rest > divisor) | ((2 * rest == divisor) & is_odd))
+    twice = 2 * rest
+    rounded: Int64 = ns + ((twice > _BELOW_NS[count]) | ((twice == _BELOW_NS[count]) & is_odd))
     return rounded
 
 

@@ -56,7 +56,7 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
         For each slow rank, by its index: the time that each of its steps should take over that it
         takes, in the order of its windows.
     """
-    if not split.ranks or not split.ranks[0].trace.on_device:
+    if len(split.ranks) < 2 or not split.ranks[0].trace.on_device:
         return {}
     computed = np.zeros(len(split.ranks))
     total: Counter[KernelWork] = Counter()
@@ -72,13 +72,14 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
     compared = {work for work, _ in total.most_common(_MAX_KINDS)}
     runs: dict[tuple[KernelWork, int], dict[int, Float]] = defaultdict(dict)
     for index, sums in enumerate(collected):
-        kind, step, took_ns = sums.work_id, sums.compute.step, sums.compute.took_ns
         is_compared = np.array([work in compared for work in sums.work], dtype=np.bool_)
-        known = np.flatnonzero(is_compared[kind])
-        order, first = group_rows(group_ids(kind[known], step[known]))
-        for rows in np.split(known[order], first[1:]) if len(order) else ():
-            took = np.sort(np.maximum(took_ns[rows], 1)).astype(np.float64)
-            runs[sums.work[kind[rows[0]]], int(step[rows[0]])][index] = took
+        known = np.flatnonzero(is_compared[sums.work_id])
+        known = known[np.argsort(sums.compute.took_ns[known], kind="stable")]
+        kind, step = sums.work_id[known], sums.compute.step[known]
+        took_ns = np.maximum(sums.compute.took_ns[known], 1).astype(np.float64)
+        order, first = group_rows(group_ids(kind, step))
+        for rows in np.split(order, first[1:]) if len(order) else ():
+            runs[sums.work[kind[rows[0]]], int(step[rows[0]])][index] = took_ns[rows]
     excess: dict[int, list[_Excess]] = defaultdict(list)
     for (_, number), by_rank in runs.items():
         usual_count = Counter(map(len, by_rank.values())).most_common(1)[0][0]

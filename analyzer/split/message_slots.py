@@ -261,3 +261,121 @@ def _number_passes(
         if sent == [one.sent for one in forwards] and returned == [one.sent for one in backwards]:
             return order, back
     return None
+
+
+# Two stages on each rank: a V, or two opposite directions.
+
+
+def order_folded_passes(
+    work: LaunchedWork, messages: Sequence[int], place: StagePosition, *, both_ways: bool
+) -> tuple[StagePass, ...]:
+    """The passes in one step of a rank with stages r (chunk 0) and 2p - 1 - r (chunk 1) of 2p; ()
+    if the order does not show each of them.
+
+    The chunks send in opposite directions, which tells them apart; unsent is what ends on the first
+    or last rank, or stays there. Passes without a message in between are told apart by the kernels
+    of those that are sent; what these leave of the backwards are weight gradients.
+
+    Args:
+        work: The kernels of the step; nothing is found where backwards are not known.
+        messages: The kind of each message of the rank, in the order of issue.
+        place: The place of the rank in its pipeline.
+        both_ways: Each chunk has microbatches of its own.
+    """
+    units = _list_units(work, messages) if work.has_backwards else []
+    last = max((i for i, unit in enumerate(units) if unit.backward), default=-1)
+    launched: list[_Launched] = []
+    for unit in units[: last + 1]:  # what follows is the optimizer
+        following = _list_following(unit, units, work, messages)
+        toward = next((kind for kind in following if kind != RECEIVE), RECEIVE)
+        launched.append(_Launched(unit.first, _list_names(unit, work), unit.backward, toward))
+    # In one direction outputs only go on, and gradients only back.
+    if not any(one.toward == (NEXT if one.backward else PREVIOUS) for one in launched):
+        return ()
+    forward = min((one.names for one in launched if not one.backward), key=len, default=())
+    ends = sorted({one.names for one in launched if one.backward and one.toward}, key=len)
+    # On the last rank an unsent backward of the same kernels may come before each that is sent.
+    halves = [names[: len(names) // 2] for names in ends]
+    for known in (
+        [],
+        *([half] for half, names in zip(halves, ends, strict=True) if half * 2 == names),
+    ):
+        backwards = list(known)
+        for names in ends:
+            if not any(names[-len(one) :] == one for one in backwards):
+                backwards.append(names)
+        if passes := _place_folded_passes(launched, forward, backwards, place, both_ways):
+            return passes
+    return ()
+
+
+class _Launched(Struct, frozen=True):
+    """Consecutive launches between messages of one kind, and where the output of the last pass
+    among them is sent; RECEIVE if nowhere."""
+
+    first: int
+    names: Names
+    backward: bool
+    toward: int
+
+
+def _place_folded_passes(
+    launched: Sequence[_Launched],
+    forward: Names,
+    backwards: Sequence[Names],
+    place: StagePosition,
+    both_ways: bool,
+) -> tuple[StagePass, ...]:
+    """The passes, if those have these kernels; () if their numbers do not fit."""
+    found: list[StagePass] = []
+    counts: Counter[tuple[str, int]] = Counter()
+    weights: list[tuple[int, int]] = []
+    split: list[StagePass] = []
+    shortest = min(backwards, key=len, default=())
+    for one in launched:
+        own = sorted(backwards, key=len, reverse=True) if one.backward else [forward]
+        at, spans = 0, list[tuple[int, int]]()
+        while at < len(one.names):
+            size = next((len(p) for p in own if p and one.names[at : at + len(p)] == p), 0)
+            if size:
+                spans.append((at, at + size))
+            elif weights and weights[-1][1] == one.first + at:
+                weights[-1] = (weights[-1][0], one.first + at + 1)
+            else:
+                weights.append((one.first + at, one.first + at + 1))
+            at += size or 1
+        for number, (begin, end) in enumerate(spans, 1 - len(spans)):
+            toward = one.toward if number == 0 else RECEIVE
+            if toward == RECEIVE and not (place.is_first or place.is_last):
+                return ()
+            # Unsent on the first rank is what would be sent to the previous one.
+            onward = toward == NEXT if toward else place.is_last
+            chunk = int(onward == one.backward)
+            phase = "backward" if one.backward else "forward"
+            done = counts[phase, chunk]
+            counts[phase, chunk] += 1
+            found.append(StagePass(phase, chunk, done, one.first + begin, one.first + end))
+            if one.backward and one.names[begin:end] == shortest:
+                split.append(found[-1])
+    numbers = [counts[phase, chunk] for chunk in (0, 1) for phase in ("forward", "backward")]
+    if numbers[0] != numbers[1] or numbers[2] != numbers[3] or not all(numbers):
+        return ()
+    if not both_ways and numbers[0] != numbers[2]:
+        return ()
+    # All weight gradients have as many kernels.
+    total = sum(after - first for first, after in weights)
+    size, odd = divmod(total, len(split))
+    if odd or any((after - first) % max(size, 1) for first, after in weights):
+        return ()
+    pieces = [
+        (at, at + size) for first, after in weights for at in range(first, after, max(size, 1))
+    ]
+    found += [
+        StagePass("weight", of.chunk, of.microbatch, first, after)
+        for of, (first, after) in zip(split, pieces, strict=bool(total))
+    ]
+    apart = numbers[0] if both_ways else 0
+    return tuple(
+        StagePass(one.phase, one.chunk, one.microbatch + apart * one.chunk, one.first, one.after)
+        for one in found
+    )

@@ -20,6 +20,7 @@ from stepsplit.analyzer.split.message_slots import (
     RECEIVE,
     LaunchedWork,
     StagePosition,
+    order_folded_passes,
     order_passes,
 )
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
@@ -189,12 +190,15 @@ def infer_slots(
     rows = np.flatnonzero(calls.is_message & (np.isin(calls.peer, line) | unknown))
     issued = calls.issued_ns[rows]
     messages = np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
-    if not len(messages) or not chunks:
-        return ()
-    if len(line) == 2 and runs_both_ways(trace, line[1 - line.index(trace.rank)]):
+    if not len(messages):
         return ()
     steps = np.sort(trace.events.start_ns[_mask_host_events(trace.events, "ProfilerStep#")])
     work = _collect_work(trace, layout, steps)
+    swaps = len(line) == 2 and runs_both_ways(trace, line[1 - line.index(trace.rank)])
+    if not chunks or swaps:
+        return _order_slots(trace, work, line, steps, 0)
+    if folded := _order_slots(trace, work, line, steps, 2, in_a_v=True):
+        return folded
     if chunks > 1 or _has_several_chunks(trace, line):
         return _order_slots(trace, work, line, steps, chunks)
     gaps = _assign_gaps(work, messages, _find_host_step(messages, steps))
@@ -204,11 +208,17 @@ def infer_slots(
 
 
 def _order_slots(
-    trace: RankTrace, work: _Work, line: Sequence[int], steps: Int64, chunks: int
+    trace: RankTrace,
+    work: _Work,
+    line: Sequence[int],
+    steps: Int64,
+    chunks: int,
+    *,
+    in_a_v: bool = False,
 ) -> tuple[MicrobatchSlot, ...]:
     """The slots by the order of sends and launches in each step."""
-    place = StagePosition(line.index(trace.rank), len(line), chunks)
-    messages = _collect_messages(trace, line, one_stage=chunks == 1)
+    place, folded = StagePosition(line.index(trace.rank), len(line), chunks), in_a_v or not chunks
+    messages = _collect_messages(trace, line, one_stage=chunks == 1 or folded)
     if messages is None:
         return ()
     step = _find_host_step(messages.issued_ns, steps)
@@ -222,9 +232,16 @@ def _order_slots(
             backward=work.autograd[rows],
             has_backwards=work.has_backwards,
         )
-        for one in order_passes(launched, messages.kind[own].tolist(), place):
+        kinds = messages.kind[own].tolist()
+        for one in (
+            order_folded_passes(launched, kinds, place, both_ways=not in_a_v)
+            if folded
+            else order_passes(launched, kinds, place)
+        ):
             part = rows[one.first : one.after]
             stage = one.chunk * place.stages + place.at
+            if folded and one.chunk:
+                stage = 2 * place.stages - 1 - place.at
             start_ns, end_ns = int(work.start_ns[part].min()), int(work.end_ns[part].max())
             slots.append(MicrobatchSlot(stage, one.microbatch, one.phase, start_ns, end_ns))
     return tuple(sorted(slots, key=lambda one: one.start_ns))

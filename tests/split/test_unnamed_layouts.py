@@ -7,16 +7,19 @@ enough to run every time, the others run in turn.
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 from cuda_simulator.jobs import ExpertLoad, Job
 from cuda_simulator.kineto import TraceStyle
+from cuda_simulator.program import Kernel
 from cuda_simulator.simulate import simulate
 from support.builders import GpuTrace
 
 from stepsplit.analyzer import Report, analyze
 
+ADAM = "void at::native::multi_tensor_apply_kernel"
 IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/split"))
 
 
@@ -31,6 +34,10 @@ def format_mesh(report: Report) -> str:
 
 def name_strategies(report: Report) -> list[str]:
     return [one.in_words for one in report.run.strategies]
+
+
+def is_pass(kernel: Kernel) -> bool:
+    return kernel.call is None and not kernel.name.startswith(("Memcpy", ADAM))
 
 
 def layout(job: dict[str, Any], mesh: str, *strategies: str, quick: bool = False) -> object:
@@ -162,11 +169,7 @@ def test_a_schedule_that_one_thread_launches_is_unknown_and_said_to_be(
     [
         pytest.param("dualpipe", 2, 4, False),
         pytest.param("dualpipe", 2, 4, True, marks=IN_TURN),
-        pytest.param("dualpipe", 4, 8, False, marks=IN_TURN),
         pytest.param("dualpipe", 4, 8, True, marks=IN_TURN),
-        pytest.param("dualpipe-v", 2, 4, False, marks=IN_TURN),
-        pytest.param("dualpipe-v", 4, 8, False, marks=IN_TURN),
-        pytest.param("zb-v", 2, 4, False),
         pytest.param("zb-v", 2, 4, True, marks=IN_TURN),
     ],
 )
@@ -181,6 +184,42 @@ def test_schedules_with_two_stages_on_a_rank_have_no_name_rather_than_a_wrong_on
     assert set(name_strategies(report)) <= {f"pp {stages}"}
     assert report.pipeline is None
     assert {"no_grid", "mesh_unknown"} & {warning.code for warning in report.warnings}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "more"),
+    [
+        ("zb-v", 2, 4, {}),
+        pytest.param("zb-v", 4, 6, {"layers": 3}, marks=IN_TURN),
+        pytest.param("zb-v", 4, 8, {"dp": 2, "early_receives": True}, marks=IN_TURN),
+        # Nothing but their kernels separates the last backwards of the last rank.
+        pytest.param("dualpipe-v", 3, 6, {"layers": 2}, marks=IN_TURN),
+        pytest.param("dualpipe-v", 4, 12, {"dp": 2}, marks=IN_TURN),
+        pytest.param("dualpipe", 4, 12, {}, marks=IN_TURN),
+        pytest.param("dualpipe", 6, 12, {}, marks=IN_TURN),
+    ],
+)
+def test_two_stages_on_a_rank_are_told_apart_by_where_their_passes_send(
+    name: str, stages: int, microbatches: int, more: dict[str, int], tmp_path: Path
+) -> None:
+    """The bubble of each stage is what its kernels leave of the time from the first to the last."""
+    job = Job("v", schedule=name, pp=stages, microbatches=microbatches, **{"layers": 1, **more})
+    ran = simulate(job)
+    ran.write(tmp_path)
+    report = analyze(tmp_path)
+    assert f"pp {stages} ({name})" in name_strategies(report)
+    assert report.pipeline is not None
+    assert (report.pipeline.schedule, report.pipeline.microbatches) == (name, microbatches)
+    left = []
+    for number in range(job.warmup, job.warmup + job.steps):
+        passes = [
+            [run for run in rank.kernels if run.step == number and is_pass(run.kernel)]
+            for rank in ran.timelines
+        ]
+        begin = min(run.start_ns for own in passes for run in own)
+        window_ns = max(run.end_ns for own in passes for run in own) - begin
+        left += [1 - sum(run.end_ns - run.start_ns for run in own) / window_ns for own in passes]
+    assert report.pipeline.bubble_fraction == pytest.approx(mean(left), abs=0.02)
 
 
 @pytest.mark.parametrize(

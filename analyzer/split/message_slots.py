@@ -272,8 +272,8 @@ def order_folded_passes(
     """The passes in one step of a rank with stages r (chunk 0) and 2p - 1 - r (chunk 1) of 2p; ()
     if the order does not show each of them.
 
-    The chunks send in opposite directions, which tells them apart; unsent is what ends on the first
-    or last rank, or stays there. Passes without a message in between are told apart by the kernels
+    The chunks send in opposite directions, which separates them; unsent is what ends on the first
+    or last rank, or stays there. Passes without a message in between are separated by the kernels
     of those that are sent; what these leave of the backwards are weight gradients.
 
     Args:

@@ -16,7 +16,17 @@ from stepsplit.analyzer.split.host_steps import HostStep, count_optimizer_steps
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.steps import Steps, StepWindow
-from stepsplit.analyzer.trace import COMPILES, OPS, Bool, Category, Float, Int64, Note, RankTrace
+from stepsplit.analyzer.trace import (
+    COMPILES,
+    OPS,
+    Bool,
+    Category,
+    Float,
+    Int64,
+    Note,
+    RankTrace,
+    find_earlier_calls,
+)
 
 UNKNOWN_AXIS = "unknown"
 
@@ -183,7 +193,8 @@ def find_step_kinds(
         rows = matched.slice_trace(i)
         issued = trace.calls.issued_ns
         begun = np.where(_are_marked(windows) & (issued >= 0), issued, matched.start_ns[rows])
-        at = np.where(matched.counts[rows], _find_window(windows, begun), -1)
+        counts = matched.counts[rows] & ~find_earlier_calls(trace)
+        at = np.where(counts, _find_window(windows, begun), -1)
         for place, group, op in zip(
             at.tolist(), matched.group[rows].tolist(), matched.op[rows].tolist(), strict=True
         ):
@@ -298,6 +309,7 @@ def _count_kernels(trace: RankTrace, windows: Sequence[StepWindow]) -> Int64:
     if trace.on_device and _are_marked(windows):
         launched = events.find_launch_ns(rows)
         begun = np.where(launched >= 0, launched, begun)
+        begun = begun[~events.is_launched_before(rows)]
     at = _find_window(windows, begun)
     return np.bincount(at[at >= 0], minlength=len(windows))
 

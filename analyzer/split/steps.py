@@ -28,7 +28,16 @@ from stepsplit.analyzer.split.lost_work import (
     note_lost_work,
     select_recorded,
 )
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Bool, Category, Int64, Lack, Note, RankTrace
+from stepsplit.analyzer.trace import (
+    DEVICE_CATEGORIES,
+    Bool,
+    Category,
+    Int64,
+    Lack,
+    Note,
+    RankTrace,
+    find_earlier_calls,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,12 +314,14 @@ def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
     """The kind of each step: full for the usual communication sequence, other for the rest.
 
     A call belongs to the step in which the host issued it, because step boundaries shift on the
-    device; one that was issued between two marks to the later step, whose window it lies in.
+    device; one that was issued between two marks to the later step, whose window it lies in. What
+    was issued before the recording, of which the device may still run whole steps, is of none.
     """
     calls = trace.calls
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
     begins = [marked[0].start_ns, *accumulate((step.end_ns for step in marked[:-1]), max)]
     step_of = np.searchsorted(begins, when, side="right") - 1
+    step_of[find_earlier_calls(trace)] = -1
     counts = _count_calls(trace, step_of, len(marked))
     signatures = _build_signatures(trace, step_of, when, counts)
     usual = _find_usual(signatures, counts, count_optimizer_steps(trace, marked))

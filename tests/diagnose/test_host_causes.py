@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.builders import BASE_NS, CpuTrace, GpuTrace
 
 from stepsplit.analyzer import Finding, analyze
@@ -102,6 +103,37 @@ def test_a_rank_that_is_late_in_one_step_is_so_named(tmp_path: Path) -> None:
         "100.0 % of it is Python code between ops; nearly all of it in step 1"
     )
     assert (report.blame[0].rank, report.blame[0].cause) == (1, "host")
+
+
+@pytest.mark.parametrize(
+    ("late_us", "ending"),
+    [
+        ({1: 900, 3: 800}, "; nearly all of it in steps 1, 3"),
+        ({1: 900, 3: 800, 5: 850}, "; nearly all of it in steps 1, 3, 5"),
+        # Four of six.
+        ({1: 900, 2: 800, 3: 900, 4: 800}, ""),
+        ({0: 300, 1: 300, 2: 300, 3: 300, 4: 300, 5: 300}, ""),
+    ],
+)
+def test_the_steps_in_which_a_host_is_late_are_named_if_they_are_few(
+    late_us: dict[int, int], ending: str, tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        trace, at = CpuTrace(rank, 2, groups=DP), 0
+        for step in range(6):
+            late = late_us.get(step, 0)
+            trace.step(step, at, at + 1000 + late).op("aten::mm", at, at + 100)
+            begin = at + 100 + late * rank
+            trace.op("aten::mm", begin, begin + 700)
+            end = at + 900 + late
+            trace.all_reduce(begin + 700, begin + 700, end, group="0", seq=step, tid=7)
+            trace.annotation("wait", begin + 701, end).op("aten::mm", end, end + 100)
+            at += 1000 + late
+        trace.write(tmp_path)
+    found = analyze(tmp_path).findings[0]
+    assert (found.code, found.ranks) == ("host_stall", (1,))
+    assert found.gain_ns == pytest.approx(1000 * sum(late_us.values()) / 6, rel=0.01)
+    assert found.message.endswith(f"100.0 % of it is Python code between ops{ending}")
 
 
 def test_a_place_in_a_library_is_named_with_its_caller(tmp_path: Path) -> None:

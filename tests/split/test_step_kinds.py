@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cuda_simulator.jobs import Job, SlowKernel
+from cuda_simulator.simulate import simulate
 from support.builders import GpuTrace
 
 from stepsplit.analyzer import Report, analyze
@@ -108,3 +110,18 @@ def test_a_mix_without_a_usual_step_is_said(tmp_path: Path) -> None:
     assert message.startswith(
         "the steps do unequal work: of 3, 2 run 2.0 times as many kernels as the others"
     )
+
+
+def test_what_a_host_launched_before_the_recording_is_no_other_kind_of_step(tmp_path: Path) -> None:
+    """The device is two steps behind: it runs steps of before while the host is in those recorded,
+    and one slow kernel in a step is seen by comparing with the steps after the first."""
+    slow = SlowKernel(1, 1_800_000, 3, "begin")
+    job = Job("ahead", dp=2, ep=2, microbatches=2, end_of_step="none", steps=4, causes=(slow,))
+    simulate(job).write(tmp_path)
+    report = analyze(tmp_path)
+    kinds = [(row.step, row.kind) for row in report.steps if row.rank == 0]
+    assert kinds == [(2, "partial"), (3, "full"), (4, "full"), (5, "full")]
+    assert report.step_kinds == ()
+    (found,) = report.findings
+    assert (found.code, found.ranks) == ("slow_rank", (1,))
+    assert found.gain_ns == pytest.approx(1_800_000 / 3, rel=0.01)

@@ -199,7 +199,7 @@ def test_schedules_with_two_stages_on_a_rank_have_no_name_rather_than_a_wrong_on
         pytest.param("dualpipe", 6, 12, {}, marks=IN_TURN),
     ],
 )
-def test_two_stages_on_a_rank_are_told_apart_by_where_their_passes_send(
+def test_two_stages_on_a_rank_are_distinguished_by_where_their_passes_send(
     name: str, stages: int, microbatches: int, more: dict[str, int], tmp_path: Path
 ) -> None:
     """The bubble of each stage is what its kernels leave of the time from the first to the last."""

@@ -31,6 +31,10 @@ from stepsplit.analyzer.trace import Bool
 _NEARLY_ALL, _SEVERAL = 0.9, 3
 """Nearly all of what happened in a step, of several, is named with it."""
 
+_APART = 5
+"""Two steps or more with nearly all of a saving are named if each has so many times that of any
+other: noise, which has two signs, does not look so."""
+
 _SIGMAS = 2.0
 """A saving is known if it exceeds so many of its standard errors."""
 
@@ -141,14 +145,28 @@ def replay_remedy(
     spread_ns = None
     if len(by_step) > 1:
         spread_ns = round(float(by_step.std(ddof=1)))
-        most = int(by_step.argmax())
-        # A step with nearly all of it, of several, is named; less than its spread is not known. Of
-        # what a replay alone hardly changes, as where another cause masks it, neither is said.
+        # Steps with nearly all of it, at most half of several, are named; less than its spread is
+        # not known. Of what a replay alone hardly changes, as where another cause masks it, neither
+        # is said.
+        largest_first = np.argsort(-by_step, kind="stable")
+        total = np.maximum(by_step, 0).sum()
+        few = next(
+            (
+                largest_first[:count]
+                for count in range(1, max(1, len(by_step) // 2) + 1)
+                if by_step[largest_first[:count]].sum() >= _NEARLY_ALL * total > 0
+            ),
+            largest_first[:0],
+        )
+        others = np.delete(np.abs(by_step), few)
+        if len(few) > 1 and by_step[few].min() < _APART * others.max():
+            few = few[:0]
         least_ns = MIN_GAIN_SHARE * context.mean_ns
         if names_steps or len(by_step) < _SEVERAL or gain_ns < least_ns:
             pass
-        elif by_step[most] >= _NEARLY_ALL * np.maximum(by_step, 0).sum() > 0:
-            message += f"; nearly all of it in step {numbers[most]}"
+        elif len(few):
+            named = units.format_number_list(sorted(numbers[i] for i in few.tolist()))
+            message += f"; nearly all of it in step{'s' if len(few) > 1 else ''} {named}"
             names_steps = True
         elif gain_ns < _SIGMAS * spread_ns / math.sqrt(len(by_step)):
             message += f"; within its spread between steps ({units.format_milliseconds(spread_ns)})"

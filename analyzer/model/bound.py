@@ -4,7 +4,7 @@ predicted compute is divided among kinds of kernels."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain, islice
 
@@ -16,14 +16,19 @@ from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_sp
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.layer_time import FUSED_BACKWARD, LayerPass, compute_chunk_passes
-from stepsplit.analyzer.model.memory_states import compute_stage_activations
+from stepsplit.analyzer.model.memory_states import compute_layers_by_kind, compute_stage_activations
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import StageParameters
 from stepsplit.analyzer.model.prediction import Bound, ComputePart
 from stepsplit.analyzer.model.profile import load_device
-from stepsplit.analyzer.model.rank_layout import GroupPlacement, list_stages, place_group
+from stepsplit.analyzer.model.rank_layout import (
+    GroupPlacement,
+    find_equal_stages,
+    list_stages,
+    place_group,
+)
 from stepsplit.analyzer.model.schedule_time import compute_pipeline_time
-from stepsplit.analyzer.model.step_time import StageTime, list_chunk_costs
+from stepsplit.analyzer.model.step_time import StageTime, TimedMessage, list_chunk_costs
 
 BOUND = Formula(
     "step.bound",
@@ -36,36 +41,49 @@ BOUND = Formula(
 
 
 def compute_bound(
-    job: JobConfig, parameters: Sequence[StageParameters], stages: Sequence[StageTime]
+    job: JobConfig,
+    parameters: Sequence[StageParameters],
+    stages: Sequence[StageTime],
+    timed: Mapping[int, tuple[TimedMessage, ...]],
 ) -> Bound | None:
-    """The least time of a step (BOUND). None on a processor, which has no data sheet here, and
-    without a peak at the job's dtype."""
+    """The least time of a step (BOUND). None on a processor, which has no data sheet here."""
     if load_device(job.hardware.family).processor:
         return None
-    ideal = replace(_reduce_in_16_bits(job), hardware=_idealize(job.hardware))
+    least = _reduce_in_16_bits(job)
+    ideal = replace(least, hardware=_idealize(job.hardware))
     speed = _build_ideal_speed(ideal)
-    layout = job.parallel
-    # All stages at once: a layer takes as long in each.
-    chunks = [stage.chunks for stage in list_stages(job)]
-    timed = iter(compute_chunk_passes(ideal, speed, tuple(chain.from_iterable(chunks))))
-    passes = [tuple(islice(timed, len(own))) for own in chunks]
-    costs = list_chunk_costs(job, tuple(map(_without_waits, stages, passes)))
+    layout, configs, equal = job.parallel, list_stages(job), find_equal_stages(job)
+    # The layers of all stages that differ at once: a layer takes as long in each.
+    firsts = sorted(set(equal))
+    chunks = [configs[first].chunks for first in firsts]
+    passes = iter(compute_chunk_passes(ideal, speed, tuple(chain.from_iterable(chunks))))
+    own = {
+        first: tuple(islice(passes, len(each))) for first, each in zip(firsts, chunks, strict=True)
+    }
+    costs = list_chunk_costs(
+        job,
+        tuple(_without_waits(one, own[first]) for one, first in zip(stages, equal, strict=True)),
+    )
     if layout.pp == 1:
         compute_ns = job.microbatches * sum(map(sum, costs))
     else:
         compute_ns = compute_pipeline_time(
             layout.schedule, layout.pp, job.microbatches, layout.chunks, costs
         ).makespan_ns
-    m = count_rank_microbatches(job)
+    m, layers = count_rank_microbatches(job), compute_layers_by_kind(job)
     memory_ns = inside_ns = between_ns = 0.0
-    ops = list_shared_ops(ideal)
-    for stage, own in zip(stages, parameters, strict=True):
-        update_ns = compute_optimizer_ns(ideal, speed_of_memory(ideal), own)
-        saved = compute_stage_activations(job, stage.stage).saved_bytes
-        weights = own.total * min(job.training.weight_bytes, 1 if job.training.is_quantized else 4)
-        moved_bytes = m * 2 * (weights + saved)
+    for stage in firsts:
+        update_ns = compute_optimizer_ns(ideal, speed_of_memory(ideal), parameters[stage])
+        saved = compute_stage_activations(job, configs[stage], layers).saved_bytes
+        size = min(job.training.weight_bytes, 1 if job.training.is_quantized else 4)
+        moved_bytes = m * 2 * (parameters[stage].total * size + saved)
         memory_ns = max(memory_ns, update_ns + moved_bytes / job.hardware.memory_bytes_per_s * 1e9)
-        links = [time_at_link_rate(job, one) for one in ops[stage.stage.index]]
+    if least is job:
+        messages = {id(each): [one.message for one in each] for each in timed.values()}
+    else:
+        messages = {id(each): list(each) for each in list_shared_ops(least)}
+    for ops in messages.values():
+        links = [time_at_link_rate(job, one) for one in ops]
         inside_ns = max(inside_ns, sum(inside for inside, _ in links))
         between_ns = max(between_ns, sum(between for _, between in links))
     resources = (

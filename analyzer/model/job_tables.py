@@ -101,6 +101,14 @@ def read_job_tables(
         else:
             builder = JobTablesBuilder()
             own.read(file, builder)
+            if file.suffix == ".toml" and "hardware" in file.tables:
+                # The device, added to the file of a program that has no word for it.
+                mistakes = Mistakes()
+                added = TomlTable(file.path, "", {"hardware": file.tables["hardware"]})
+                normalized = replace_key_aliases(added, mistakes)
+                mistakes.raise_all()
+                for name in ("hardware", "parallel"):
+                    builder.sections[name] |= normalized.table.get_subtable(name).values
             stated = dict(builder.list_stated())
             if not stated:
                 raise file.build_error(
@@ -213,6 +221,9 @@ def _find_key(name: str, keys: Mapping[str, Collection[str]]) -> tuple[str, str]
         return section, key
     if name == "model":
         return "model", "preset"
+    if name == "batch_size":
+        # What it means there depends on what stands beside it.
+        return "training", name
     known = {one: [*own, *ALIASES.get(one, ())] for one, own in keys.items()}
     found = [one for one, own in known.items() if section in own]
     if len(found) == 1:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from stepsplit.analyzer.model.config_decode import Mistakes, TomlTable, format_toml_lines
+from stepsplit.analyzer.model.job_files.job_file import JobTablesBuilder
+from stepsplit.analyzer.model.job_files.megatron_names import PUT, MegatronSettings
 
 Convert = Callable[[object], Mapping[str, object]]
 """A value -> the keys of the same table that say the same; itself under its own name if there are
@@ -26,9 +29,11 @@ def _read_checkpointing(value: object) -> Mapping[str, object]:
 
 
 def _read_dtype_flag(dtype: str) -> Convert:
-    """bf16 = true; false says nothing of which one it is."""
+    """bf16 = true, or DeepSpeed's {enabled = true}; false says nothing of which one it is."""
 
     def read(value: object) -> Mapping[str, object]:
+        if isinstance(value, Mapping) and value.keys() == {"enabled"}:
+            value = value["enabled"]
         if isinstance(value, bool):
             return {"dtype": dtype} if value else {}
         return {"dtype": value}
@@ -36,11 +41,43 @@ def _read_dtype_flag(dtype: str) -> Convert:
     return read
 
 
+_SHARDING = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}
+"""Stages of ZeRO by the words of torch's FSDP and of transformers."""
+
+
 def _read_fsdp(value: object) -> Mapping[str, object]:
-    """The ranks that shard the weights, or that they do."""
+    """The ranks that shard the weights, that they do, or torch's word for what is sharded."""
     if isinstance(value, bool):
         return {"zero": 3} if value else {}
-    return {"dp_shard": value}
+    word = value.lower().replace("auto_wrap", "").strip() if isinstance(value, str) else ""
+    return {"zero": _SHARDING[word]} if word in _SHARDING else {"dp_shard": value}
+
+
+def _negate(key: str) -> Convert:
+    return lambda value: {key: not value if isinstance(value, bool) else value}
+
+
+def _read_attention(value: object) -> Mapping[str, object]:
+    """The implementations of transformers; torch's own is fused, too."""
+    word = re.sub(r"_[23]$", "", value) if isinstance(value, str) else ""
+    kinds = {"flash_attention": True, "sdpa": True, "eager": False}
+    return {"flash_attention": kinds.get(word, value)}
+
+
+def _read_norm(value: object) -> Mapping[str, object]:
+    word = value.lower() if isinstance(value, str) else ""
+    return {"norm": {"rmsnorm": "rms", "layernorm": "layer"}.get(word, value)}
+
+
+def _read_optimizer(value: object) -> Mapping[str, object]:
+    """An optimizer in capitals, as DeepSpeed's JSON has it, or one of those of transformers."""
+    if not isinstance(value, str):
+        return {"optimizer": value}
+    word = value.lower()
+    if not word.startswith("adamw_"):
+        return {"optimizer": word}
+    fused = {"fused_optimizer": True} if "fused" in word else {}
+    return {"optimizer": "adam-8bit" if "8bit" in word else "adam", **fused}
 
 
 _STRATEGIES = {"fsdp": 3, "fsdp2": 3, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -82,14 +119,25 @@ def _read_dropout(value: object) -> Mapping[str, object]:
 _GPUS = {
     "a100": "a100-sxm-80gb", "h100": "h100-sxm", "h200": "h200-sxm", "b200": "b200-sxm",
     "b300": "b300-sxm", "v100": "v100-sxm-32gb", "h20": "h20-sxm", "h800": "h800-sxm",
-    "a800": "a800-sxm-80gb",
+    "a800": "a800-sxm-80gb", "a100-80gb": "a100-sxm-80gb", "a100-40gb": "a100-sxm-40gb",
+    "h100-80gb": "h100-sxm", "h100-sxm-80gb": "h100-sxm", "v100-32gb": "v100-sxm-32gb",
+    "v100-16gb": "v100-sxm-16gb",
 }  # fmt: skip
 """Presets of GPUs that are usually meant by these names."""
 
 
 def _read_gpu(value: object) -> Mapping[str, object]:
-    return {"preset": _GPUS.get(value.lower(), value.lower()) if isinstance(value, str) else value}
+    """A short name, or that of the driver: "NVIDIA A100-SXM4-80GB"."""
+    if not isinstance(value, str):
+        return {"preset": value}
+    word = re.sub(r"[\s_]+", "-", value.strip().lower()).removeprefix("nvidia-")
+    word = re.sub(r"-hbm\w*$", "", re.sub(r"-sxm\d\b", "-sxm", word))
+    return {"preset": _GPUS.get(word, word)}
 
+
+SEQUENCE_LENGTHS = (
+    "seq_length", "sequence_length", "max_seq_length", "max_seq_len", "max_length", "block_size",
+)  # fmt: skip
 
 ALIASES: Mapping[str, Mapping[str, Convert]] = {
     "model": {
@@ -101,6 +149,16 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "n_heads": _rename("heads"),
         "num_kv_heads": _rename("kv_heads"),
         "n_layers": _rename("layers"),
+        "n_layer": _rename("layers"),
+        "n_head": _rename("heads"),
+        "n_embd": _rename("hidden"),
+        "bias": _rename("biases"),
+        "add_bias_linear": _rename("biases"),
+        "disable_bias_linear": _negate("biases"),
+        "swiglu": _rename("gated"),
+        "untie_embeddings_and_output_weights": _negate("tied"),
+        "normalization": _read_norm,
+        "moe_ffn_hidden_size": _rename("expert_ffn"),
         "num_key_value_heads": _rename("kv_heads"),
         "num_query_groups": _rename("kv_heads"),
         "intermediate_size": _rename("ffn"),
@@ -116,11 +174,14 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
     },
     "parallel": {
         "fsdp": _read_fsdp,
+        "sharding_strategy": _read_fsdp,
         "strategy": _read_strategy,
         "ddp": _rename("dp_replicate"),
         "tensor_parallel": _rename("tp"),
+        "tensor_parallel_size": _rename("tp"),
         "tensor_model_parallel_size": _rename("tp"),
         "pipeline_parallel": _rename("pp"),
+        "pipeline_parallel_size": _rename("pp"),
         "pipeline_model_parallel_size": _rename("pp"),
         "context_parallel": _rename("cp"),
         "context_parallel_size": _rename("cp"),
@@ -132,20 +193,23 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "virtual_pipeline_model_parallel_size": _rename("chunks"),
         "virtual_pipeline_stages": _rename("chunks"),
         "zero_stage": _rename("zero"),
-        "num_gpus": _rename("gpus"),
+        **dict.fromkeys(("num_gpus", "n_gpus", "ngpus", "ngpu"), _rename("gpus")),
         "num_nodes": _rename("nodes"),
+        # Part of overlap_grad_reduce here.
+        "overlap_param_gather": lambda value: {},
         "sp": _rename("sequence_parallel"),
     },
     "training": {
         "mbs": _rename("micro_batch"),
         "micro_batch_size": _rename("micro_batch"),
         "per_device_train_batch_size": _rename("micro_batch"),
+        "train_micro_batch_size_per_gpu": _rename("micro_batch"),
+        "train_batch_size": _rename("global_batch"),
         "gbs": _rename("global_batch"),
         "global_batch_size": _rename("global_batch"),
         "gas": _rename("microbatches"),
         "gradient_accumulation_steps": _rename("microbatches"),
-        "seq_length": _rename("seq_len"),
-        "sequence_length": _rename("seq_len"),
+        **dict.fromkeys(SEQUENCE_LENGTHS, _rename("seq_len")),
         "precision": _rename("dtype"),
         "bf16": _read_dtype_flag("bf16"),
         "fp16": _read_dtype_flag("fp16"),
@@ -154,6 +218,8 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "gradient_checkpointing": _read_checkpointing,
         "dropout": _read_dropout,
         "flash_attn": _rename("flash_attention"),
+        "attn_implementation": _read_attention,
+        "optim": _read_optimizer,
     },
     "hardware": {"gpu": _read_gpu, "device": _read_gpu, "power_limit": _rename("power_watts")},
 }
@@ -161,13 +227,17 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
 
 _PRESETS: Mapping[str, Mapping[str, Convert]] = {
     "model": {"preset": _read_model_preset}, "hardware": {"preset": _read_gpu},
+    "training": {"optimizer": _read_optimizer},
 }  # fmt: skip
-"""Names of presets as other programs write them."""
+"""Our keys whose words other programs write in another way."""
 
 _MOVED: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "model": dict.fromkeys(("seq_len", "seq_length", "sequence_length"), ("training", "seq_len")),
+    "model": {
+        **dict.fromkeys(("seq_len", *SEQUENCE_LENGTHS), ("training", "seq_len")),
+        **{key: ("training", key) for key in ("dropout", "attn_implementation", "dtype")},
+    },
     "hardware": {
-        "gpus": ("parallel", "gpus"), "num_gpus": ("parallel", "gpus"),
+        **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "ngpu"), ("parallel", "gpus")),
         "nodes": ("parallel", "nodes"), "num_nodes": ("parallel", "nodes"),
     },
 }  # fmt: skip
@@ -202,7 +272,12 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
         sections["parallel"] = sections.pop("parallelism")
         table = replace(table, values=sections)
         notes.append("[parallelism] as [parallel]")
+    _read_batch_size(table, sections, notes)
+    table = replace(table, values=sections)
     _move_keys(table, sections, mistakes, notes)
+    table = replace(table, values=sections)
+    megatron = _read_megatron(table, sections, notes)
+    _name_preset(sections, notes)
     table = replace(table, values=sections)
     for name, known in ALIASES.items():
         aliases = {**known, **_PRESETS.get(name, {})}
@@ -224,8 +299,11 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
             if repr(ours) != repr({key: value}):
                 (said,), read = format_toml_lines({key: value}), ", ".join(format_toml_lines(ours))
                 notes.append(f"{name}: {said} as {read or 'nothing'}")
-        if values:
-            sections[name] = converted
+        added = {
+            key: value for key, value in megatron.get(name, {}).items() if key not in converted
+        }
+        if values or added:
+            sections[name] = {**converted, **added}
     return NormalizedTable(replace(table, values=sections), tuple(notes))
 
 
@@ -250,3 +328,80 @@ def _move_keys(
             sections[section] = {**own, ours: values[key]}
             (said,), (read,) = (format_toml_lines({k: values[key]}) for k in (key, ours))
             notes.append(f"{name}: {said} as {section}: {read}")
+
+
+def _read_batch_size(table: TomlTable, sections: dict[str, Any], notes: list[str]) -> None:
+    """Reads batch_size beside steps of accumulation as that of a microbatch. nanoGPT, which calls
+    the length of a sequence block_size, counts the steps of all ranks (train.py divides them)."""
+    training = dict(table.get_subtable("training").values)
+    size, steps = training.get("batch_size"), training.get("gradient_accumulation_steps")
+    has_micro_batch = {"micro_batch", "mbs", "micro_batch_size"} & training.keys()
+    if type(size) is not int or type(steps) is not int or has_micro_batch:
+        return
+    read: dict[str, object] = {"micro_batch": size}
+    said = {"batch_size": training.pop("batch_size")}
+    if "block_size" in {**training, **table.get_subtable("model").values}:
+        said["gradient_accumulation_steps"] = training.pop("gradient_accumulation_steps")
+        read |= {"global_batch": size * steps, "framework": training.pop("framework", "ddp")}
+    sections["training"] = {**training, **read}
+    lines = (", ".join(format_toml_lines(one)) for one in (said, read))
+    notes.append("training: {} as {}".format(*lines))
+
+
+def _name_preset(sections: dict[str, Any], notes: list[str]) -> None:
+    """A model by its name alone is the preset of that name."""
+    model = sections.get("model")
+    if isinstance(model, Mapping) and model.keys() == {"name"} and isinstance(model["name"], str):
+        sections["model"] = {"preset": normalize_model_name(model["name"]) or model["name"]}
+        (said,), (read,) = map(format_toml_lines, (model, sections["model"]))
+        notes.append(f"model: {said} as {read}")
+
+
+_SHARED = frozenset({"sequence_parallel", "optimizer", "world_size"})
+"""Keys that Megatron-LM's arguments and a job.toml have in common."""
+
+_TABLES = ("model", "parallel", "training")
+
+
+@lru_cache(maxsize=1)
+def _list_megatron_names() -> frozenset[str]:
+    """The names that Megatron-LM's arguments are asked for, whatever they are."""
+    settings, job = MegatronSettings({}), JobTablesBuilder()
+    for put in PUT:
+        put(settings, job)
+    return frozenset(settings.read - _SHARED)
+
+
+def _read_megatron(
+    table: TomlTable, sections: dict[str, Any], notes: list[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Removes the settings of Megatron-LM that depend on others, such as those of recomputation and
+    of virtual stages, and returns what its arguments of these values are here, by table."""
+    every: dict[str, Any] = {}
+    unknown: dict[str, Any] = {}
+    for name in _TABLES:
+        values = table.get_subtable(name).values
+        every |= values
+        unknown |= {key: value for key, value in values.items() if key not in ALIASES[name]}
+    if not unknown.keys() & _list_megatron_names():
+        return {}
+    settings, job = MegatronSettings(every), JobTablesBuilder()
+    for put in PUT:
+        put(settings, job)
+    # Which layers have experts is a pattern that depends on keys of the experts.
+    consumed = (unknown.keys() & settings.read) - _SHARED - {"moe_layer_freq"}
+    for name in _TABLES:
+        if isinstance(own := sections.get(name), Mapping):
+            sections[name] = {key: value for key, value in own.items() if key not in consumed}
+    without = MegatronSettings({k: v for k, v in every.items() if k not in consumed})
+    before = JobTablesBuilder()
+    for put in PUT:
+        put(without, before)
+    added: dict[str, Mapping[str, Any]] = {
+        name: {k: v for k, v in keys.items() if before.sections[name].get(k) != v}
+        for name, keys in job.list_stated()
+    }
+    said = ", ".join(format_toml_lines({k: v for k, v in unknown.items() if k in consumed}))
+    read = "; ".join(f"{k}: {', '.join(format_toml_lines(v))}" for k, v in added.items() if v)
+    notes.append(f"{said} as Megatron-LM's: {read or 'nothing'}")
+    return added

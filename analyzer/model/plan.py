@@ -60,9 +60,9 @@ def plan(
 ) -> Plan:
     """Find the fastest layouts of a job that fit on a number of GPUs.
 
-    The first one fits with a margin for the error of the memory model: it fits with a chance of 0.9
-    or more, if any does. Those that follow are sorted by their steps, and may be faster and less
-    sure to fit.
+    The first one fits with a margin for the error of the memory model: it fits with a chance of
+    0.95 or more, if any does. So do those that follow, sorted by their steps, but for the last:
+    the fastest that is less sure to fit, which may be faster than all.
 
     The search is exact: a layout is skipped only if a lower bound of its step time is above the
     slowest layout of the result.
@@ -101,11 +101,12 @@ def plan(
     if not found.ranked:
         raise UsageError(_explain_no_layout(job, gpus, find_nearest(job, gpus, keep)))
     ranked, margin = list(found.ranked), MARGIN
-    if (ranked[0][0].fit_chance or 0.0) < MARGIN:
-        # The fastest may run out of memory: the fastest that leaves a margin comes before it.
-        sure = search_layouts(job, gpus, keep, 1, known, workers, with_margin=True).ranked
-        others = [one for one in ranked if one[0] != sure[0][0]] if sure else ranked
-        ranked, margin = [*sure, *others][:top], MARGIN if sure else 0.0
+    unsure = [one for one in ranked if (one[0].fit_chance or 0.0) < MARGIN]
+    if unsure:
+        # What may run out of memory is no advice: those that leave a margin, and one place for the
+        # fastest that leaves none.
+        sure = search_layouts(job, gpus, keep, top, known, workers, with_margin=True).ranked
+        ranked, margin = [*sure[: max(1, top - 1)], *unsure][:top], MARGIN if sure else 0.0
     (first, best_job), *runners = ranked
     return Plan(
         gpus=gpus,

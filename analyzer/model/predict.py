@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from stepsplit.analyzer.buckets import Split
@@ -130,7 +131,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     step, unstated, caveats = predicted.step, predicted.unstated, predicted.caveats
     flops = count_step_flops(job, CONVENTION)
     low_ns, high_ns = estimate_step_band(job, step.split, caveats, unstated)
-    bound = compute_bound(job, step.parameters, step.stages)
+    bound = compute_bound(job, step.parameters, step.stages, step.timed)
     world, step_ns = job.parallel.world_size, step.split.step_ns
     if bound is not None:
         low_ns = min(max(low_ns, bound.ns), step_ns)
@@ -165,8 +166,8 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         unstated=unstated,
         read_as=job.notes,
         bound=bound,
-        compute_parts=list_compute_parts(
-            job, step.stages[step.splits.index(step.split)], step.split
+        find_parts=partial(
+            list_compute_parts, job, step.stages[step.splits.index(step.split)], step.split
         ),
     )
 

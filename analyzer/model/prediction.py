@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property, partial
 from typing import Any, Literal, cast, get_args
 
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
@@ -189,7 +190,7 @@ class ComputePart:
     unit: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """The predicted step of a job. Bytes and splits are per rank, FLOPs of the whole job.
 
@@ -221,7 +222,7 @@ class Prediction:
         read_as: what of the job's files was read as which key, such as "training: mbs = 1 as
             micro_batch = 1"; default ().
         bound: the least time of the step by physics alone; default None: unknown.
-        compute_parts: compute and host waits of the slowest stage by kinds of kernels; default ().
+        find_parts: makes compute_parts; default: none.
 
     Examples:
         >>> from stepsplit.analyzer import predict, read_job
@@ -253,8 +254,16 @@ class Prediction:
     unstated: tuple[UnstatedKey, ...] = ()
     read_as: tuple[str, ...] = ()
     bound: Bound | None = None
-    compute_parts: tuple[ComputePart, ...] = ()
     fit_chance: float | None = None
+    find_parts: Callable[[], tuple[ComputePart, ...]] = field(
+        default=tuple, compare=False, repr=False
+    )
+
+    @cached_property
+    def compute_parts(self) -> tuple[ComputePart, ...]:
+        """Compute and host waits of the slowest stage by kinds of kernels: found when first asked
+        for, since it takes a fifth of the prediction."""
+        return self.find_parts()
 
 
 # Prediction <-> JSON. Scripts rely on these keys.
@@ -330,7 +339,9 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
                 unstated=tuple(_parse_unstated(row) for row in body.get("unstated", ())),
                 read_as=tuple(map(str, body.get("read_as", ()))),
                 bound=_parse_bound(body.get("bound")),
-                compute_parts=tuple(_parse_part(row) for row in body.get("compute_parts", ())),
+                find_parts=partial(
+                    tuple, [_parse_part(row) for row in body.get("compute_parts", ())]
+                ),
                 fit_chance=None
                 if body.get("fit_chance") is None
                 else _read_number(body, "fit_chance"),

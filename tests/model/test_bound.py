@@ -154,7 +154,7 @@ def _list_violations(every: int) -> list[Any]:
     found, cases = [], list_published_cases().cases[::every]
     for case in cases:
         step = time_step(case.job, Rates())
-        bound = compute_bound(case.job, step.parameters, step.stages)
+        bound = compute_bound(case.job, step.parameters, step.stages, step.timed)
         if bound is not None and bound.ns > min(case.step_ns, step.split.step_ns):
             found.append((case.id, bound.resource, bound.ns / case.step_ns))
     assert len(cases) > 1300 / every

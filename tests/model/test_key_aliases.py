@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,7 +246,7 @@ def test_a_file_without_tables_is_read_by_its_keys(tmp_path: Path) -> None:
     path.write_text(FLAT)
     assert read_job(path) == parse_job(TYPED)
     path.write_text(FLAT + "batch_size = 3\n")
-    with pytest.raises(DataError, match=r"batch_size: unknown key; write micro_batch_size"):
+    with pytest.raises(DataError, match=r"training.batch_size: unknown key; write micro_batch \("):
         read_job(path)
     path.write_text(FLAT + 'name = "a"\n')
     with pytest.raises(DataError, match=r"name is a key of several tables; write model\.name or"):
@@ -260,3 +261,213 @@ def test_other_names_of_the_table_and_of_the_dtype() -> None:
     assert 'training: bf16 = true as dtype = "bf16"' in job.notes
     assert parse_job(TYPED.replace("mbs = 1", 'mbs = 1\nprecision = "bfloat16"')) == job
     assert parse_job(TYPED.replace("mbs = 1", "mbs = 1\nfp8 = true")).training.dtype == "fp8"
+
+
+# Whole jobs as users of other programs type them, without a look at our keys.
+
+TRANSFORMERS = """
+[model]
+name = "meta-llama/Llama-3.1-8B"
+[training]
+per_device_train_batch_size = 2
+gradient_accumulation_steps = 8
+max_seq_length = 4096
+bf16 = true
+gradient_checkpointing = true
+attn_implementation = "flash_attention_2"
+optim = "adamw_torch_fused"
+[parallel]
+fsdp = "full_shard auto_wrap"
+[hardware]
+gpu = "H100"
+num_gpus = 16
+"""
+MEGATRON = """
+[model]
+num_layers = 80
+hidden_size = 8192
+ffn_hidden_size = 28672
+num_attention_heads = 64
+num_query_groups = 8
+vocab_size = 128256
+swiglu = true
+untie_embeddings_and_output_weights = true
+[parallel]
+tensor_model_parallel_size = 8
+pipeline_model_parallel_size = 4
+num_layers_per_virtual_pipeline_stage = 5
+data_parallel_size = 16
+sequence_parallel = true
+use_distributed_optimizer = true
+overlap_grad_reduce = true
+overlap_param_gather = true
+tp_comm_overlap = true
+[training]
+micro_batch_size = 1
+global_batch_size = 1024
+seq_length = 8192
+bf16 = true
+recompute_granularity = "selective"
+[hardware]
+gpu = "h100"
+"""
+DEEPSPEED = """
+[model]
+preset = "llama-2-13b"
+[parallel]
+zero_stage = 3
+world_size = 32
+[training]
+train_micro_batch_size_per_gpu = 4
+gradient_accumulation_steps = 4
+sequence_length = 4096
+bf16 = { enabled = true }
+activation_checkpointing = true
+optimizer = "AdamW"
+[hardware]
+gpu = "NVIDIA A100-SXM4-80GB"
+"""
+NANOGPT = """
+[model]
+n_layer = 12
+n_head = 12
+n_embd = 768
+block_size = 1024
+vocab_size = 50304
+dropout = 0.0
+bias = false
+[training]
+batch_size = 12
+gradient_accumulation_steps = 40
+dtype = "bfloat16"
+compile = true
+[hardware]
+gpu = "a100"
+gpus = 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        (TRANSFORMERS, """
+            [model]
+            preset = "llama-3.1-8b"
+            [parallel]
+            zero = 3
+            gpus = 16
+            [training]
+            seq_len = 4096
+            micro_batch = 2
+            microbatches = 8
+            dtype = "bf16"
+            recompute = "full"
+            flash_attention = true
+            optimizer = "adam"
+            fused_optimizer = true
+            [hardware]
+            preset = "h100-sxm"
+         """),
+        (MEGATRON, """
+            [model]
+            layers = 80
+            hidden = 8192
+            ffn = 28672
+            heads = 64
+            kv_heads = 8
+            vocab = 128256
+            gated = true
+            tied = false
+            [parallel]
+            tp = 8
+            pp = 4
+            dp = 16
+            chunks = 4
+            zero = 1
+            sequence_parallel = true
+            overlap = ["dp", "tp"]
+            [training]
+            seq_len = 8192
+            micro_batch = 1
+            global_batch = 1024
+            dtype = "bf16"
+            recompute = "selective"
+            [hardware]
+            preset = "h100-sxm"
+         """),
+        (DEEPSPEED, """
+            [model]
+            preset = "llama-2-13b"
+            [parallel]
+            zero = 3
+            world_size = 32
+            [training]
+            seq_len = 4096
+            micro_batch = 4
+            microbatches = 4
+            dtype = "bf16"
+            recompute = "full"
+            optimizer = "adam"
+            [hardware]
+            preset = "a100-sxm-80gb"
+         """),
+        (NANOGPT, """
+            [model]
+            layers = 12
+            heads = 12
+            hidden = 768
+            vocab = 50304
+            biases = false
+            [parallel]
+            gpus = 8
+            [training]
+            seq_len = 1024
+            micro_batch = 12
+            global_batch = 480
+            dtype = "bf16"
+            dropout = false
+            compile = true
+            framework = "ddp"
+            [hardware]
+            preset = "a100-sxm-80gb"
+         """),
+    ],
+    ids=["transformers", "megatron", "deepspeed", "nanogpt"],
+)  # fmt: skip
+def test_a_job_typed_from_memory_is_the_job_that_is_meant(typed: str, ours: str) -> None:
+    read, meant = parse_job(typed), parse_job(ours)
+    assert replace(read, notes=(), stated=None) == replace(meant, notes=(), stated=None)
+    assert read.stated == meant.stated
+    # What no key of ours says alone is said with the settings that it was read from.
+    assert (
+        "num_layers_per_virtual_pipeline_stage = 5, use_distributed_optimizer = true,"
+        " overlap_grad_reduce = true, tp_comm_overlap = true,"
+        ' recompute_granularity = "selective" as Megatron-LM\'s: parallel: zero = 1,'
+        ' overlap = ["dp", "tp"], chunks = 4; training: recompute = "selective"' in read.notes
+    ) == (typed == MEGATRON)
+
+
+def test_a_torchtitan_file_may_name_the_device(tmp_path: Path) -> None:
+    file = tmp_path / "llama3_8b.toml"
+    file.write_text(
+        '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = 1\n'
+        "[training]\nlocal_batch_size = 1\nseq_len = 8192\n"
+        '[hardware]\ngpu = "H100"\nngpu = 8\n'
+    )
+    job = read_job(file)
+    assert (job.hardware.name, job.parallel.dp_shard) == ("h100-sxm", 8)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("Llama-3.1-8B", "Pythia-6.9B", "model.preset: 'pythia-6.9b' is unknown; write"),
+        ('"full_shard auto_wrap"', '"some"', "parallel.dp_shard: 'some' is not a valid count"),
+        ('"flash_attention_2"', '"ring"', "training.flash_attention: 'ring' is neither true nor"),
+        ('gpu = "H100"', 'gpu = "H100 SXM5"\nvoltage = 1', "hardware.voltage: unknown key"),
+    ],
+)
+def test_what_is_not_understood_is_one_mistake(before: str, after: str, problem: str) -> None:
+    with pytest.raises(DataError) as raised:
+        parse_job(TRANSFORMERS.replace(before, after))
+    assert problem in str(raised.value) and "more:" not in str(raised.value)

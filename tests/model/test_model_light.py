@@ -42,7 +42,7 @@ status = run(sys.argv[1:])
 print(*(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)
 sys.exit(status)
 """
-MOST_S, MOST_THOUSAND_S = 0.3, 3.0
+MOST_S, MOST_THOUSAND_S = 0.3, 2.0
 PIECE = 25
 """What a million additions take on the machines that the limits are for; where others slow the
 machine down, the limits are as much longer."""
@@ -108,7 +108,7 @@ def thousand_jobs(seq_len: int) -> list[JobConfig]:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_thousand_predictions_take_less_than_three_seconds() -> None:
+def test_a_thousand_predictions_take_less_than_two_seconds() -> None:
     jobs = thousand_jobs(1024)
     assert len(set(jobs)) == 1000
     pieces = [partial(_predict, jobs[i : i + PIECE]) for i in range(0, len(jobs), PIECE)]

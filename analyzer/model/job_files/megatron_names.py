@@ -16,13 +16,15 @@ MAX_LAYERS = 4096
 
 @dataclass(frozen=True)
 class MegatronSettings:
-    """Values by name, in lower case with underscores; True for a flag without a value."""
+    """Values by name, in lower case with underscores; True for a flag without a value. read: the
+    names that were asked for."""
 
     values: Mapping[str, Any]
     read: set[str] = field(default_factory=set)
 
     def find(self, *names: str) -> Any:
         """The value of the first of these names; None without any."""
+        self.read.update(names)
         for name in names:
             if (value := self.values.get(name)) is not None and value != "None":
                 return value

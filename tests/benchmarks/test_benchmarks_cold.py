@@ -1,0 +1,37 @@
+"""The comparison of cold analyses runs commands in pairs and says what each took."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cold_analysis
+
+SAMPLE = Path(__file__).parents[2] / "sample_traces" / "tp2_pp2" / "rank0_trace.json.gz"
+
+
+@pytest.mark.slow
+def test_a_row_compares_pairs_of_whole_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in for Perfetto's program, which loads by reading."""
+    loader = tmp_path / "trace_processor_shell"
+    loader.write_text(f"#!{sys.executable}\nimport sys\nsum(open(sys.argv[3], 'rb').read())\n")
+    loader.chmod(loader.stat().st_mode | stat.S_IXUSR)
+    arguments = ["--trace-processor", str(loader), "--repeat", "2", str(SAMPLE)]
+    assert cold_analysis.main(arguments) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    name, _, other, own, ratio, spread, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+    assert name == str(SAMPLE)
+    least, most = map(float, spread.split(" to "))
+    assert 1 < least <= float(ratio) <= most
+    assert float(own) > float(other) > 0
+
+
+def test_a_command_that_fails_is_no_measurement() -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        cold_analysis.measure([sys.executable, "-c", "raise SystemExit(3)"])

@@ -100,12 +100,6 @@ class HostScopes:
         thread = np.where(rows >= 0, self.thread_of_lane[self.events.lane[rows]], -1)
         return self.find_parts(thread, self.events.start_ns[rows])
 
-    def list_edges_ns(self, thread: int) -> Int64:
-        """The instants at which the part on the thread may change, ascending."""
-        if thread not in self.timelines:
-            return np.empty(0, dtype=np.int64)
-        return self.timelines[thread].edges_ns[1:]
-
 
 def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
     """Find where in the model each thread of the rank's host was."""
@@ -422,8 +416,14 @@ def _build_timeline(
         if key not in memo:
             scope = scopes.of_name[name_id]
             assert scope is not None
-            states = _enter(state, of_modules, scope, layers)
-            memo[key] = *states, numbers[_convert_to_part(states[0])], scope.is_module
+            entered, entered_modules = _enter(state, of_modules, scope, layers)
+            kind = PartKind.OTHER if entered.kind is None else entered.kind
+            is_placed = entered.in_module or kind != PartKind.OTHER or entered.layer != NO_LAYER
+            phase = PartPhase.FORWARD if is_placed else PartPhase.OTHER
+            if kind in _OUTSIDE_PASSES:
+                phase = PartPhase.OTHER
+            number = numbers[Part(entered.layer, kind, phase)]
+            memo[key] = entered, entered_modules, number, scope.is_module
         inner, inner_modules, part, is_module = memo[key]
         own = part, start, start if is_module else module_ns
         edges.append((start, *own))
@@ -462,14 +462,6 @@ def _enter(
 _OUTSIDE_PASSES = (PartKind.OPTIMIZER, PartKind.GRADIENT_REDUCTION)
 
 
-def _convert_to_part(state: _State) -> Part:
-    kind = PartKind.OTHER if state.kind is None else state.kind
-    if kind in _OUTSIDE_PASSES:
-        return Part(state.layer, kind, PartPhase.OTHER)
-    is_placed = state.in_module or state.kind is not None or state.layer != NO_LAYER
-    return Part(state.layer, kind, PartPhase.FORWARD if is_placed else PartPhase.OTHER)
-
-
 # The backward: autograd's ranges have the sequence numbers of the ops whose gradient they compute.
 
 
@@ -492,14 +484,29 @@ def _place_nodes(scopes: HostScopes) -> dict[int, _Nodes]:
     sequence = events.correlation[forward]
     order = np.lexsort((events.start_ns[forward], sequence))
     forward, sequence = forward[order], sequence[order]
+    kinds = [parse_node_kind(name) if name.startswith(ENGINE) else None for name in events.names]
     found = {}
     for thread, own in nodes_by_thread.items():
         wanted = events.correlation[own]
         # The last op with the number that began before the node.
         key = _find_last_before(sequence, events.start_ns[forward], wanted, events.start_ns[own])
         op = np.where((key >= 0) & (wanted >= 0), np.append(forward, -1)[key], -1)
-        part = _convert_to_backward(scopes.find_parts_of(op), numbers)
-        part = _fill_unplaced(events, own, part, numbers)
+        moved = [
+            _move_to_phase(numbers, one, PartPhase.BACKWARD) if place else 0
+            for place, one in enumerate(list(numbers))
+        ]
+        part = np.array(moved)[scopes.find_parts_of(op)]
+        # A node whose op is in no range may say its kind by name.
+        by_name = np.array(
+            [numbers[Part(kind=PartKind.OTHER if kind is None else kind, phase=PartPhase.BACKWARD)]
+             for kind in kinds]
+        )  # fmt: skip
+        plain = numbers[Part(phase=PartPhase.BACKWARD)]
+        known = wanted >= 0
+        part = np.where((part == 0) | (part == plain), by_name[events.name_id[own]], part)
+        # Nodes without a number (sums of gradients) go with the one before.
+        before = np.maximum.accumulate(np.where(known, np.arange(len(own)), -1))
+        part = np.where(before < 0, plain, part[before])
         found[thread] = _Nodes(events.start_ns[own], events.ends_of(own), part)
     return {thread: _flatten(nodes) for thread, nodes in found.items()}
 
@@ -517,32 +524,6 @@ def _find_last_before(sequence: Int64, start_ns: Int64, wanted: Int64, before_ns
     row = np.searchsorted(key, low * ranks + np.searchsorted(starts, before_ns)) - 1
     is_found = (row >= low) & (sequence[np.maximum(row, 0)] == wanted)
     return np.where(is_found, row, -1)
-
-
-def _convert_to_backward(part: Int64, numbers: PartNumbers) -> Int64:
-    parts = list(numbers)
-    moved = np.array(
-        [
-            _move_to_phase(numbers, one, PartPhase.BACKWARD) if place else 0
-            for place, one in enumerate(parts)
-        ]
-    )
-    return moved[part]
-
-
-def _fill_unplaced(events: Events, rows: Int64, part: Int64, numbers: PartNumbers) -> Int64:
-    """Nodes without a number (sums of gradients) go with the one before; those whose op is in no
-    range say their kind by name."""
-    kinds = [parse_node_kind(name) if name.startswith(ENGINE) else None for name in events.names]
-    by_name = np.array(
-        [numbers[Part(NO_LAYER, kind, PartPhase.BACKWARD)]
-         if kind is not None else numbers[Part(phase=PartPhase.BACKWARD)] for kind in kinds]
-    )  # fmt: skip
-    known = events.correlation[rows] >= 0
-    plain = numbers[Part(phase=PartPhase.BACKWARD)]
-    part = np.where(known & ((part == 0) | (part == plain)), by_name[events.name_id[rows]], part)
-    before = np.maximum.accumulate(np.where(known, np.arange(len(rows)), -1))
-    return np.where(known | (before < 0), np.where(known, part, plain), part[before])
 
 
 def _flatten(nodes: _Nodes) -> _Nodes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -98,7 +97,19 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     if trace.on_device:
         pieces.append(_place_device_bands(rank, scopes, event_part, call_parts, rest))
     else:
-        pieces.append(_place_host_bands(rank, scopes, rest))
+        # On a CPU the host itself works: its bands, cut where its place in the model changes.
+        line = scopes.timelines.get(scopes.main)
+        inner = line.edges_ns[1:] if line else np.empty(0, dtype=np.int64)
+        edges = np.concatenate(([_LEAST], inner, [_MOST]))
+        cut = intersect(
+            Intervals(band.start_ns[rest], band.end_ns[rest]), Intervals(edges[:-1], edges[1:])
+        )
+        own = rest[cut.left]
+        place = scopes.find_parts(np.full(len(own), scopes.main), cut.start_ns)
+        pieces.append(
+            (band.window[own].astype(np.int64), band.bucket[own].astype(np.int64), place,
+             cut.end_ns - cut.start_ns)
+        )  # fmt: skip
     window, bucket, part, ns = (np.concatenate(column) for column in zip(*pieces, strict=True))
     total = np.zeros((len(rank.steps), len(numbers), len(BUCKETS)), dtype=np.int64)
     np.add.at(total, (window, part, bucket), ns)
@@ -146,7 +157,9 @@ def _refine_by_name(rank: RankSplit, rows: Int64, part: Int64, numbers: PartNumb
     kind_of_name, turned = dict[int, PartKind | None](), set[PartKind | None]()
     for number in {code % len(events.names) for code in codes.tolist()}:
         name, family = events.names[number], kinds.find_family(number)
-        kind = find_fused_kind(name) or _KIND_OF_FAMILY.get(family) or find_said_kind(name)
+        kind = find_fused_kind(name)
+        if kind is None:
+            kind = _KIND_OF_FAMILY.get(family, find_said_kind(name))
         kind_of_name[number] = kind
         turned |= {kind} if is_backward(name) else set()
     has_experts = PartKind.EXPERTS in kind_of_name.values()
@@ -201,22 +214,6 @@ _Bands = tuple[Int64, Int64, Int64, Int64]
 """Window, bucket, part and duration of each piece of the bands."""
 
 
-def _place_host_bands(rank: RankSplit, scopes: HostScopes, rows: Int64) -> _Bands:
-    """On a CPU the host itself works: its bands, cut where its place in the model changes."""
-    band = rank.attribution.band
-    edges = np.concatenate(([_LEAST], scopes.list_edges_ns(scopes.main), [_MOST]))
-    cut = intersect(
-        Intervals(band.start_ns[rows], band.end_ns[rows]), Intervals(edges[:-1], edges[1:])
-    )
-    own = rows[cut.left]
-    main = np.full(len(own), scopes.main)
-    part = scopes.find_parts(main, cut.start_ns)
-    return (
-        band.window[own].astype(np.int64), band.bucket[own].astype(np.int64), part,
-        cut.end_ns - cut.start_ns,
-    )  # fmt: skip
-
-
 _LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
@@ -266,10 +263,3 @@ def _place_device_bands(
          band.end_ns[idle] - band.start_ns[idle])
     )  # fmt: skip
     return tuple(np.concatenate(column) for column in zip(*pieces, strict=True))  # type: ignore
-
-
-def sum_unplaced_share(parts: Sequence[RankParts]) -> float:
-    """Share of the time of all steps that no evidence places, 0..1."""
-    total = sum(int(one.ns.sum()) for one in parts)
-    unplaced = sum(int(one.ns[:, one.parts.index(UNPLACED)].sum()) for one in parts)
-    return unplaced / total if total else 0.0

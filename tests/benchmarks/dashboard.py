@@ -41,7 +41,9 @@ from benchmarks.table import in_markdown
 from stepsplit.analyzer import Analysis, examine
 from stepsplit.analyzer.report.tables import Slices
 
-PAGES = ("", "/timeline", "/pipeline", "/collectives", "/compute", "/memory", "/model")
+PAGES = (
+    "", "/timeline", "/pipeline", "/collectives", "/compute", "/structure", "/memory", "/model",
+)  # fmt: skip
 SETTLED_S = 3
 """A server loads plotly's classes in its first seconds."""
 PAGE_MS, FIGURE_BYTES, PAN_MS = 500, 1_000_000, 300

@@ -142,8 +142,8 @@ def test_without_any_order_kernels_have_the_kind_and_pass_that_their_names_say(
     tmp_path: Path,
 ) -> None:
     names = ["gemm_qkv", "gemm_7", "silu_and_mul", "flash_fwd", "_swiglu_backward_kernel",
-             "flash_bwd", "gemm_qkv"]  # fmt: skip
-    trace = GpuTrace().step(0, 0, 70)
+             "flash_bwd", "gemm_qkv", "embedding_kernel"]  # fmt: skip
+    trace = GpuTrace().step(0, 0, 80)
     for number, name in enumerate(names):
         trace.unlaunched(name, 10 * number, 10 * number + 10)
     (tmp_path / "dense").mkdir()
@@ -151,10 +151,10 @@ def test_without_any_order_kernels_have_the_kind_and_pass_that_their_names_say(
     dense = analyze(tmp_path / "dense").parts
     assert {(row.part, row.phase): row.compute_ns // 10_000 for row in dense} == {
         ("attention", "forward"): 3, ("other", "other"): 1, ("mlp", "forward"): 1,
-        ("mlp", "backward"): 1, ("attention", "backward"): 1,
+        ("mlp", "backward"): 1, ("attention", "backward"): 1, ("embedding", "other"): 1,
     }  # fmt: skip
     # With experts, which run the same activations, an activation says nothing.
     (tmp_path / "experts").mkdir()
-    trace.unlaunched("fused_moe_kernel", 70, 80).step(1, 70, 80).write(tmp_path / "experts")
+    trace.unlaunched("fused_moe_kernel", 80, 90).step(1, 80, 90).write(tmp_path / "experts")
     parts = {row.part for row in analyze(tmp_path / "experts").parts}
-    assert parts == {"attention", "experts", "other"}
+    assert parts == {"attention", "embedding", "experts", "other"}

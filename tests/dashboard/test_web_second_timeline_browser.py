@@ -139,6 +139,27 @@ def test_notes_are_in_the_address_and_the_export(
     assert page.locator(".tl-table").count() == 2
 
 
+def test_odd_choices_of_an_address_leave_the_first_timeline(
+    served: ServedRuns, browser: Any
+) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    address = f"{served.url}/run/{served.ids['h100_pp2']}/timeline?pin=9,x,1&stats=1&note=5-1:x"
+    for odd in ("../../x", "ffffffffffff", "%00", "a" * 500):
+        page.goto(f"{address}&with={odd}&with_step=-3&with_measure=9-1&with_open=77&note=no")
+        page.wait_for_selector("#timeline-view[data-drawn]")
+    page.goto(f"{address}&with=ffffffffffff")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    page.wait_for_function("document.querySelector('.tl-second .tl-status').textContent")
+    assert "Cannot load the timeline" in page.locator(".tl-second .tl-status").inner_text()
+    page.get_by_label("later").click()
+    second = served.ids["h100_fsdp2"]
+    page.goto(f"{address}&with={second}&with_step=nan&measure=54897904-61428165")
+    page.wait_for_selector(".tl-second .tl-range [data-bucket]")
+    assert errors == []
+
+
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1440)])
 def test_both_pass_axe(served: ServedRuns, browser: Any, scheme: str, width: int) -> None:
     from axe_playwright_python.sync_playwright import Axe

@@ -85,6 +85,9 @@
       const middle = find(this.index, this.middle()) - find(this.main.index, this.main.middle());
       this.shift = this.run === this.main.run ? 0 : middle;
       this.pairStep(asked.get("with_step"));
+      /* What is marked above is marked below, unless the address has a range of its own. */
+      const range = this.main.range, offset = this.secondOffset();
+      if (range && !asked.has("with_measure")) this.setRange(range.from + offset, range.to + offset);
     },
 
     align() {

@@ -566,11 +566,11 @@ def draw_memory_over_time(line: MemoryOverTime) -> go.Figure:
             hovertemplate=f"peak %{{y:.2f}} {unit} at %{{x:.2f}} ms<extra></extra>",
         )
     )  # fmt: skip
-    # The passes as a strip at the top.
+    # The passes as a strip at the bottom, where no step has its name.
     figure.layout.shapes = [
         {
             "type": "rect", "xref": "x", "yref": "paper", "x0": begin / 1e6, "x1": end / 1e6,
-            "y0": 0.97, "y1": 1.0, "line": {"width": 0},
+            "y0": 0.0, "y1": 0.03, "line": {"width": 0},
             "fillcolor": theme.BACKWARD if phase else theme.FORWARD,
         }
         for begin, end, phase in line.passes

@@ -124,7 +124,17 @@ def build_run_pickers(
             first = build_compare_url([own.id, *others_ids])
             role = _build_button("use as baseline", own.name, first)
         remove = _build_button("remove", own.name, build_compare_url(others_ids))
-        items.append(html.Li([html.Span(_format_run(own)), " ", role, " ", remove]))
+        items.append(
+            html.Li(
+                [
+                    html.Span(f"{own.name}, {format_date(own.created_unix_ns)}"),
+                    " ",
+                    role,
+                    " ",
+                    remove,
+                ]
+            )
+        )
     parts: list[Component] = [html.Ol(items)] if items else []
     parts += _build_notes(selection)
     if len(picked) < MAX_COMPARED:
@@ -166,10 +176,6 @@ def _build_finder(
             html.P(note, className="note")]  # fmt: skip
 
 
-def _format_run(run: RunRow) -> str:
-    return f"{run.name}, {format_date(run.created_unix_ns)}"
-
-
 def _build_button(text: str, name: str, url: str) -> dcc.Link:
     """A link that looks like a button; screen readers hear the run too."""
     return dcc.Link([text, html.Span(f" {name}", className="unseen")], href=url, className="button")
@@ -197,20 +203,15 @@ _NOISE = {
 }
 
 
-def _build_timelines_link(baseline: View, candidate: View) -> list[Component | str]:
-    """The timeline of the candidate with that of the baseline below it; [] without addresses."""
-    if not (baseline.run_id and candidate.run_id):
-        return []
-    url = build_page_url(candidate.run_id, "timeline", **{"with": baseline.run_id})
-    return ["   ", build_link("both timelines", url)]
-
-
 def compare_page(baseline: View, candidate: View) -> list[Component]:
     """The page that compares the candidate with the baseline."""
     try:
         comparison = compare_reports(baseline.report, candidate.report)
     except UsageError as error:
         return [build_empty_card("These runs cannot be compared", str(error))]
+    # That of the baseline is below.
+    below = {"with": baseline.run_id}
+    timelines = build_page_url(candidate.run_id, "timeline", **below)
     bars = [
         NamedSplit("baseline", comparison.baseline.mean, baseline.run_id),
         NamedSplit("candidate", comparison.candidate.mean, candidate.run_id),
@@ -224,7 +225,8 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
                 html.B(build_link(candidate.name, build_page_url(candidate.run_id))),
                 "   ",
                 build_link("swap", build_compare_url((candidate.run_id, baseline.run_id))),
-                *_build_timelines_link(baseline, candidate),
+                "   ",
+                build_link("both timelines", timelines),
             ],
             className="subtitle",
         ),

@@ -193,7 +193,8 @@ def _build_field_json(field: JobField, table: TomlTable) -> dict[str, Any]:
     else:
         is_plain = isinstance(value, str | int | float)
         shown = str(value) if is_plain else "" if value is None else None
-    missing = list_missing_keys(field.table, own, _has_experts(table))
+    has_experts = "ep" in table.get_subtable("parallel").values
+    missing = list_missing_keys(field.table, own, has_experts)
     of_preset = field.table == "model" and field.key != "preset" and "preset" in own
     choices = field.choices
     if choices and shown and shown not in choices:
@@ -207,7 +208,3 @@ def _build_field_json(field: JobField, table: TomlTable) -> dict[str, Any]:
         "other": shown is None,
         "needed": field.key in missing,
     }
-
-
-def _has_experts(table: TomlTable) -> bool:
-    return "ep" in table.get_subtable("parallel").values

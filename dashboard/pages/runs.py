@@ -343,10 +343,6 @@ def _build_row(run: RunRow, columns: Sequence[str], rights: RunRights) -> list[C
     return [Cell(box), *shown]
 
 
-def _build_job_url(key: str) -> str:
-    return "/" + format_query({"job": key})
-
-
 # The list of runs, grouped by job.
 
 
@@ -376,7 +372,11 @@ def _build_group(runs: Sequence[RunRow], label: str, page: RunsPage) -> html.Sec
     summary = number if len(ordered) == len(runs) else f"{len(ordered)} of {number}"
     links: list[Content] = []
     if key is not None:
-        links.append(build_link(f"all {number}" if len(runs) > 1 else number, _build_job_url(key)))
+        links.append(
+            build_link(
+                f"all {number}" if len(runs) > 1 else number, "/" + format_query({"job": key})
+            )
+        )
         links.append(build_link("history", "/history" + format_query({"job": key})))
     head = html.Div(
         [html.H2(label), *_build_trend(runs), html.Span(links, className="heading-links")],

@@ -372,12 +372,8 @@ def _build_group(runs: Sequence[RunRow], label: str, page: RunsPage) -> html.Sec
     summary = number if len(ordered) == len(runs) else f"{len(ordered)} of {number}"
     links: list[Content] = []
     if key is not None:
-        links.append(
-            build_link(
-                f"all {number}" if len(runs) > 1 else number, "/" + format_query({"job": key})
-            )
-        )
-        links.append(build_link("history", "/history" + format_query({"job": key})))
+        words, query = f"all {number}" if len(runs) > 1 else number, format_query({"job": key})
+        links += [build_link(words, "/" + query), build_link("history", "/history" + query)]
     head = html.Div(
         [html.H2(label), *_build_trend(runs), html.Span(links, className="heading-links")],
         className="section-head group-head",

@@ -216,10 +216,13 @@ def find_lost_steps(launches: Launches, events: Events, starts_ns: Sequence[int]
     # Launches may have no device work for other reasons, unless it was recorded without a time.
     most = _CUT_SHARE if launches.exported_lost else _MOSTLY_LOST_SHARE
     is_cut |= (at_end > _CUT_SHARE * total) | (missing > most * total)
-    # Whether the last step with launches goes on with ops after them, unlike the steps before.
+    # Whether the last step with launches goes on with ops after them, unlike the steps before. Ops
+    # that those do not have, as of a checkpoint or an optimizer on the CPU, may launch nothing.
     last = int(step[worked[-1]])
-    ops_ns = events.start_ns[events.is_category(Category.OP)]
-    step_of_op = np.searchsorted(starts, ops_ns, side="right") - 1
+    ops = np.flatnonzero(events.is_category(Category.OP))
+    step_of_op = np.searchsorted(starts, events.start_ns[ops], side="right") - 1
+    is_known = np.isin(events.name_id[ops], events.name_id[ops[step_of_op < last]])
+    ops_ns, step_of_op = events.start_ns[ops[is_known]], step_of_op[is_known]
     shares = []
     for number in range(last + 1):
         own, launched = ops_ns[step_of_op == number], launches.start_ns[step == number]

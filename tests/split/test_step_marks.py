@@ -324,6 +324,21 @@ def test_a_step_ends_with_its_mark_if_that_ends_after_its_last_kernel(tmp_path: 
     assert [row.idle_ns for row in report.steps] == [70_000, 10_000, 110_000]
 
 
+def test_an_optimizer_on_the_cpu_in_the_last_step_alone_is_no_end_of_the_device(
+    tmp_path: Path,
+) -> None:
+    """Two accumulate, the third updates; a profiler that stops leaves out launches of known ops."""
+    trace = GpuTrace()
+    for step in range(3):
+        at = 100 * step
+        trace.step(step, at, at + 100).op("aten::mm", at + 1, at + 9)
+        trace.kernel("gemm", at + 10, at + 40)
+    trace.op("CPUAdam", 250, 270).op("CPUAdam", 270, 295)
+    report = analyze(trace.write(tmp_path))
+    assert steps(report) == [(n, "full", 100 * n, 100) for n in range(3)]
+    assert "device_work_cut" not in codes(report)
+
+
 def test_a_mark_in_which_nothing_was_launched_is_no_full_step(tmp_path: Path) -> None:
     """Between others it has the time of its host; the last one is the end of the recording."""
     trace = GpuTrace().step(1, 0, 100).kernel("gemm", 10, 90).step(2, 100, 140)

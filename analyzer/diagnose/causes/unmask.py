@@ -15,7 +15,8 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE
 
 _MASKED = 1.1
-"""Causes mask each other if fixing all gains more than this multiple of fixing each alone."""
+"""Causes mask each other if fixing all gains more than this multiple of fixing each alone: less is
+within the error of a replay. At 1.05 and 1.2 the same of two slow ranks are named as a set."""
 
 _MAX_MEMBERS = 16
 """Only this many causes of one kind, those that cost most, are tried as a set."""

@@ -83,7 +83,7 @@ _SIGMAS = 2.0
 twenty does, in few steps."""
 
 _OUTLIER = 6.0
-"""A rank that does not may be late in single steps, by so many standard deviations; see charges."""
+"""A rank that does not may be late in single steps, by so many standard deviations."""
 
 
 def _estimate_noise(context: CauseContext, beyond: Float) -> float:

@@ -31,7 +31,8 @@ known."""
 
 _OUTLIER = 6.0
 """A rank is blamed in a step in which its work exceeds its median step by this many standard
-deviations. At 3 and 12 a slow kernel in one step of five is blamed alike, and chance of 3 % is not."""
+deviations. At 3 and 12 a slow kernel in one step of five is blamed alike, and noise of 3 % is
+not."""
 
 
 class Charges(Struct, frozen=True):

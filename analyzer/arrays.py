@@ -126,6 +126,15 @@ def list_distinct(values: npt.NDArray[Any]) -> Int64:
     return np.flatnonzero(np.bincount(values))
 
 
+def sort_distinct(values: Int64) -> Int64:
+    """The distinct values in ascending order. np.unique hashes integers, which takes up to 16 times
+    as long where most of many differ (numpy 2.4)."""
+    ordered = np.sort(values)
+    is_new = np.ones(len(ordered), dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    return ordered[is_new]
+
+
 def number_distinct(values: Int64, limit: int) -> tuple[Int64, Int64]:
     """The distinct values in ascending order, and the position of each value among them; values are
     from 0 to below limit. Without a sort, unless the limit is far above their number."""

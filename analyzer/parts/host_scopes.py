@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stepsplit.analyzer.arrays import is_inside, list_distinct
+from stepsplit.analyzer.arrays import is_inside, list_distinct, sort_distinct
 from stepsplit.analyzer.parts.layer_sequence import ForwardPlaces, find_forward_places
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.scope_names import (
@@ -161,7 +161,7 @@ def _merge_sequence(line: _Timeline, forward: ForwardPlaces, numbers: PartNumber
         0 if place == nowhere else numbers[Part(*place, PartPhase.FORWARD)]
         for place in forward.places
     ]
-    edges = np.unique(np.concatenate((line.edges_ns, forward.start_ns)))
+    edges = sort_distinct(np.concatenate((line.edges_ns, forward.start_ns)))
     at = line.find_at(edges)
     last = np.searchsorted(forward.start_ns, edges, side="right") - 1
     by_sequence = np.where(last >= 0, np.array(of_place)[np.maximum(last, 0)], 0)
@@ -178,7 +178,7 @@ def _merge_sequence(line: _Timeline, forward: ForwardPlaces, numbers: PartNumber
 def _merge_nodes(line: _Timeline, nodes: _Nodes, numbers: PartNumbers) -> _Timeline:
     """The timeline with the parts of autograd's nodes; a module that is called inside a node
     computes again, another range there (FSDP's) may say more than the node."""
-    edges = np.unique(np.concatenate((line.edges_ns, nodes.start_ns, nodes.end_ns)))
+    edges = sort_distinct(np.concatenate((line.edges_ns, nodes.start_ns, nodes.end_ns)))
     at = line.find_at(edges)
     part, begin, module = line.part[at], line.begin_ns[at], line.module_ns[at]
     node = np.searchsorted(nodes.start_ns, edges, side="right") - 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, intersect
+from stepsplit.analyzer.arrays import Intervals, intersect, sort_distinct
 from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.split.attribute import BucketBands
 from stepsplit.analyzer.split.gap_launches import (
@@ -94,7 +94,7 @@ def sum_idle_causes(events: Events, window: Int32, parts: IdleParts) -> tuple[Id
     kinds, kind = np.unique(key, return_inverse=True)
     ns = np.zeros(len(kinds), dtype=np.int64)
     np.add.at(ns, kind, parts.end_ns - parts.start_ns)
-    in_gaps = np.unique(kind * (len(window) + 1) + parts.gap) // (len(window) + 1)
+    in_gaps = sort_distinct(kind * (len(window) + 1) + parts.gap) // (len(window) + 1)
     count = np.bincount(in_gaps, minlength=len(kinds))
     names = tuple(ops)
     rows = [

@@ -14,7 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, group_ids, group_rows, intersect, union
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    group_ids,
+    group_rows,
+    intersect,
+    sort_distinct,
+    union,
+)
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.report.diagnosis_rows import PathKernel, PathPart, PathStep
@@ -189,7 +196,7 @@ def _list_path_kernels(rank: RankSplit, path: Intervals) -> Iterator[PathKernel]
             stream=lane.stream if lane.stream >= 0 else None,
             bucket=BUCKETS[bucket[rows[0]]],
             ns=int(took[rows].sum()),
-            count=len(np.unique(event[rows])),
+            count=len(sort_distinct(event[rows])),
             start_ns=rank.clock.map_instant_to_common_ns(int(events.start_ns[longest])),
             dur_ns=int(events.dur_ns[longest]),
         )

@@ -703,7 +703,10 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     alike: dict[tuple[int, bytes], list[tuple[Int64, Int64, Int64]]] = defaultdict(list)
     # Launches of one time are not one launch.
     own_launch = events.find_launches(event)
-    in_graph = np.isin(own_launch, events.find_launches(rows)) & (own_launch >= 0)
+    # One row more, for kernels without a launch (-1).
+    is_launch = np.zeros(len(events) + 1, dtype=np.bool_)
+    is_launch[events.find_launches(rows)] = True
+    in_graph = is_launch[own_launch] & (own_launch >= 0)
     for launch in np.unique(called[in_graph]).tolist():
         own = keys[slice(*np.searchsorted(keys[:, 0], (launch, launch + 1)).tolist()), 1]
         mine = np.flatnonzero((called == launch) & in_graph)

@@ -10,7 +10,7 @@ from typing import Literal
 class Bucket(IntEnum):
     """The buckets; of those that are open at one instant, the first in this order gets it.
 
-    A member is the bucket's index in columns and tables. Its color is in dashboard/figures/theme.
+    A member is the bucket's index in columns and tables. Its color is in bucket_styles.py.
     """
 
     COMPUTE = 0

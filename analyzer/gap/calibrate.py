@@ -37,7 +37,8 @@ from stepsplit.analyzer.model.config import (
     Link,
     MemoryCorrection,
 )
-from stepsplit.analyzer.model.config_decode import TomlTable, read_table
+from stepsplit.analyzer.model.config_decode import TomlTable
+from stepsplit.analyzer.model.config_file import read_tables
 from stepsplit.analyzer.model.device_speed import (
     DeviceSpeed,
     compute_attention_share,
@@ -240,7 +241,7 @@ def calibrate(
     """
     if not places:
         raise UsageError("no run to calibrate from; pass the folder of a recording")
-    job_table: TomlTable | None = None if job is None else read_table(job)
+    job_table: TomlTable | None = None if job is None else read_tables((job,)).table
     return fit_calibration([read_sample(str(place), job_table, rules) for place in places])
 
 

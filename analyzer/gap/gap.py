@@ -26,8 +26,8 @@ from stepsplit.analyzer.gap.comm_gap import (
 from stepsplit.analyzer.gap.config_from_trace import build_job_table
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
-from stepsplit.analyzer.model.config_decode import TomlTable, read_table
-from stepsplit.analyzer.model.config_file import decode_job, decode_layout
+from stepsplit.analyzer.model.config_decode import TomlTable
+from stepsplit.analyzer.model.config_file import decode_job, decode_layout, read_tables
 from stepsplit.analyzer.model.part_time import PARTS, predict_part_times
 from stepsplit.analyzer.model.predict import compute_call_ns, predict, read_hardware_rates
 from stepsplit.analyzer.model.prediction import Communication, Prediction, group_axis
@@ -68,8 +68,9 @@ _MAX_STEP_NS = 1 << 53
 
 
 def read_job_table(job: str | Path) -> TomlTable:
-    """Read a complete or partial job.toml; empty for AUTO. Raises DataError."""
-    return TomlTable("run.json", "", {}) if str(job) == AUTO else read_table(job)
+    """Read a complete or partial job.toml, or a complete config of another program, as `read_job`
+    does; empty for AUTO. Raises DataError."""
+    return TomlTable("run.json", "", {}) if str(job) == AUTO else read_tables((job,)).table
 
 
 def compare_to_model(

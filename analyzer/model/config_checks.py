@@ -430,7 +430,7 @@ def check_divisible(
 
 
 def check_remainder(what: str, count: int, divisor: str, parts: int, hint: str) -> Violation | None:
-    """The violation if parts does not divide a count; over is the divisor as text."""
+    """The violation if parts does not divide a count; divisor is its text."""
     if count % parts == 0:
         return None
     return Violation(f"{what} ({count}) must be divisible by {divisor}", hint)

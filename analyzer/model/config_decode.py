@@ -221,7 +221,7 @@ def decode_section(
 ) -> _T | None:
     """Decodes the subtable of a key to a dataclass; missing keys are taken from base.
 
-    Without a base, missing keys are taken from usual or from the defaults of the fields; any other
+    Without a base, missing keys are taken from defaults or from those of the fields; any other
     missing key is a mistake. Returns base if there is no such table, or if one of its required keys
     is missing or invalid.
     """

@@ -65,8 +65,7 @@ class FoundGroups(Struct, frozen=True):
 
 
 def has_unnamed_calls(traces: Sequence[RankTrace]) -> bool:
-    """Whether some calls have no group, and several ranks have such calls or their kernels state
-    the number of their members."""
+    """Whether some calls have no group."""
     return any(len(_find_rows(trace)) for trace in traces)
 
 

@@ -288,7 +288,7 @@ def can_detach() -> bool:
 
 @functools.cache
 def notice_captures() -> None:
-    """From now on it is known whether this process has captured a CUDA graph.
+    """From now on it is known whether this process captures a CUDA graph, not whether it has.
 
     Detaching CUPTI beside graphs crashes before CUDA 12.6 (pytorch/pytorch#112507). On CUDA 13.0
     one of three trainings with a graph ended with an error two steps after its eighth sample; the

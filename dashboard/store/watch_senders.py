@@ -45,8 +45,9 @@ class UnknownStartError(UsageError):
 
 
 def check_start(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
-    """Raises UnknownStartError if the batch is of a start that does not follow the newest one, and
-    UsageError if it ends one that has not begun: either would make the running one an old one."""
+    """Raises UnknownStartError if the batch is of a start after the one that follows the newest,
+    and UsageError if it ends one that has not begun: either would make the running one an old
+    one."""
     known = select(WATCH_STARTS.c.incarnation).where(WATCH_STARTS.c.watch_id == watch_id)
     starts = set(connection.execute(known).scalars())
     if batch.incarnation in starts or not starts:

@@ -208,6 +208,27 @@ def test_the_rest_of_a_late_host_is_separate_from_its_loader(tmp_path: Path) -> 
     assert (stalls.code, stalls.ranks, stalls.gain_ns) == ("host_stall", (1,), 300_000)
 
 
+def test_the_evidence_of_a_wait_is_of_the_ranks_that_the_finding_names(tmp_path: Path) -> None:
+    """Rank 0 waits 40 in each step; rank 1 waits longer, 200, in one: too little to be named."""
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, groups=DP)
+        for step in range(40):
+            at = 1000 * step
+            trace.step(step, at, at + 1000).op("aten::mm", at, at + 100)
+            begin = at + 100 + (40 if rank == 0 else 200 if step == 20 else 0)
+            if begin > at + 100:
+                trace.op(LOADER.format("Multi"), at + 100, begin)
+            end = begin + 600
+            trace.op("aten::mm", begin, end).all_reduce(
+                end, end, at + 950, group="0", seq=step, tid=7
+            )
+            trace.annotation("wait", end + 1, at + 950).op("aten::mm", at + 950, at + 1000)
+        trace.write(tmp_path)
+    (found,) = (one for one in analyze(tmp_path).findings if one.code == "data_loading")
+    assert found.ranks == (0,)
+    assert {event.rank for event in found.events} == {0}
+
+
 def test_a_wait_for_the_loader_counts_while_communication_runs_as_well(tmp_path: Path) -> None:
     """Rank 1 waits from 100 to 700, and until 400 an all_reduce of both runs: 300 are idle time.
     Without the wait the second all_reduce begins behind the first, at 400 instead of 900."""

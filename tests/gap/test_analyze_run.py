@@ -122,6 +122,19 @@ def test_the_screen_has_a_section(run_file: Path, capsys: pytest.CaptureFixture[
     assert "calls: counts and bytes as predicted" in printed
 
 
+def test_a_job_without_tables_is_read_as_the_model_reads_it(
+    tmp_path: Path, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated = run_file.read_text()
+    flat = tmp_path / "flat.toml"
+    flat.write_text("".join(f"{line}\n" for line in stated.splitlines() if line[:1] != "["))
+    written = []
+    for job in (run_file, flat):
+        assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--job", str(job), "--json", "-"]) == 0
+        written.append(from_json(capsys.readouterr().out.encode()).gap)
+    assert written[0] == written[1]
+
+
 @pytest.mark.parametrize(
     ("sample", "text", "words"),
     [

@@ -38,9 +38,9 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
     own = named.idle.select(np.isin(named.idle.rank, ranks))
     counted = np.isin(context.graph.steps.rank, ranks) & context.counted
     mine = counted & (named.removed_ns > 0)
-    idle, events = named.idle, []
-    for at in np.argsort(idle.start_ns - idle.end_ns, kind="stable")[:3].tolist():
-        rank, start, end = (int(column[at]) for column in (idle.rank, idle.start_ns, idle.end_ns))
+    events = []
+    for at in np.argsort(own.start_ns - own.end_ns, kind="stable")[:3].tolist():
+        rank, start, end = (int(column[at]) for column in (own.rank, own.start_ns, own.end_ns))
         one = context.split.ranks[rank]
         begin = one.clock.map_instant_to_common_ns(start) - context.origin_ns
         events.append(EventRef(one.trace.rank, begin, end - start, "idle"))

@@ -109,7 +109,7 @@ def find_significant(
     known: Collection[KnownDelay] = (),
 ) -> Bool:
     """Which (rank, step, cause) are more than variation, shape (ranks, steps, BLAME_CAUSES); all
-    of them in a recording of one step.
+    of them where one step has waits.
 
     A rank causes waits in all steps if their mean is significant, or that of its work: a step of
     which the waits are not known has work too. It causes waits in one step if its work there is an

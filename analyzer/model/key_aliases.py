@@ -299,11 +299,15 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
             if repr(ours) != repr({key: value}):
                 (said,), read = format_toml_lines({key: value}), ", ".join(format_toml_lines(ours))
                 notes.append(f"{name}: {said} as {read or 'nothing'}")
-        added = {
-            key: value for key, value in megatron.get(name, {}).items() if key not in converted
-        }
+        added = megatron.get(name, {})
+        for key in added:
+            if converted.get(key, added[key]) != added[key]:
+                problem = "is said by settings of Megatron-LM, too, with another value"
+                mistakes.append(
+                    table.get_subtable(name).build_error(key, problem, "remove one of them")
+                )
         if values or added:
-            sections[name] = {**converted, **added}
+            sections[name] = {**added, **converted}
     return NormalizedTable(replace(table, values=sections), tuple(notes))
 
 
@@ -362,6 +366,9 @@ _SHARED = frozenset({"sequence_parallel", "optimizer", "world_size"})
 
 _TABLES = ("model", "parallel", "training")
 
+_MEGATRON_NAMES = {"layers": "num_layers", "pp": "pipeline_model_parallel_size"}
+"""What Megatron-LM calls those of our keys that its own settings depend on."""
+
 
 @lru_cache(maxsize=1)
 def _list_megatron_names() -> frozenset[str]:
@@ -382,6 +389,9 @@ def _read_megatron(
     for name in _TABLES:
         values = table.get_subtable(name).values
         every |= values
+        every |= {
+            _MEGATRON_NAMES[key]: values[key] for key in values.keys() & _MEGATRON_NAMES.keys()
+        }
         unknown |= {key: value for key, value in values.items() if key not in ALIASES[name]}
     if not unknown.keys() & _list_megatron_names():
         return {}

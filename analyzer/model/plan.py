@@ -61,8 +61,9 @@ def plan(
     """Find the fastest layouts of a job that fit on a number of GPUs.
 
     The first one fits with a margin for the error of the memory model: it fits with a chance of
-    0.95 or more, if any does. So do those that follow, sorted by their steps, but for the last:
-    the fastest that is less sure to fit, which may be faster than all.
+    0.95 or more (0.9 where it may need more by what is not stated), if any does. So do those that
+    follow, sorted by their steps, but for the last: the fastest of those that are less sure to fit,
+    which may be faster than all. Where few leave a margin, more of these follow.
 
     The search is exact: a layout is skipped only if a lower bound of its step time is above the
     slowest layout of the result.
@@ -106,7 +107,11 @@ def plan(
         # What may run out of memory is no advice: those that leave a margin, and one place for the
         # fastest that leaves none.
         sure = search_layouts(job, gpus, keep, top, known, workers, with_margin=True).ranked
-        ranked, margin = [*sure[: max(1, top - 1)], *unsure][:top], MARGIN if sure else 0.0
+        unsure = [one for one in unsure if all(one[0] != other[0] for other in sure)]
+        places = max(1, top - 1) if unsure else top
+        ranked = [*sure[:places], *unsure][:top]
+        # Where more may be needed by what is open, a layout leaves a margin with a lower chance.
+        margin = min(MARGIN, sure[0][0].fit_chance or 0.0) if sure else 0.0
     (first, best_job), *runners = ranked
     return Plan(
         gpus=gpus,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -18,6 +17,7 @@ from stepsplit.analyzer.buckets import WAITS, Bucket
 from stepsplit.analyzer.parts.breakdown import Breakdown
 from stepsplit.analyzer.parts.kernel_table import KernelRow
 from stepsplit.analyzer.readers.memory_snapshot import MemoryCurve, MemoryRecord
+from stepsplit.analyzer.readers.rank_traces import parse_rank
 from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
@@ -285,10 +285,11 @@ def _build_memory(split: RunSplit, memories: Sequence[MemoryRecord], origin_ns: 
     curves: dict[int, MemoryCurve] = {}
     for record in memories:
         # Its file names the rank; without, it is that of the only one.
-        named = re.search(r"rank[_-]?(\d{1,7})(?!\d)", PurePath(record.source).name)
-        number = int(named[1]) if named else next(iter(by_rank)) if len(by_rank) == 1 else None
+        number = parse_rank(PurePosixPath(record.source))
+        if number is None and len(by_rank) == 1:
+            number = next(iter(by_rank))
         rank = by_rank.get(-1 if number is None else number)
-        if rank is None or not rank.steps:
+        if rank is None or not rank.steps or not record.devices:
             continue
         # A process that uses several devices has its own on one of them.
         curve = max(record.devices, key=lambda one: one.peak_allocated_bytes).curve
@@ -300,14 +301,15 @@ def _build_memory(split: RunSplit, memories: Sequence[MemoryRecord], origin_ns: 
         end_ns = last.start_ns + last.split.step_ns - origin_ns
         if not ((at_ns >= begin_ns) & (at_ns <= end_ns)).any():
             continue
-        sizes = curve.allocated_bytes[is_known]
-        parts = np.array_split(np.arange(len(sizes)), _MOST_MEMORY_TIMES // 2)
-        kept = {int(p[np.argmax(sizes[p])]) for p in parts if len(p)}
-        kept |= {int(part[np.argmin(sizes[part])]) for part in parts if len(part)}
+        allocated, reserved = curve.allocated_bytes[is_known], curve.reserved_bytes[is_known]
+        kept = set[int]()
+        for part in np.array_split(np.arange(len(allocated)), _MOST_MEMORY_TIMES // 3):
+            if len(part):
+                sizes = allocated[part]
+                kept |= {int(part[i]) for i in (sizes.argmax(), sizes.argmin())}
+                kept.add(int(part[reserved[part].argmax()]))
         rows = np.array(sorted(kept))
-        curves[rank.trace.rank] = MemoryCurve(
-            at_ns[rows], sizes[rows], curve.reserved_bytes[is_known][rows]
-        )
+        curves[rank.trace.rank] = MemoryCurve(at_ns[rows], allocated[rows], reserved[rows])
     if not curves:
         return MemoryTimes.build_empty()
     ordered = sorted(curves.items())

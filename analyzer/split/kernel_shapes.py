@@ -124,11 +124,11 @@ def find_dtype(work: KernelWork) -> str:
     return "fp32"
 
 
-_BACKWARD = re.compile(r"bwd|backward|dgrad|_dkv|_dq", re.IGNORECASE)
+_BACKWARD = re.compile(r"bwd|backward|dgrad|wgrad|_dkv|_dq", re.IGNORECASE)
 
 
 def is_backward(name: str) -> bool:
-    """Whether a kernel of attention computes gradients."""
+    """Whether a kernel says by its name that it computes gradients."""
     return _BACKWARD.search(name) is not None
 
 

@@ -364,7 +364,9 @@ def _place_folded_passes(
         return ()
     # All weight gradients have as many kernels.
     total = sum(after - first for first, after in weights)
-    size, odd = divmod(total, len(split))
+    if total and not split:
+        return ()
+    size, odd = divmod(total, max(len(split), 1))
     if odd or any((after - first) % max(size, 1) for first, after in weights):
         return ()
     pieces = [

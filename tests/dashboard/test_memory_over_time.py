@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,15 @@ def test_the_page_names_the_peak_and_its_step(made: Analysis) -> None:
     assert "peak of rank 0: 5.9 GiB" in read_text(
         build_memory_page(view, AddressQuery({"rank": "0"}))
     )
+
+
+def test_a_rank_that_allocated_nothing_has_no_memory_over_time(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(SAMPLE, folder)
+    (folder / "report.json").unlink()
+    nothing = {"segments": [], "device_traces": [[]]}
+    (folder / "rank0_memory.pickle").write_bytes(pickle.dumps(nothing))
+    assert not len(examine([folder]).tables.memory.rank)
 
 
 def test_memory_of_another_time_has_no_place_in_the_steps(tmp_path: Path) -> None:

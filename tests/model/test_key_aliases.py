@@ -447,6 +447,42 @@ def test_a_job_typed_from_memory_is_the_job_that_is_meant(typed: str, ours: str)
     ) == (typed == MEGATRON)
 
 
+TWELVE_LAYERS = """
+[model]
+layers = 12
+hidden = 1024
+heads = 16
+vocab = 50304
+[parallel]
+pp = 4
+num_layers_per_virtual_pipeline_stage = 1
+[training]
+seq_len = 1024
+micro_batch = 1
+global_batch = 64
+[hardware]
+preset = "h100-sxm"
+"""
+
+
+def test_settings_of_megatron_beside_our_keys_depend_on_them() -> None:
+    assert parse_job(TWELVE_LAYERS).parallel.chunks == 3
+
+
+@pytest.mark.parametrize(
+    ("table", "keys", "key"),
+    [
+        ("[parallel]", "zero = 1\nuse_distributed_optimizer = false", "parallel.zero"),
+        ("[training]", 'recompute = "none"\nrecompute_granularity = "full"', "training.recompute"),
+    ],
+)
+def test_a_setting_of_megatron_that_contradicts_our_key_is_a_mistake(
+    table: str, keys: str, key: str
+) -> None:
+    with pytest.raises(DataError, match=f"{key}: is said by settings of Megatron-LM, too"):
+        parse_job(TWELVE_LAYERS.replace(table, f"{table}\n{keys}"))
+
+
 def test_a_torchtitan_file_may_name_the_device(tmp_path: Path) -> None:
     file = tmp_path / "llama3_8b.toml"
     file.write_text(

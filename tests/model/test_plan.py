@@ -424,6 +424,19 @@ def test_a_planned_layout_keeps_the_order_of_ranks() -> None:
     assert 'rank_order = "cp-tp-ep-dp-pp"' in format_job_lines(ordered, best)
 
 
+def test_a_layout_with_less_than_the_margin_is_listed_once_and_its_chance_is_said() -> None:
+    """What is not stated may need more: such a layout leaves a margin with a lower chance."""
+    job = parse_job(
+        '[model]\npreset = "gpt2-1.5b"\n[training]\nseq_len = 1024\nmicro_batch = 1\n'
+        'global_batch = 64\nframework = "megatron"\n[hardware]\npreset = "h100-sxm"\n'
+        f"memory_bytes = {int(32.625 * 2**30)}\n[parallel]\ndp = 8\n"
+    )
+    found = plan(job, gpus=8, keep=("tp", "pp", "zero", "micro_batch", "recompute"))
+    choices = [one.choice for one in (found.best, *(one.candidate for one in found.runners_up))]
+    assert len(set(map(repr, choices))) == len(choices)
+    assert found.best.fit_chance is not None and found.margin <= found.best.fit_chance
+
+
 def test_if_no_layout_fits_the_closest_is_named() -> None:
     with pytest.raises(UsageError, match=r"no layout on 4 x h100-sxm fits; the closest is tp 4 "):
         plan(NODE, 4)

@@ -160,9 +160,9 @@ def _parse_query() -> str:
 
 
 def _parse_ranks(scene: TimelineView, name: str = "ranks") -> list[int]:
-    """The ranks of the list that the run has."""
+    """The ranks of the list that the run has, each once."""
     known = {one.rank for one in scene.ranks}
-    return [rank for rank in _parse_numbers(name)[:RANKS] if rank in known]
+    return [rank for rank in list(dict.fromkeys(_parse_numbers(name)))[:RANKS] if rank in known]
 
 
 def _parse_number(name: str) -> int:

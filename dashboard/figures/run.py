@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -567,7 +568,7 @@ def draw_memory_over_time(line: MemoryOverTime) -> go.Figure:
         )
     )  # fmt: skip
     # The passes as a strip at the bottom, where no step has its name.
-    figure.layout.shapes = [
+    shapes: list[dict[str, Any]] = [
         {
             "type": "rect", "xref": "x", "yref": "paper", "x0": begin / 1e6, "x1": end / 1e6,
             "y0": 0.0, "y1": 0.03, "line": {"width": 0},
@@ -575,12 +576,27 @@ def draw_memory_over_time(line: MemoryOverTime) -> go.Figure:
         }
         for begin, end, phase in line.passes
     ]  # fmt: skip
-    for number, begin in line.steps:
-        figure.add_vline(
-            x=begin / 1e6, line={"color": theme.MUTED, "width": 1, "dash": "dot"},
-            annotation_text=f"step {number}", annotation_position="top right",
-        )  # fmt: skip
+    shapes += [
+        {
+            "type": "line", "xref": "x", "yref": "y domain", "x0": begin / 1e6, "x1": begin / 1e6,
+            "y0": 0, "y1": 1, "line": {"color": theme.MUTED, "width": 1, "dash": "dot"},
+        }
+        for _, begin in line.steps
+    ]  # fmt: skip
+    # Of many steps only each so many has its name, or they overlap.
+    labels = [
+        {
+            "x": begin / 1e6, "xref": "x", "xanchor": "left", "y": 1, "yref": "y domain",
+            "yanchor": "top", "showarrow": False, "text": f"step {number}",
+        }
+        for number, begin in line.steps[:: -(-len(line.steps) // _MOST_STEP_LABELS) or 1]
+    ]  # fmt: skip
+    # All at once: Plotly checks those that a figure has again with each that is added.
+    figure.update_layout(shapes=shapes, annotations=labels)
     return figure
+
+
+_MOST_STEP_LABELS = 20
 
 
 # Splits as horizontal bars: measured, predicted, changed.

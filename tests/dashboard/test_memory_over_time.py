@@ -16,6 +16,7 @@ from stepsplit.analyzer import Analysis, examine
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import read_tables, write_tables
 from stepsplit.analyzer.split_recording import split_recording
+from stepsplit.dashboard.figures.run import MemoryOverTime, draw_memory_over_time
 from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.compute import build_memory_page
@@ -86,6 +87,21 @@ def test_a_rank_that_allocated_nothing_has_no_memory_over_time(tmp_path: Path) -
     nothing = {"segments": [], "device_traces": [[]]}
     (folder / "rank0_memory.pickle").write_bytes(pickle.dumps(nothing))
     assert not len(examine([folder]).tables.memory.rank)
+
+
+def test_of_many_steps_each_has_its_line_and_some_their_name() -> None:
+    def draw(count: int) -> tuple[int, list[str]]:
+        steps = [(number, number * 10**6) for number in range(count)]
+        size = np.full(4, MIB)
+        layout = draw_memory_over_time(
+            MemoryOverTime(np.arange(4), size, -size, steps, [(0, 10**5, 0), (10**5, 10**6, 1)])
+        ).layout
+        return len(layout.shapes), [one.text for one in layout.annotations]
+
+    assert draw(0) == (2, [])
+    assert draw(3) == (5, ["step 0", "step 1", "step 2"])
+    lines, names = draw(50)
+    assert lines == 52 and names == [f"step {number}" for number in range(0, 50, 3)]
 
 
 def test_memory_of_another_time_has_no_place_in_the_steps(tmp_path: Path) -> None:

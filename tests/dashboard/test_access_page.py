@@ -56,6 +56,9 @@ def test_a_range_of_the_audit_log_is_read_whole_however_much_came_after(store: S
 
     assert "the one that is looked for" in page
     assert "the one that is looked for" not in ask_page(client, "/access")
+    # Times beyond what the database can hold.
+    assert "Audit log" in ask_page(client, "/access", "?to=2300-01-01")
+    assert "No entry in this range" in ask_page(client, "/access", "?from=2300-01-01&to=9000-01-01")
 
 
 def test_a_server_without_logins_names_the_command_instead_of_a_form(store: Store) -> None:

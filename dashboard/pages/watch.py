@@ -681,13 +681,12 @@ _MOST_DUMPS = 10
 
 
 def _list_dumps(store: Store, run: WatchedRun) -> list[RunRow]:
-    """Runs of dumps that may be of the job, the newest first: with its name, or uploaded since its
-    last data and without a rank that the job does not have."""
-    hangs = [one for one in store.list_runs() if one.is_hang]
-    named = [one for one in hangs if is_named_after(one, run)]
+    """Runs of dumps that may be of the job, the newest first, uploaded from an hour before its last
+    data on: with its name, or without a rank that the job does not have."""
     since_ns = run.newest_unix_ns - 3_600 * _SECOND_NS
-    recent = [one for one in hangs if one.created_unix_ns >= since_ns and one not in named]
-    for one in recent[:_MOST_DUMPS]:
+    hangs = [one for one in store.list_runs() if one.is_hang and one.created_unix_ns >= since_ns]
+    named = [one for one in hangs if is_named_after(one, run)]
+    for one in [one for one in hangs if one not in named][:_MOST_DUMPS]:
         with suppress(DataError):
             hang = store.load_hang(one.id)
             if max((*hang.ranks, *hang.no_dump), default=0) < run.start.world_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,8 +119,13 @@ def _build_button(label: str, alert: WatchAlert, asked: dict[str, str]) -> html.
 
 
 def is_named_after(dumps: RunRow, run: WatchedRun) -> bool:
-    """Whether the run of dumps has the name of the job in its own, or as the value of a tag."""
-    return run.name in dumps.name or any(tag.value == run.name for tag in dumps.tags)
+    """Whether the run of dumps has the name of the job in its own, or as the value of a tag.
+
+    A longer name is another job's: llama-70b and llama.v2 are not llama.
+    """
+    whole = rf"(?<![\w.-]){re.escape(run.name)}(?![\w-]|\.\w)"
+    is_named = re.search(whole, dumps.name) is not None
+    return is_named or any(tag.value == run.name for tag in dumps.tags)
 
 
 def build_stop_section(

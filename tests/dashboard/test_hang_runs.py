@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,21 @@ def test_a_watched_job_that_has_stopped_leads_to_its_dumps(
     page = ask_page(client, f"/watch/{RUN}")
     assert "Dumps of this job" in page and run_id in page
     assert "has not called all_reduce 5" in page
+    # A name that only begins like the job's is another job's; dumps of long ago are of another day.
+    for name, is_own in (
+        (f"{RUN}-70b-night", False),
+        (f"{RUN}.v2", False),
+        (f"my {RUN}: hung.", True),
+    ):
+        store.edit(run_id, RunEdit(name=name, tags=()))
+        assert ("Dumps of this job" in ask_page(client, f"/watch/{RUN}")) == is_own, name
+    old = [
+        replace(one, created_unix_ns=one.created_unix_ns - 2 * 3_600 * 10**9)
+        for one in store.list_runs()
+    ]
+    monkeypatch.setattr(Store, "list_runs", lambda self: old)
+    page = ask_page(client, f"/watch/{RUN}")
+    assert "may have stopped" in page and run_id not in page
 
 
 def test_dumps_of_a_real_hang(client: FlaskClient, store: Store) -> None:

@@ -12,6 +12,8 @@ from support.browser_builders import ServedRuns, serving_runs
 from support.turns import PAGES
 
 from stepsplit.analyzer import examine
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.web.html_export import export_html
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -158,6 +160,88 @@ def test_odd_choices_of_an_address_leave_the_first_timeline(
     page.goto(f"{address}&with={second}&with_step=nan&measure=54897904-61428165")
     page.wait_for_selector(".tl-second .tl-range [data-bucket]")
     assert errors == []
+
+
+def test_the_tables_follow_the_filter_and_the_pins(served: ServedRuns, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{served.url}/run/{served.ids['h100_pp2']}/timeline?stats=1&pin=99,1,1&show=0")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    assert page.evaluate(f"() => {TIMELINE}.shownRanks()") == [1, 0], "no rank 99"
+    page.evaluate(WITHIN.replace("TIMELINE", TIMELINE))
+    page.wait_for_selector(".tl-table >> nth=1")
+    both = cells(page, 1)
+    page.evaluate(f"() => {{{TIMELINE}.focus = 'rank 1'; {TIMELINE}.togglePin()}}")
+    page.get_by_text("mean of 1 rank", exact=False).wait_for()
+    page.wait_for_selector(".tl-table >> nth=1")
+    alone = cells(page, 1)
+    assert {row[-1].split(", ")[1] for row in alone.values()} == {"rank 0"} and alone != both
+
+
+def test_names_with_line_breaks_and_names_beyond_the_first(
+    served: ServedRuns, browser: Any
+) -> None:
+    page = open_both(browser, served, "&stats=1")
+    page.evaluate(WITHIN.replace("TIMELINE", TIMELINE))
+    page.wait_for_selector(".tl-table >> nth=1")
+    page.evaluate(
+        """() => {
+          const t = TIMELINE;
+          const row = (name, ms) => ({ calls: 1, name, bucket: 0, total_ns: ms * 2e6 });
+          t.nameTimes = { count: 2, names: [row("a\\nb", 9), row("c", 1)] };
+          t.second.nameTimes = { count: 300, names: [row("c", 5), row("d", 4)] };
+          t.showTable();
+        }""".replace("TIMELINE", TIMELINE)
+    )
+    rows = cells(page, 1)
+    found = {" ".join(name.split()[:-2]): row[-1] for name, row in rows.items()}
+    assert found == {"a b": "", "c": "+4.000 ms", "d": "+4.000 ms"}
+
+
+def test_the_second_timeline_keeps_its_part_of_the_address(
+    served: ServedRuns, browser: Any
+) -> None:
+    page = open_both(browser, served)
+    page.evaluate(f"() => {{const t = {TIMELINE}.second; t.toggleAll(); t.focus = 'rank 1'}}")
+    if page.evaluate(f"() => {TIMELINE}.second.open.size"):
+        page.evaluate(f"() => {TIMELINE}.second.toggleAll()")
+    page.evaluate(f"() => {TIMELINE}.second.togglePin()")
+    assert ask(page)["with_pin"] == ["1"] and "with_open=" in page.url
+
+    # It never comes while its index is held back.
+    second = served.ids["h100_fsdp2"]
+    page.route(f"**/api/v1/runs/{second}/timeline", lambda route: None)
+    page.goto(page.url + "&with_show=1&with_measure=5-9")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    page.get_by_label("later").click()
+    asked = ask(page)
+    assert (asked["with_show"], asked["with_measure"], asked["with_pin"]) == (["1"], ["5-9"], ["1"])
+
+    page.unroute_all(behavior="ignoreErrors")
+    page.goto(page.url)
+    page.wait_for_selector(".tl-second[data-drawn]")
+    shown = f"() => [{TIMELINE}.second.open.size, {TIMELINE}.second.pins]"
+    assert page.evaluate(shown) == [0, [1]]
+
+
+def test_an_exported_page_measures_the_ranks_of_its_filter(
+    served: ServedRuns, browser: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.html"
+    run = examine([SAMPLES / "h100_pp2"])
+    file.write_text(export_html(View("run", run.report, run.tables)), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(file.as_uri())
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    page.evaluate(f"() => {{{TIMELINE}.stats = true; {TIMELINE}.setFilter('1')}}")
+    page.evaluate(WITHIN.replace("TIMELINE", TIMELINE))
+    assert "mean of 1 rank" in page.locator(".tl-caption").first.inner_text()
+    page.evaluate(
+        f"() => {{const t = {TIMELINE}; t.data.rows = t.data.rows.filter((one) => one.lane === "
+        "'buckets'); t.setFilter(''); t.setRange(t.range.from, t.range.to + 1)}"
+    )
+    page.wait_for_selector(".tl-tables .message")
+    assert page.locator(".tl-tables .message").inner_text().startswith("This file has no names")
+    assert "mean of 2 ranks" in page.locator(".tl-caption").first.inner_text()
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1440)])

@@ -85,9 +85,9 @@
 
     searchFile(where) {
       const text = this.query.toLowerCase(), names = this.data.names.map((name) => name.toLowerCase().includes(text));
-      const matches = [];
+      const matches = [], shown = new Set(this.shownRanks());
       for (const row of this.data.rows) {
-        if (row.lane === "buckets" || (this.shown && !this.shown.has(row.rank))) continue;
+        if (row.lane === "buckets" || !shown.has(row.rank)) continue;
         row.name.forEach((name, i) => {
           if (names[name]) matches.push({ rank: row.rank, lane: row.lane, depth: row.depth, start: row.start[i], dur: row.dur[i], bucket: row.bucket[i], name: this.data.names[name], owner: row.owner[i] });
         });
@@ -120,7 +120,6 @@
       const from = Math.round(Math.min(a, b)), to = Math.round(Math.max(a, b));
       this.edges = [from, to];
       this.range = to > from ? { from, to } : null;
-      this.splits = null;
       this.measureRange();
       this.draw();
       if (this.second && this.second.extent && this.range) {
@@ -140,15 +139,16 @@
     },
 
     async measureRange() {
+      this.splits = null;
       this.remember();
       this.showRange();
       (this.main || this).showTable();
-      const range = this.range;
+      const range = this.range, ranks = this.shownRanks().join(",");
       if (!range) return;
       try {
-        const ask = new URLSearchParams({ ...range, ranks: this.shownRanks().join(",") });
+        const ask = new URLSearchParams({ ...range, ranks });
         const body = this.run ? await this.read("/measure?" + ask) : this.measureFile(range);
-        if (range !== this.range) return;
+        if (range !== this.range || ranks !== this.shownRanks().join(",")) return;
         this.splits = new Map(body.ranks.map((one) => [one.rank, one]));
       } catch (error) {
         this.say("Cannot measure: " + error.message);
@@ -201,7 +201,8 @@
 
     /* From the bands in the file; approximate where these contain shapes of many slices. */
     measureFile({ from, to }) {
-      const ranks = this.data.rows.filter((row) => row.lane === "buckets").map((row) => {
+      const shown = new Set(this.shownRanks());
+      const ranks = this.data.rows.filter((row) => row.lane === "buckets" && shown.has(row.rank)).map((row) => {
         const buckets = this.index.buckets.map(() => 0);
         let approximate = false;
         row.start.forEach((start, i) => {
@@ -267,7 +268,10 @@
       set("pin", this.pins.join(","));
       set("stats", this.stats ? "1" : "");
       for (const key of this.noteKeys()) query.append("note", key);
-      for (const [name, value] of Object.entries(this.second ? this.second.secondQuery() : {})) set(name, value);
+      for (const [name, value] of Object.entries(this.second ? this.second.secondQuery() : {})) {
+        /* An empty one says that all lanes are closed. */
+        if (value || name === "with_open") query.set(name, value);
+      }
       const one = this.chosen;
       set("slice", one && one.exact ? [one.rank, one.lane, one.depth, one.start].join(",") : "");
       return query;
@@ -277,7 +281,8 @@
     restoreChoices(asked) {
       const rows = asked.get("rows");
       if (rows === "compact" || rows === "full") this.compactChoice = rows === "compact";
-      this.pins = (asked.get("pin") || "").split(",").filter((one) => /^\d{1,8}$/.test(one)).map(Number).slice(0, 8);
+      const pins = (asked.get("pin") || "").split(",").filter((one) => /^\d{1,8}$/.test(one)).map(Number);
+      this.pins = [...new Set(pins)].filter((rank) => this.everyRank.has(rank)).slice(0, 8);
       this.stats = asked.get("stats") === "1";
       this.restoreNotes(asked);
       if (asked.get("group")) this.setGrouping(asked.get("group"));

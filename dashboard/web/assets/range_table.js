@@ -44,25 +44,29 @@
   const statistics = {
     /* The time of names in the range over the shown ranks; null where it cannot be had. */
     async readNames() {
-      const range = this.range, ranks = this.shownRanks();
-      if (!range || this.names_of === range) return;
-      this.names_of = range;
+      const range = this.range, ranks = this.shownRanks().join(","), had = this.names_of;
+      if (!range || (had && had.range === range && had.ranks === ranks)) return;
+      const own = (this.names_of = { range, ranks });
       this.nameTimes = null;
-      const ask = new URLSearchParams({ ...range, ranks: ranks.join(",") });
+      const ask = new URLSearchParams({ ...range, ranks });
       const asked = this.run ? this.read("/names?" + ask) : Promise.resolve(this.namesFromFile(range));
       const body = await asked.catch((error) => ({ names: [], error: error.message }));
-      if (range !== this.range) return;
+      if (range !== this.range || own !== this.names_of) return;
       this.nameTimes = body;
       (this.main || this).showTable();
     },
 
     namesFromFile({ from, to }) {
-      const found = new Map();
-      for (const row of this.data.rows) {
-        if (row.lane === "buckets" || (this.shown && !this.shown.has(row.rank))) continue;
+      const found = new Map(), ranks = new Set(this.shownRanks());
+      const lanes = this.data.rows.filter((row) => row.lane !== "buckets" && ranks.has(row.rank));
+      /* A file of many ranks has no lanes, and a shape of many slices no name. */
+      let unnamed = !lanes.length;
+      for (const row of lanes) {
         row.start.forEach((start, i) => {
           const inside = Math.min(start + row.dur[i], to) - Math.max(start, from);
-          if (inside <= 0 || row.name[i] < 0) return;
+          if (inside <= 0) return;
+          unnamed = unnamed || row.name[i] < 0;
+          if (row.name[i] < 0) return;
           const name = this.data.names[row.name[i]], key = name + "\n" + row.bucket[i];
           const one = found.get(key) || { name, bucket: row.bucket[i], calls: 0, total_ns: 0, by: new Map() };
           one.calls += 1;
@@ -73,7 +77,7 @@
       }
       const names = [...found.values()].sort((a, b) => b.total_ns - a.total_ns);
       for (const one of names) [one.worst_rank, one.worst_ns] = [...one.by].sort((a, b) => b[1] - a[1])[0];
-      return { names, count: names.length };
+      return { names, count: names.length, unnamed };
     },
 
     /* The tables of the first timeline; of the second one in the same rows. */
@@ -117,17 +121,27 @@
       if (failed) return [node("p", "message", "No table of kernels: " + failed.nameTimes.error)];
       const sides = both.map((one) => new Map(one.nameTimes.names.map((each) => [each.name + "\n" + each.bucket, each])));
       const mean = (k, key) => (sides[k].has(key) ? sides[k].get(key).total_ns / Math.max(both[k].splits.size, 1) : 0);
-      const weight = (key) => (two ? Math.abs(mean(1, key) - mean(0, key)) : mean(0, key));
+      /* A side with more names than the server sends may have others for up to the least of these. */
+      const isCut = (k) => both[k].nameTimes.count > both[k].nameTimes.names.length;
+      const rest = both.map((one, k) => (isCut(k) ? Math.min(...[...sides[k].keys()].map((key) => mean(k, key))) : 0));
+      const lacking = (key) => [0, 1].find((k) => two && isCut(k) && !sides[k].has(key));
+      const weight = (key) => {
+        const k = lacking(key);
+        if (k !== undefined) return Math.max(mean(1 - k, key) - rest[k], 0);
+        return two ? Math.abs(mean(1, key) - mean(0, key)) : mean(0, key);
+      };
       const keys = [...new Set(sides.flatMap((own) => [...own.keys()]))].sort((a, b) => weight(b) - weight(a));
-      if (!keys.length) return [node("p", "message", "No kernel in this range.")];
+      const { unnamed } = both[0].nameTimes;
+      if (!keys.length) return [node("p", "message", unnamed ? "This file has no names of kernels in this range." : "No kernel in this range.")];
       const rows = keys.slice(0, SHOWN_NAMES).map((key) => {
-        const [name, bucket] = key.split("\n");
+        /* A name may have line breaks of its own. */
+        const end = key.lastIndexOf("\n"), name = key.slice(0, end), bucket = key.slice(end + 1);
         const cells = sides.flatMap((own, k) => (own.has(key) ? [own.get(key).calls.toLocaleString("en"), time(mean(k, key))] : ["", ""]));
-        const last = two ? this.signed(mean(1, key) - mean(0, key)) : this.rankLink(sides[0].get(key).worst_rank, sides[0].get(key).worst_ns);
+        const last = two ? (lacking(key) === undefined ? this.signed(mean(1, key) - mean(0, key)) : "") : this.rankLink(sides[0].get(key).worst_rank, sides[0].get(key).worst_ns);
         return [name + "  ·  " + this.index.buckets[bucket].name, ...cells, last];
       });
       const left = Math.max(...both.map((one) => one.nameTimes.count)) - rows.length;
-      const order = (two ? ", largest difference first" : ", most time first") + (left > 0 ? "; " + left.toLocaleString("en") + " more names" : "");
+      const order = (two ? ", largest difference first" : ", most time first") + (left > 0 ? "; " + left.toLocaleString("en") + " more names" : "") + (unnamed ? "; some have no name in this file" : "");
       const caption = "The range by kernel and call, calls of all ranks, time as their mean, those that overlap counted each" + order;
       return [buildTable(caption, ["name", ...this.headsOf(both, ["calls", "time"]), ...(two ? [] : ["most"])], rows)];
     },

@@ -80,9 +80,11 @@
     togglePin() {
       const rank = this.focusedRank();
       if (rank === null) return this.say("Choose a rank to pin: click its row.");
-      const pinned = this.pins.includes(rank);
+      const pinned = this.pins.includes(rank), shown = this.shownRanks().length;
       this.pins = pinned ? this.pins.filter((one) => one !== rank) : [...this.pins, rank].slice(-MOST_PINS);
       this.say("rank " + rank + (pinned ? " is no longer pinned" : " is pinned above the others"));
+      /* A filter may hide the rank where it is not pinned. */
+      if (this.shownRanks().length !== shown) this.repeatQueries();
       this.refresh();
     },
 

@@ -101,9 +101,11 @@
 
     /* The second timeline's part of the address. */
     secondQuery() {
-      const step = this.extent && this.shownStep();
-      const parts = { with: this.run, with_step: step ? step.step : "", with_show: this.filter, with_group: this.by };
-      if (this.extent) parts.with_open = [...this.open].sort((a, b) => a - b).join(",");
+      /* What was asked for stays while it loads. */
+      if (!this.extent) return { with: this.run, ...Object.fromEntries([...this.askedSecond].filter(([name]) => name.startsWith("with_"))) };
+      const step = this.shownStep();
+      const parts = { with: this.run, with_step: step ? step.step : "", with_show: this.filter, with_group: this.by, with_pin: this.pins.join(",") };
+      parts.with_open = [...this.open].sort((a, b) => a - b).join(",");
       if (this.range) parts.with_measure = this.range.from + "-" + this.range.to;
       return parts;
     },

@@ -20,9 +20,6 @@ _MOST_ENTRIES = 500
 
 _SECOND_NS = 10**9
 
-_MOST_NS = 2**63 - 1
-"""No later time fits the database."""
-
 
 def build_tokens_section(
     tokens: Sequence[Token], now_ns: int, *, has_login: bool = True
@@ -123,8 +120,8 @@ def _build_page(request: PageRequest) -> PageContent:
     chosen, now_ns = request.address.chosen, time.time_ns()
     first_s, last_s = chosen.parse_time_s("from"), chosen.parse_time_s("to")
     # To the end of the last second of the range.
-    until_ns = now_ns if last_s is None else min((last_s + 1) * _SECOND_NS - 1, _MOST_NS)
-    first_ns = min((first_s or 0) * _SECOND_NS, _MOST_NS)
+    until_ns = now_ns if last_s is None else (last_s + 1) * _SECOND_NS - 1
+    first_ns = (first_s or 0) * _SECOND_NS
     entries = request.store.audit.list_entries(_MOST_ENTRIES, first_ns, until_ns)
     begin_s = min((one.at_unix_ns for one in entries), default=now_ns) / _SECOND_NS
     fields = build_time_fields(chosen, begin_s, now_ns / _SECOND_NS)

@@ -8,6 +8,10 @@ from datetime import UTC, datetime
 from urllib.parse import urlencode
 
 
+_LAST_UNIX_S = int(datetime(2262, 1, 1, tzinfo=UTC).timestamp())
+"""Databases hold times in ns since 1970 in 63 bits: until April 2262."""
+
+
 @dataclass(frozen=True, slots=True)
 class AddressQuery:
     """The query parameters of a URL; invalid values count as absent."""
@@ -21,14 +25,14 @@ class AddressQuery:
 
     def parse_time_s(self, name: str) -> int | None:
         """The parameter, such as 2026-11-29 03:00 of UTC, in s since 1970; None if absent or
-        invalid."""
+        invalid, and the end of 2261 if it is later."""
         try:
             at = datetime.fromisoformat(self.values.get(name, "").strip())
         except ValueError:
             return None
         at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
         # No date could be shown of others.
-        return int(at.timestamp()) if 1971 <= at.year <= 9998 else None
+        return min(int(at.timestamp()), _LAST_UNIX_S) if 1971 <= at.year <= 9998 else None
 
     def find_text(self, name: str) -> str | None:
         """The parameter as text; None if absent or empty."""

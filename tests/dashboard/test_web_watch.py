@@ -12,6 +12,7 @@ import pytest
 from flask.testing import FlaskClient
 from support.page_text import read_tables
 from support.report_builders import analysis
+from support.store_builders import ask_page
 from support.watch_builders import (
     MS,
     RUN,
@@ -151,6 +152,14 @@ def test_the_list_links_to_each_run_and_each_run_has_a_page(client: FlaskClient)
     assert '"my night run"' in page
     paths = ("/watch", "/watch/my%20night%20run", "/watch/none", "/watch/a/b", "/watch/")
     assert [client.get(path).status_code for path in paths] == [200, 200, 404, 404, 404]
+
+
+@pytest.mark.parametrize(
+    "search", ["from=2300-01-01", "to=2300-01-01", "from=1971-01-01&to=9998-12-31"]
+)
+def test_a_range_beyond_what_databases_hold_has_a_page(client: FlaskClient, search: str) -> None:
+    _send(client, batch(windows=(window(0, minutes_ago(1)),)))
+    assert f'"{RUN}"' in ask_page(client, f"/watch/{RUN}", f"?{search}")
 
 
 def test_a_restart_begins_a_new_line_and_is_marked(client: FlaskClient) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from urllib.parse import urlencode
 
-
 _LAST_UNIX_S = int(datetime(2262, 1, 1, tzinfo=UTC).timestamp())
 """Databases hold times in ns since 1970 in 63 bits: until April 2262."""
 

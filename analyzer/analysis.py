@@ -181,9 +181,10 @@ def _read_and_build(
             # Dumps, states of ranks, logs of watchdogs or an answer of NCCL's RAS; without any, and
             # without a trace, reading the recording says what is missing. What is wrong with a dump
             # or a state says more than that.
-            is_certain = bool(files.list_files(FileRole.FLIGHT) or read_states(places))
-            with nullcontext() if is_certain else suppress(DataError):
-                return read_calls(places)
+            has_dumps = bool(files.list_files(FileRole.FLIGHT))
+            states = None if has_dumps else read_states(places)
+            with nullcontext() if has_dumps or states else suppress(DataError):
+                return read_calls(places, states)
         recording = read_recording_files(files, workers, progress, rules)
     return _build_analysis(recording, compare, mesh, draft)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepsplit.analyzer.model.config_decode import Mistakes, TomlTable, format_toml_lines
 from stepsplit.analyzer.model.job_files.job_file import JobTablesBuilder
-from stepsplit.analyzer.model.job_files.megatron_names import PUT, MegatronSettings
+from stepsplit.analyzer.model.job_files.megatron_names import MegatronSettings, put_all
 
 Convert = Callable[[object], Mapping[str, object]]
 """A value -> the keys of the same table that say the same; itself under its own name if there are
@@ -374,8 +374,7 @@ _MEGATRON_NAMES = {"layers": "num_layers", "pp": "pipeline_model_parallel_size"}
 def _list_megatron_names() -> frozenset[str]:
     """The names that Megatron-LM's arguments are asked for, whatever they are."""
     settings, job = MegatronSettings({}), JobTablesBuilder()
-    for put in PUT:
-        put(settings, job)
+    put_all(settings, job)
     return frozenset(settings.read - _SHARED)
 
 
@@ -396,8 +395,7 @@ def _read_megatron(
     if not unknown.keys() & _list_megatron_names():
         return {}
     settings, job = MegatronSettings(every), JobTablesBuilder()
-    for put in PUT:
-        put(settings, job)
+    put_all(settings, job)
     # Which layers have experts is a pattern that depends on keys of the experts.
     consumed = (unknown.keys() & settings.read) - _SHARED - {"moe_layer_freq"}
     for name in _TABLES:
@@ -405,8 +403,7 @@ def _read_megatron(
             sections[name] = {key: value for key, value in own.items() if key not in consumed}
     without = MegatronSettings({k: v for k, v in every.items() if k not in consumed})
     before = JobTablesBuilder()
-    for put in PUT:
-        put(without, before)
+    put_all(without, before)
     added: dict[str, Mapping[str, Any]] = {
         name: {k: v for k, v in keys.items() if before.sections[name].get(k) != v}
         for name, keys in job.list_stated()

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure_analysis(trace: Path) -> Cost:
     """What `stepsplit analyze` takes, with its start."""
     command = [sys.executable, "-m", "stepsplit.dashboard", "analyze", "--workers", "1", str(trace)]
-    return measure(command, {"STEPSPLIT_CACHE": "off"})
+    return measure(command, STEPSPLIT_CACHE="off")
 
 
-def measure(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> Cost:
+def measure(command: Sequence[str], **environment: str) -> Cost:
     """What a command takes that ends by itself, as the kernel counts. Its output is dropped."""
     process = subprocess.Popen(
         command,

@@ -89,10 +89,11 @@ def find_hang(*places: str | Path) -> Hang | None:
     return hang if hang.condition in (STUCK, LATE) else None
 
 
-def read_calls(places: Sequence[str | Path]) -> Hang:
-    """Read the dumps and examine their calls, stuck or not. Raises DataError like find_hang."""
+def read_calls(places: Sequence[str | Path], states: tuple[RankState, ...] | None = None) -> Hang:
+    """Read the dumps and examine their calls, stuck or not; states are those of the places where
+    they have been read. Raises DataError like find_hang."""
     dumps, warnings = read_dumps(places)
-    states = read_states(places)
+    states = read_states(places) if states is None else states
     if not dumps and not states and (hang := _examine_other_files(places)) is not None:
         return hang
     if not dumps and not states:

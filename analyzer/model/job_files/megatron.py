@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepsplit.analyzer.model.job_files.job_file import JobFile, JobFileKind, JobTablesBuilder
-from stepsplit.analyzer.model.job_files.megatron_names import PUT, MegatronSettings
+from stepsplit.analyzer.model.job_files.megatron_names import MegatronSettings, put_all
 
 _MARKS = re.compile(
     r"--(?:num[-_]layers|hidden[-_]size|(?:tensor|pipeline)[-_]model[-_]parallel[-_]size"
@@ -48,8 +48,7 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
     if settings.find("spec"):
         job.omitted.append("--spec: layers that it builds are taken as ordinary ones")
     job.put("training", "framework", "megatron")
-    for put in PUT:
-        put(settings, job)
+    put_all(settings, job)
     _put_architecture(settings, job)
     _put_ranks(settings, job)
 

@@ -13,7 +13,7 @@ from stepsplit.analyzer.model.job_files.job_file import (
     JobTablesBuilder,
     find_table,
 )
-from stepsplit.analyzer.model.job_files.megatron_names import PUT, MegatronSettings
+from stepsplit.analyzer.model.job_files.megatron_names import MegatronSettings, put_all
 
 _SECTIONS = (
     "model", "train", "dataset", "ddp", "optimizer", "comm_overlap", "dist", "mixed_precision",
@@ -86,8 +86,7 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
         _put_recipe(text, job)
     settings = MegatronSettings(values)
     job.put("training", "framework", "megatron")
-    for put in PUT:
-        put(settings, job)
+    put_all(settings, job)
     _put_architecture(settings, job)
     if "zero" not in job.sections["parallel"]:
         # Every recipe shards the optimizer: use_distributed_optimizer of its ddp section.

@@ -4,7 +4,7 @@ what each is in a job.toml."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -297,6 +297,11 @@ def _list_words(value: object) -> Iterable[str]:
     return () if value is None or isinstance(value, bool) else (str(value),)
 
 
-PUT: tuple[Callable[[MegatronSettings, JobTablesBuilder], None], ...] = (
-    put_sizes, put_attention, put_experts, put_layout, put_training,
-)  # fmt: skip
+def put_all(settings: MegatronSettings, job: JobTablesBuilder) -> None:
+    """Puts what these settings say into the tables of the job. The order counts: virtual stages
+    depend on the sizes."""
+    put_sizes(settings, job)
+    put_attention(settings, job)
+    put_experts(settings, job)
+    put_layout(settings, job)
+    put_training(settings, job)

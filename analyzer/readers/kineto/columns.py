@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Raw, Struct
 
+from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto import schema
 from stepsplit.analyzer.readers.kineto.collective_launches import DEVICE_COPY
@@ -363,7 +364,7 @@ class _Numbers(dict[str, int]):
 
     def note_of_device(self, numbers: Int32) -> None:
         """Marks which of these kernel and copy names are communication, once per name."""
-        for number in set(np.flatnonzero(np.bincount(numbers)).tolist()) - self._asked:
+        for number in set(list_distinct(numbers).tolist()) - self._asked:
             self.noted[number] |= self._rules.is_communication(self._texts[number])
             self._asked.add(number)
 
@@ -484,13 +485,13 @@ class _Builder:
             [
                 row
                 for row, args in zip(placed, decoded, strict=True)
-                # Few events have the argument, and the property takes longer.
+                # Most events have no such argument, and the property takes longer.
                 if args.collective is not schema.MISSING and args.communicates
             ]
         ] = True
         # The sizes of copies between buffers of devices tell what NCCL's copy engines do.
         copied = np.where(category == Category.MEMCPY, name_id, -1)
-        for number in np.flatnonzero(np.bincount(copied[copied >= 0])).tolist():
+        for number in list_distinct(copied[copied >= 0]).tolist():
             if DEVICE_COPY.search(names.texts[number]):
                 to_note |= copied == number
         self._note(events, np.flatnonzero(to_note).tolist())

@@ -94,7 +94,7 @@ class DeviceArgs(Struct, gc=False):
     @property
     def communicates(self) -> bool:
         """Whether the event names its collective."""
-        return self.collective is not MISSING and bytes(self.collective) != b"null"
+        return bytes(self.collective) != b"null"
 
 
 class OpArgs(Struct, gc=False):
@@ -341,9 +341,9 @@ def read_microseconds(texts: Sequence[Raw]) -> tuple[Int64, Bool]:
         ns = whole * 1000
         rows = np.flatnonzero(point + 1 < end)
         decimals, are_digits = _read_digits(text, point[rows] + 1, end[rows])
-        count = np.minimum(end[rows] - point[rows] - 1, _MOST_DECIMALS)
-        is_known[rows] &= are_digits & (end[rows] - point[rows] - 1 <= _MOST_DECIMALS)
-        ns[rows] += _round_to_ns(decimals, count, ns[rows])
+        count = end[rows] - point[rows] - 1
+        is_known[rows] &= are_digits & (count <= _MOST_DECIMALS)
+        ns[rows] += _round_to_ns(decimals, np.minimum(count, _MOST_DECIMALS), ns[rows])
     # What is left is rare: signs, exponents, numbers as texts, and what is no number.
     for row in np.flatnonzero(~is_known).tolist():
         exact = _convert_exactly(texts[row])

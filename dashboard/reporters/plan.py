@@ -114,7 +114,8 @@ def _describe_margin(plan: Plan) -> Text:
     if not plan.margin:
         words = "no layout leaves a margin for the error of the memory model: the first may run"
         return Text(f"{words} out of memory", style="yellow")
-    sure = f"the first is the fastest that fits with {units.format_percent(plan.margin, 0)} or more"
+    chance = units.format_percent(plan.margin, 0)
+    sure = f"the first is the fastest that leaves a margin: it fits with {chance} or more"
     is_faster = any(one.behind_ns < 0 for one in plan.runners_up)
     return Text(f"{sure}; those that are faster may run out of memory" if is_faster else sure)
 

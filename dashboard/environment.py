@@ -201,7 +201,14 @@ def _find_version(name: str) -> str | None:
         return None
 
 
-_MODULES = {"traceinsight": "hta"}
+_MODULES = {"PyYAML": "yaml", "traceinsight": "hta"}
+"""Packages whose module has another name."""
+
+
+def find_module(package: str) -> str:
+    """The name by which a package is imported."""
+    return _MODULES.get(package, package.lower().replace("-", "_"))
+
 
 _IMPORT = """
 import importlib, json, sys
@@ -218,7 +225,7 @@ for name in sys.argv[1:]:
 def _import_all(requirements: tuple[Requirement, ...]) -> tuple[Requirement, ...]:
     """Imports what is installed, except torch, and adds the errors."""
     modules = {
-        one.name: _MODULES.get(one.name, one.name.lower().replace("-", "_"))
+        one.name: find_module(one.name)
         for one in requirements
         if one.installed is not None and one.name != "torch"
     }

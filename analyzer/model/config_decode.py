@@ -79,12 +79,12 @@ def parse_table(where: str | Path, text: bytes) -> TomlTable:
         raise
 
 
-_ASSIGNMENT = re.compile(r"""\s*([\w.-]+)\s*=\s*([^\s#].*?)\s*(?:\#.*)?""")
+_ASSIGNMENT = re.compile(r"""\A\s*([\w.-]+)\s*=\s*([^\s#].*?)\s*(?:\#.*)?""")
 
 _OPENS = re.compile(r"""[\[{]|\"{3}|'{3}""")
 """How values begin that may go on in further lines."""
 
-_SEVERAL = re.compile(r"""\s*[\w.-]+\s*=\s*("[^"]*"|[^\s,;]+)\s*[,;]?\s+[\w.-]+\s*=.*""")
+_SEVERAL = re.compile(r"""\A\s*[\w.-]+\s*=\s*("[^"]*"|[^\s,;]+)\s*[,;]?\s+[\w.-]+\s*=.*""")
 
 _MOST_LINES = 10_000
 

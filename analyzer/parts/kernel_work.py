@@ -42,7 +42,7 @@ _GEMM_OPS = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_addmm_activatio
 
 _ATTENTION_OPS = re.compile(r"aten::_(scaled_dot_product_)?flash_attention\w*_for_cpu\w*$")
 
-_SECOND_KERNEL = re.compile(r"split_?k.*reduce|reduce.*split_?k", re.IGNORECASE)
+_SECOND_KERNEL = re.compile(r"\A(?=.*split_?k)(?=.*reduce)", re.IGNORECASE)
 """The second kernel of a GEMM with a split inner dimension, which has the shapes of the first."""
 
 ATTENTION_BACKWARD_FLOPS = 2.5

@@ -86,8 +86,8 @@ PROTOCOLS = (
             ),
             ProtocolKernel("dispatch", _compile(_NCCL_LOW_LATENCY, "dispatch"), halves=True),
             ProtocolKernel("combine", _compile(_NCCL_LOW_LATENCY, "combine"), halves=True),
-            ProtocolKernel("dispatch", re.compile(r"nccl_ep\w*(?:::\w+)*_?dispatch")),
-            ProtocolKernel("combine", re.compile(r"nccl_ep\w*(?:::\w+)*_?combine")),
+            ProtocolKernel("dispatch", re.compile(r"nccl_ep[\w:]{0,160}dispatch")),
+            ProtocolKernel("combine", re.compile(r"nccl_ep[\w:]{0,160}combine")),
         ),
     ),
     # deepseek-ai/DeepEP, branch hybrid-ep, csrc/hybrid_ep/backend: compiled when a job starts.

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from stepsplit.dashboard.environment import (
     FolderState,
     Requirement,
     TorchState,
+    find_module,
     parse_requirements,
 )
 
@@ -204,6 +207,13 @@ def test_the_needed_versions_are_those_of_the_metadata() -> None:
         Requirement("absent_c", "postgres", "3.1", None),
         Requirement("absent-d", "cloud", "2", None),
     )
+
+
+def test_every_package_that_is_needed_is_looked_for_by_its_modules_name() -> None:
+    needed = parse_requirements(metadata.requires("stepsplit") or ())
+    installed = [one.name for one in needed if one.installed is not None and one.name != "torch"]
+    assert len(installed) > 10
+    assert [name for name in installed if find_spec(find_module(name)) is None] == []
 
 
 @pytest.mark.slow

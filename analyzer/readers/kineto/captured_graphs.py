@@ -89,7 +89,7 @@ def _list_spans(events: Events) -> list[tuple[int, int]]:
     ]
 
 
-_NODE_LAUNCH = re.compile(r"Launch(Cooperative)?Kernel|Mem(cpy|set)\w*Async")
+_NODE_LAUNCH = re.compile(r"Launch(Cooperative)?Kernel|Mem(cpy|set)\w{0,40}Async")
 """Calls that make a node of a graph while it is captured."""
 
 _COLLECTIVE = ("record_param_comms", "nccl:", "c10d::")

@@ -28,8 +28,11 @@ from stepsplit.analyzer.trace import Int64, Lack, Note
 
 ALLOCATOR_UNIT_BYTES = 512
 
-# Stacks are most of a snapshot, and no number here needs them.
-_UNUSED_KEYS = frozenset({"frames", "cpp_frames", "forward_frames", "external_annotations"})
+# Python's stack of an allocation is kept, those of C++ and of the forward are not.
+_UNUSED_KEYS = frozenset({"cpp_frames", "forward_frames", "external_annotations"})
+
+MOST_STACKS, _MOST_FRAMES, _MOST_FRAME_CHARACTERS = 32, 24, 240
+"""Stacks that are kept of a device, their innermost frames, and characters of each."""
 
 # map and unmap are those of expandable segments.
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -55,6 +58,7 @@ class _Block(Struct):
     address: int = -1
     requested_size: Size | None = None
     history: tuple[_History, ...] = ()
+    frames: Any = None
 
 
 class _Segment(Struct):
@@ -71,6 +75,7 @@ class _Event(Struct):
     addr: int = -1
     size: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
     time_us: Annotated[int, Meta(ge=-1, le=1 << 52)] = -1
+    frames: Any = None
 
 
 class _Snapshot(Struct):
@@ -174,12 +179,27 @@ def _build_device_memory(
     # allocation at the address of a block of the final state is that block, whose size is known.
     left = {place: block.size for place, block in live}
     changes = []
-    for event in reversed(events):
+    # What lived until the number of the event that freed it, by address.
+    until: dict[int, tuple[int, int]] = {}
+    lives: list[_Life] = []
+    for number_of_event in range(len(events) - 1, -1, -1):
+        event = events[number_of_event]
         rounded = -(-event.size // ALLOCATOR_UNIT_BYTES) * ALLOCATOR_UNIT_BYTES
         if event.action == "alloc":
-            changes.append(left.pop(event.addr, rounded))
+            if event.addr in until:
+                end, size = until.pop(event.addr)
+            else:
+                end, size = len(events), left.pop(event.addr, rounded)
+            lives.append(_Life(number_of_event, end, size, event.frames))
+            changes.append(size)
         else:
             changes.append(-rounded if event.action == free_action else 0)
+            if event.action == free_action:
+                until[event.addr] = number_of_event, rounded
+    # Allocated before the first event: of what is left at the end its block has the stack.
+    lives += [_Life(-1, end, size, None) for end, size in until.values()]
+    frames_of = {place: block.frames for place, block in live}
+    lives += [_Life(-1, len(events), size, frames_of[place]) for place, size in left.items()]
     curve = _build_curve(
         events,
         _accumulate_backwards(sum(block.size for _, block in live), changes),
@@ -197,7 +217,49 @@ def _build_device_memory(
         peak_allocated_bytes=int(curve.allocated_bytes.max(initial=-1)),
         peak_reserved_bytes=int(curve.reserved_bytes.max(initial=-1)),
         curve=curve,
+        stacks=_sum_stacks(lives, int(curve.allocated_bytes.argmax())) if len(curve) else (),
     )
+
+
+class _Life(Struct, frozen=True):
+    """An allocation, live after event `begin` (-1: before the first) until event `end`."""
+
+    begin: int
+    end: int
+    size_bytes: int
+    frames: Any
+
+
+def _sum_stacks(lives: Sequence[_Life], peak: int) -> tuple[AllocationStack, ...]:
+    """What lived after so many events by its stack, largest first; () if no stack is known."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    words: dict[tuple[object, ...], str] = {}
+    for one in lives:
+        if not one.begin < peak <= one.end:
+            continue
+        stack = []
+        for frame in one.frames[:_MOST_FRAMES] if isinstance(one.frames, (list, tuple)) else ():
+            if not isinstance(frame, dict):
+                continue
+            key = frame.get("filename"), frame.get("line"), frame.get("name")
+            if not all(isinstance(part, (str, int)) for part in key):
+                continue
+            if key not in words:
+                # Of a library its path; else the folders that tell files of one name apart, and
+                # not whose they are.
+                path = str(key[0]).replace("\\", "/")
+                _, library, file = path.rpartition("-packages/")
+                file = file if library else "/".join(path.split("/")[-3:])
+                text = f"{file}:{key[1]} {key[2]}"
+                words[key] = " ".join(text.split())[:_MOST_FRAME_CHARACTERS]
+            stack.append(words[key])
+        own = sums.setdefault(tuple(stack), [0, 0])
+        own[0] += one.size_bytes
+        own[1] += 1
+    if not any(sums):
+        return ()
+    largest = sorted(sums.items(), key=lambda item: (-item[1][0], item[0]))
+    return tuple(AllocationStack(stack, *own) for stack, own in largest[:MOST_STACKS])
 
 
 def _accumulate_backwards(end: int, last_to_first: Sequence[int]) -> list[int]:
@@ -364,6 +426,22 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class AllocationStack:
+    """What was allocated by one line of the program and lived at the peak of a device.
+
+    Attributes:
+        stack: File, line and function of each frame, the innermost first; () if unknown: most often
+            it was allocated before the recording began.
+        size_bytes: Their bytes.
+        count: Their number.
+    """
+
+    stack: tuple[str, ...]
+    size_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Memory of one device at the end of the recording, and its peaks; -1 is unknown.
 
@@ -377,6 +455,8 @@ class DeviceMemory:
         peak_allocated_bytes: Maximum of the curve, that is within the recorded time.
         peak_reserved_bytes: Maximum of the curve, that is within the recorded time.
         curve: Memory over time; empty if no events were recorded.
+        stacks: What lived at the peak of allocated bytes by its stack, largest first; () without
+            stacks. Default: ().
     """
 
     device: int
@@ -388,6 +468,7 @@ class DeviceMemory:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     curve: MemoryCurve
+    stacks: tuple[AllocationStack, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,9 @@ def explain_part(part: str, baseline: Report, candidate: Report) -> str:
     if before is None or own is None or part == "other":
         return ""
     counts = [_count_calls(rows) for rows in (before, own)]
-    # A step with more microbatches runs more of everything.
+    # A step with more microbatches runs more of everything but what it runs once.
     work = _count_products(candidate) / (_count_products(baseline) or 1.0) or 1.0
+    work = 1.0 if round(counts[0]) == round(counts[1]) else work
     ratio = counts[1] / counts[0] / work
     was_fused, is_fused = ({row.name for row in rows if _FUSED.search(row.name)} for rows in
                            (before, own))  # fmt: skip

@@ -16,7 +16,7 @@ from stepsplit.analyzer.arrays import view_numbers
 from stepsplit.analyzer.buckets import WAITS, Bucket
 from stepsplit.analyzer.parts.breakdown import Breakdown
 from stepsplit.analyzer.parts.kernel_table import KernelRow
-from stepsplit.analyzer.readers.memory_snapshot import MemoryCurve, MemoryRecord
+from stepsplit.analyzer.readers.memory_snapshot import AllocationStack, MemoryCurve, MemoryRecord
 from stepsplit.analyzer.readers.rank_traces import parse_rank
 from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
@@ -63,7 +63,7 @@ def build_tables(
         BuiltSlices(split, origin),
         _build_parts(split, breakdown),
         breakdown.kernels,
-        _build_memory(split, memories, origin),
+        *_build_memory(split, memories, origin),
     )
 
 
@@ -279,10 +279,30 @@ _MOST_MEMORY_TIMES = 2_000
 """Of one rank: about as many as a chart has pixels."""
 
 
-def _build_memory(split: RunSplit, memories: Sequence[MemoryRecord], origin_ns: int) -> MemoryTimes:
-    """The curves of the ranks whose recording of memory is of the time of their steps."""
+class AllocationRow(msgspec.Struct, frozen=True):
+    """What one line of the program had allocated at the peak of a rank's recorded memory.
+
+    Attributes:
+        rank: Global rank.
+        size_bytes: Their bytes at that moment.
+        count: Their number.
+        stack: File, line and function of each frame, the innermost first; () if unknown.
+    """
+
+    rank: int
+    size_bytes: int
+    count: int
+    stack: tuple[str, ...]
+
+
+def _build_memory(
+    split: RunSplit, memories: Sequence[MemoryRecord], origin_ns: int
+) -> tuple[MemoryTimes, tuple[AllocationRow, ...]]:
+    """The curves of the ranks whose recording of memory is of the time of their steps, and what
+    lived at their peaks."""
     by_rank = {rank.trace.rank: rank for rank in split.ranks}
     curves: dict[int, MemoryCurve] = {}
+    stacks: dict[int, tuple[AllocationStack, ...]] = {}
     for record in memories:
         # Its file names the rank; without, it is that of the only one.
         number = parse_rank(PurePosixPath(record.source))
@@ -292,7 +312,8 @@ def _build_memory(split: RunSplit, memories: Sequence[MemoryRecord], origin_ns: 
         if rank is None or not rank.steps or not record.devices:
             continue
         # A process that uses several devices has its own on one of them.
-        curve = max(record.devices, key=lambda one: one.peak_allocated_bytes).curve
+        device = max(record.devices, key=lambda one: one.peak_allocated_bytes)
+        curve = device.curve
         is_known = curve.time_ns >= 0
         own_ns = curve.time_ns[is_known] - rank.trace.t0_unix_ns
         at_ns = np.maximum.accumulate(rank.clock.map_to_common_ns(own_ns) - origin_ns)
@@ -310,10 +331,11 @@ def _build_memory(split: RunSplit, memories: Sequence[MemoryRecord], origin_ns: 
                 kept.add(int(part[reserved[part].argmax()]))
         rows = np.array(sorted(kept))
         curves[rank.trace.rank] = MemoryCurve(at_ns[rows], allocated[rows], reserved[rows])
+        stacks[rank.trace.rank] = device.stacks
     if not curves:
-        return MemoryTimes.build_empty()
+        return MemoryTimes.build_empty(), ()
     ordered = sorted(curves.items())
-    return MemoryTimes(
+    times = MemoryTimes(
         np.repeat(
             np.array([number for number, _ in ordered], dtype=np.int32),
             [len(curve) for _, curve in ordered],
@@ -321,6 +343,11 @@ def _build_memory(split: RunSplit, memories: Sequence[MemoryRecord], origin_ns: 
         np.concatenate([curve.time_ns for _, curve in ordered]),
         np.concatenate([curve.allocated_bytes for _, curve in ordered]),
         np.concatenate([curve.reserved_bytes for _, curve in ordered]),
+    )
+    return times, tuple(
+        AllocationRow(number, one.size_bytes, one.count, one.stack)
+        for number, own in sorted(stacks.items())
+        for one in own
     )
 
 
@@ -337,6 +364,8 @@ class Tables:
         kernels: all kernels, longest first; the table kernels.parquet has their fields as columns.
             Default: empty.
         memory: memory over time. Default: empty.
+        allocations: what lived at the peak of each rank by its stack, largest first; the table
+            allocations.parquet has their fields as columns. Default: empty.
     """
 
     segments: Segments
@@ -346,6 +375,7 @@ class Tables:
     parts: PartTimes = field(default_factory=PartTimes.build_empty)
     kernels: tuple[KernelRow, ...] = ()
     memory: MemoryTimes = field(default_factory=MemoryTimes.build_empty)
+    allocations: tuple[AllocationRow, ...] = ()
 
 
 _T = TypeVar("_T", Segments, Boxes, Waits, PartTimes, MemoryTimes)
@@ -370,18 +400,9 @@ def write_tables(folder: Path, tables: Tables) -> None:
         columns = {column.name: getattr(table, column.name) for column in fields(table)}
         with whole_file(path, SHARED) as file:
             pq.write_table(pa.table(columns), file, compression="zstd")
-    # The types of the fields: Arrow infers none for a column without values.
-    kinds = {
-        "str": pa.string(), "int": pa.int64(), "float": pa.float64(), "Limit": pa.string(),
-        "tuple[str, ...]": pa.list_(pa.string()),
-    }  # fmt: skip
-    annotations = KernelRow.__annotations__.items()
-    schema = pa.schema(
-        [(name, kinds[str(kind).removesuffix(" | None")]) for name, kind in annotations]
-    )
-    with whole_file(folder / KERNELS_NAME, SHARED) as file:
-        rows = [msgspec.structs.asdict(row) for row in tables.kernels]
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), file, compression="zstd")
+    _write_rows(folder / KERNELS_NAME, KernelRow, tables.kernels)
+    if tables.allocations:
+        _write_rows(folder / ALLOCATIONS_NAME, AllocationRow, tables.allocations)
     write_slices(folder, tables.slices)
 
 
@@ -399,26 +420,46 @@ def read_tables(folder: Path) -> Tables:
         waits,
         slices,
         _read(folder, PartTimes) if has_parts else PartTimes.build_empty(),
-        _read_kernels(folder),
+        _read_rows(folder / KERNELS_NAME, KernelRow),
         _read(folder, MemoryTimes) if has_memory else MemoryTimes.build_empty(),
+        _read_rows(folder / ALLOCATIONS_NAME, AllocationRow),
     )
 
 
-KERNELS_NAME = "kernels.parquet"
+KERNELS_NAME, ALLOCATIONS_NAME = "kernels.parquet", "allocations.parquet"
+
+_Row = TypeVar("_Row", KernelRow, AllocationRow)
 
 
-def _read_kernels(folder: Path) -> tuple[KernelRow, ...]:
+def _write_rows(path: Path, kind: type[_Row], rows: Sequence[_Row]) -> None:
+    """The rows with their fields as columns."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = folder / KERNELS_NAME
+    # The types of the fields: Arrow infers none for a column without values.
+    kinds = {
+        "str": pa.string(), "int": pa.int64(), "float": pa.float64(), "Limit": pa.string(),
+        "tuple[str, ...]": pa.list_(pa.string()),
+    }  # fmt: skip
+    annotations = kind.__annotations__.items()
+    schema = pa.schema(
+        [(name, kinds[str(one).removesuffix(" | None")]) for name, one in annotations]
+    )
+    with whole_file(path, SHARED) as file:
+        values = [msgspec.structs.asdict(row) for row in rows]
+        pq.write_table(pa.Table.from_pylist(values, schema=schema), file, compression="zstd")
+
+
+def _read_rows(path: Path, kind: type[_Row]) -> tuple[_Row, ...]:
+    """The rows of the file; () where there is none, as in folders of earlier versions."""
+    import pyarrow.parquet as pq
+
     if not path.exists():
         return ()
     if problem := describe_special(path):
         raise OSError(f"{path}: {problem}")
     with pq.ParquetFile(path) as file:
-        rows: tuple[KernelRow, ...] = msgspec.convert(
-            file.read().to_pylist(), tuple[KernelRow, ...]
-        )
+        rows: tuple[_Row, ...] = msgspec.convert(file.read().to_pylist(), tuple[kind, ...])  # type: ignore[valid-type]
     return rows
 
 

@@ -10,7 +10,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.report.diagnosis_rows import Lateness
-from stepsplit.analyzer.report.report import Pipeline, Report
+from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.waits import sum_waits_by_owner, sum_waits_by_root
 from stepsplit.analyzer.split.overlap import sum_overlaps
@@ -292,11 +292,11 @@ def build_pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
 
 
 def _build_cards(pipeline_report: Pipeline) -> html.Div:
-    ideal = pipeline_report.ideal_bubble_fraction
+    ideal, schedule = pipeline_report.ideal_bubble_fraction, pipeline_report.schedule or "unknown"
     shown = [
         build_card(
             "schedule",
-            pipeline_report.schedule or "unknown",
+            SCHEDULE_NAMES.get(schedule, schedule),
             f"{pipeline_report.microbatches} microbatches/step",
         ),
         build_card("stages", str(len(pipeline_report.stages)), "of the model"),

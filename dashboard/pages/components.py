@@ -14,7 +14,7 @@ from plotly.graph_objects import Figure
 from stepsplit.analyzer.bucket_styles import BUCKET_STYLES, BucketStyle
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.headline import round_parts, round_shares, summarize
-from stepsplit.analyzer.report.report import Report, format_hosts
+from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Report, format_hosts
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
@@ -81,13 +81,13 @@ def build_cards(report: Report) -> html.Div:
         return format_percent(sum(shares[bucket] for bucket in buckets))
 
     compute_ns = format_parts(round_parts(means_ns, unit_ns)[0], unit_ns)
-    waits, idle = format_share("skew"), format_share("idle")
+    waits, idle = f"of which skew {format_share('skew')}", format_share("idle")
+    if shares["p2p"] > shares["collective"]:
+        waits = f"of which p2p {format_share('p2p')}, skew {format_share('skew')}"
     shown = [
         build_card("mean step", format_parts(step, unit_ns), note),
         build_card("compute", format_share(*COMPUTE), compute_ns, COLOR["compute"]),
-        build_card(
-            "collective", format_share(*COLLECTIVE), f"of which skew {waits}", COLOR["collective"]
-        ),
+        build_card("collective", format_share(*COLLECTIVE), waits, COLOR["collective"]),
         build_card(
             "bubble", format_share(*BUBBLE), "of the step, for other stages", COLOR["bubble"]
         ),
@@ -108,13 +108,14 @@ def build_cards(report: Report) -> html.Div:
 def format_subtitle(report: Report) -> str:
     """One line on the run: ranks, hosts, mesh, versions; unknown values are left out."""
     run = report.run
+    schedule = (report.pipeline.schedule if report.pipeline else None) or ""
     mesh = None if run.mesh is None else " ".join(f"{part.axis}{part.size}" for part in run.mesh)
     parts = [
         f"{len(run.ranks):,} of {run.world_size:,} ranks",
         format_hosts(run),
         run.device,
         mesh if mesh is None else f"mesh {mesh} (from {run.mesh_source or 'unknown'})",
-        report.pipeline.schedule if report.pipeline else None,
+        SCHEDULE_NAMES.get(schedule, schedule),
         run.backend,
         None if run.torch is None else f"torch {run.torch}",
         None if run.nccl is None else f"NCCL {run.nccl}",

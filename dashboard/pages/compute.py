@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
@@ -11,6 +12,7 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.report.explain import IDLE_MEANING
 from stepsplit.analyzer.report.report import IdleRow
+from stepsplit.analyzer.report.tables import AllocationRow
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.units import format_memory_size, format_milliseconds, format_percent
 from stepsplit.dashboard.figures.of_report import MAX_MEMORY_RANKS, collect_memory
@@ -300,7 +302,41 @@ def _build_memory_over_time(view: View, chosen: AddressQuery) -> list[Component]
     menu = [build_menu("rank", {one: f"rank {one}" for one in known}, str(rank), fullest)]
     controls = html.Div(menu if len(known) > 1 and view.run_id else [], className="choices")
     figure = build_graph("memory-time", draw_memory_over_time(line))
-    return [build_section("Memory over time", note, controls, html.P(moment), figure)]
+    section = build_section("Memory over time", note, controls, html.P(moment), figure)
+    return [section, *_build_allocations(view.tables.allocations, rank, int(sizes[at]))]
+
+
+_OF_LIBRARY = re.compile(r"^(torch|stepsplit)/|^(<frozen |\?\?:)")
+"""Frames that most stacks have; the line of the program is the first other one."""
+
+
+def _build_allocations(
+    allocations: Sequence[AllocationRow], rank: int, peak_bytes: int
+) -> list[html.Section]:
+    """What lived at the peak by the line of the program that allocated it; [] without stacks."""
+    own = [row for row in allocations if row.rank == rank]
+    if not own:
+        return []
+    rows = []
+    for row in own:
+        line = next((one for one in row.stack if not _OF_LIBRARY.search(one)), None)
+        name: Content = line or (row.stack[0] if row.stack else "unknown: before the recording")
+        if row.stack:
+            frames = html.Ul([html.Li(one) for one in row.stack], className="stack")
+            name = html.Details([html.Summary(name), frames])
+        rows.append(
+            [
+                Cell(name), build_memory_cell(row.size_bytes),
+                build_share_cell(row.size_bytes / peak_bytes), build_count_cell(row.count),
+            ]
+        )  # fmt: skip
+    rest = peak_bytes - sum(row.size_bytes for row in own)
+    note = (
+        f"what lived at the peak of rank {rank}, by the line that allocated it; open for its stack"
+    )
+    note += f"; {format_memory_size(rest)} of smaller ones" if rest > 0 else ""
+    heads = ("line", "memory", "share of peak", "allocations")
+    return [build_section("Largest allocations", note, build_table(heads, rows))]
 
 
 _LARGE_REST = 0.1

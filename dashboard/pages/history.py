@@ -262,7 +262,9 @@ def _build_job_cell(view: HistoryView, job: JobPoints) -> list[Cell]:
 
 
 def _build_value_cell(value: float, metric: HistoryMetric) -> Cell:
-    return build_number_cell(f"{value:,.4g} {metric.unit.split()[0]}", value)
+    # Four digits: 384.0 above 58.32.
+    decimals = min(max(3 - math.floor(math.log10(abs(value))), 0), 3) if value else 0
+    return build_number_cell(f"{value:,.{decimals}f} {metric.unit.split()[0]}", value)
 
 
 def _build_table(view: HistoryView) -> html.Section:
@@ -287,9 +289,7 @@ def _build_row(view: HistoryView, job: JobPoints, values: Sequence[float], at: i
         Cell(_build_run_link(point)),
         *_build_job_cell(view, job),
         _build_value_cell(value, view.metric),
-        Cell(number=True)
-        if typical is None
-        else build_number_cell(f"{typical.median:,.4g}", typical.median),
+        Cell(number=True) if typical is None else _build_value_cell(typical.median, view.metric),
         Cell(number=True) if change is None else build_share_change_cell(change),
         Cell(html.Span(", ".join(remarks), className="pill failed") if remarks else ""),
     ]

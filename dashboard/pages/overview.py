@@ -128,6 +128,8 @@ def build_model_comparison(view: View) -> list[html.Section]:
     if gap is None:
         messages = (one.message for one in view.report.warnings if one.code == NO_MODEL)
         text = next(messages, "This report has no prediction to compare with.")
+        # The rest is how to state it on the command line.
+        text = text.partition("; analyze --")[0]
         first = "Describe the job, or add" if view.offers_job else "Add"
         hint = f"{first} a job.toml next to the traces, and analyze the recording again."
         words: list[Component] = [html.P(text), html.P(hint, className="note")]
@@ -289,10 +291,14 @@ def _build_finding(finding: Finding, step_ns: int, view: View) -> html.Li:
 
 def build_warnings(report: Report) -> list[html.Details]:
     """Warnings about the recording and its analysis."""
-    if not report.warnings:
+    # The comparison with the model says itself why there is none.
+    shown_here = [one for one in report.warnings if one.code != NO_MODEL]
+    if not shown_here:
         return []
-    of_rank = ["" if w.rank is None else f"rank {w.rank}: " for w in report.warnings]
-    items = [html.Li(f"{who}{w.message}") for who, w in zip(of_rank, report.warnings, strict=True)]
+    items = [
+        html.Li(("" if one.rank is None else f"rank {one.rank}: ") + one.message)
+        for one in shown_here
+    ]
     count = len(items)
     head = html.Summary(f"{count:,} warning{'' if count == 1 else 's'}")
     shown = html.Details(

@@ -92,7 +92,7 @@ def build_upload_zone() -> html.Section:
             html.Div(
                 [
                     _build_field("name", "upload-name", "of the folder or files", maxLength=200),
-                    _build_field("tags", "upload-tags", "branch=main, gpus=8"),
+                    _build_field("tags", "upload-tags", "branch=main"),
                     _build_field("mesh", "upload-mesh", "pp=2,dp=2,tp=2", pattern=_MESH),
                 ],
                 className="drop-hint drop-fields",

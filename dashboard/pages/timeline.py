@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -140,15 +142,27 @@ def _encode_runs(slots: npt.NDArray[np.str_]) -> str:
     return "".join(f"{one}{n if n > 1 else ''}" for one, n in zip(letters, count, strict=True))
 
 
-def export_json(report: Report, tables: Tables) -> dict[str, Any]:
+_NOTE = re.compile(r"(-?\d{1,18})-(-?\d{1,18}):(.+)", re.DOTALL)
+"""A note in the address: begin and end in ns, and its words."""
+
+
+def export_json(report: Report, tables: Tables, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Timeline data of an exported HTML file: bands of the middle full step for up to RANKS ranks,
-    with lanes if there are at most FEW_RANKS ranks."""
+    with lanes if there are at most FEW_RANKS ranks; of notes on other steps their words alone."""
     scene = TimelineView(report, tables)
     full = [one for one in scene.steps if one.kind == "full"] or list(scene.steps)
     step = full[len(full) // 2]
     index = build_index_json(scene)
     index["steps"] = [one for one in index["steps"] if one["step"] == step.step]
     index["ranks"] = index["ranks"][:RANKS]
+    found = [parsed for text in notes if (parsed := _NOTE.fullmatch(text))]
+    is_shown = [int(one[1]) < step.end_ns and int(one[2]) > step.start_ns for one in found]
+    index["notes"] = [one[0] for one, here in zip(found, is_shown, strict=True) if here]
+    index["notes_elsewhere"] = [
+        (next((f"step {s.step}: " for s in scene.steps if s.start_ns <= int(one[1]) < s.end_ns), "")
+         + one[3])
+        for one, here in zip(found, is_shown, strict=True) if not here
+    ]  # fmt: skip
     ranks = [one["rank"] for one in index["ranks"]]
     slots = min(MOST_SLOTS, SHAPES // len(ranks))
     opened = ranks if len(ranks) <= FEW_RANKS else []
@@ -159,6 +173,9 @@ def export_json(report: Report, tables: Tables) -> dict[str, Any]:
 # The timeline of a run: its ranks and steps, and any time window of it.
 
 _CACHED_RANKS, _CACHED_BANDS, _CACHED_SEARCHES = 64, 512, 2
+
+_CACHED_BYTES = 128 << 20
+"""Of slices that are kept, so that a range over hundreds of ranks is read from disk once."""
 
 _COMPACT_SLOTS = 8
 """Slices of a compact band with at least so many slots are drawn exactly, others are merged."""
@@ -227,7 +244,7 @@ class TimelineView:
         self._band = lru_cache(_CACHED_BANDS)(
             lambda rank: build_band(rank, tables.segments, tables.waits)
         )
-        self._slices = lru_cache(_CACHED_RANKS)(lambda rank: tables.slices.get(rank))
+        self._slices = KeptSlices(tables.slices).read
         self._lanes = lru_cache(_CACHED_RANKS)(self._build_lanes)
         self._names: dict[int, tuple[str, ...]] = {}
         self._matches = lru_cache(_CACHED_SEARCHES)(
@@ -319,6 +336,34 @@ class TimelineView:
     def _build_lanes(self, rank: int) -> tuple[TimelineRow, ...]:
         own = self._slices(rank)
         return () if own is None else build_lanes(own)
+
+
+class KeptSlices:
+    """The slices of the ranks that were asked for last, as many as fit."""
+
+    def __init__(self, slices: Mapping[int, Slices], most_bytes: int = _CACHED_BYTES) -> None:
+        self._all, self._left_bytes, self._lock = slices, most_bytes, Lock()
+        self._kept: OrderedDict[int, tuple[Slices, int]] = OrderedDict()
+
+    def read(self, rank: int) -> Slices | None:
+        """The slices of the rank; None without."""
+        with self._lock:
+            if rank in self._kept:
+                self._kept.move_to_end(rank)
+                return self._kept[rank][0]
+        own = self._all.get(rank)
+        if own is None:
+            return None
+        columns = (getattr(own, column.name) for column in fields(own))
+        size = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+        with self._lock:
+            if rank not in self._kept:
+                self._kept[rank] = own, size
+                self._left_bytes -= size
+            # The newest stays whatever its size: it is in use.
+            while self._left_bytes < 0 and len(self._kept) > 1:
+                self._left_bytes += self._kept.popitem(last=False)[1][1]
+        return own
 
 
 def _mark_matches(row: WindowRow, line: TimelineRow, query: str) -> WindowRow:
@@ -598,7 +643,6 @@ class NameTime:
         bucket: Index into BUCKETS.
         calls: How many of them are at least partly in the range.
         total_ns: Their time in the range; those that overlap count each.
-        n_ranks: The number of ranks that have any.
         worst_rank: The rank with most of the time.
         worst_ns: Its time.
     """
@@ -607,7 +651,6 @@ class NameTime:
     bucket: int
     calls: int
     total_ns: int
-    n_ranks: int
     worst_rank: int
     worst_ns: int
 
@@ -637,7 +680,7 @@ def measure_names(
     for (name, bucket), of_ranks in found.items():
         worst_ns, worst_rank, _ = max(of_ranks)
         total_ns, calls = sum(one[0] for one in of_ranks), sum(one[2] for one in of_ranks)
-        rows_of.append(NameTime(name, bucket, calls, total_ns, len(of_ranks), worst_rank, worst_ns))
+        rows_of.append(NameTime(name, bucket, calls, total_ns, worst_rank, worst_ns))
     return tuple(sorted(rows_of, key=lambda one: (-one.total_ns, one.name)))
 
 

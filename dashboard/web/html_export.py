@@ -54,8 +54,7 @@ def export_html(view: View, notes: Sequence[str] = ()) -> str:
     view = View(view.name, view.report, view.tables)
     tables, shown = view.tables, None
     if tables is not None and len(tables.segments.rank):
-        shown = export_json(view.report, tables)
-        shown["index"]["notes"] = list(notes)
+        shown = export_json(view.report, tables, notes)
     figures: list[Any] = []
     body = "".join(_render_html(part, figures) for part in _build_chapters(view))
     return "".join(

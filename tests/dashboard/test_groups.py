@@ -212,8 +212,16 @@ def test_changes_and_outliers_are_those_of_a_job() -> None:
     assert rows_of(changes)[1:] == [["moved-6", "moved", "100.3 ms", "120.5 ms", "+20.1 %"]]
     assert [row for row in rows_of(runs) if row[-1]] == [
         ["run", "job", "median step", "typical", "difference", "remark"],
-        ["still-8", "still", "11 ms", "10", "+10.0 %", "outlier"],
+        ["still-8", "still", "11.00 ms", "10.00 ms", "+10.0 %", "outlier"],
     ]
+
+
+def test_values_have_four_digits_and_no_exponent() -> None:
+    points = points_of("job", [12_345.6, 1_234.56, 384.0, 58.321, 0.02])
+    (runs,) = (one for one in find(history(points), html.Table) if "median step" in text(one))
+    assert [row[1] for row in rows_of(runs)[1:]] == [
+        "0.020 ms", "58.32 ms", "384.0 ms", "1,235 ms", "12,346 ms",
+    ]  # fmt: skip
 
 
 def test_one_job_is_chosen_by_a_menu_and_has_its_typical_range(

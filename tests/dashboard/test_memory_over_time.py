@@ -80,6 +80,43 @@ def test_the_page_names_the_peak_and_its_step(made: Analysis) -> None:
     )
 
 
+def test_the_page_names_the_lines_that_allocated_the_peak(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(SAMPLE, folder)
+    (folder / "report.json").unlink()
+    rank = split_recording(read_recording([folder])).ranks[0]
+    step = rank.steps[1]
+    middle = np.array([step.start_ns + step.split.step_ns // 2])
+    at_us = int(rank.clock.map_to_own_ns(middle)[0] + rank.trace.t0_unix_ns) // 1000
+    library = {
+        "filename": "/opt/site-packages/torch/nn/modules/linear.py",
+        "line": 125,
+        "name": "f",
+    }
+
+    def allocate(addr: int, size: int, line: int) -> dict[str, object]:
+        own = {"filename": "/home/me/train/model.py", "line": line, "name": "<b>forward"}
+        return {"action": "alloc", "addr": addr, "size": size, "time_us": at_us + addr,
+                "frames": [library, own]}  # fmt: skip
+
+    trace = [allocate(1, 3 * MIB, 42), allocate(2, MIB, 57), allocate(3, MIB, 57)]
+    blocks = [
+        {"address": one["addr"], "size": one["size"], "state": "active_allocated"} for one in trace
+    ]
+    segment = {"total_size": 8 * MIB, "address": 1, "segment_type": "large", "blocks": blocks}
+    content = {"segments": [segment], "device_traces": [trace]}
+    (folder / "rank0_memory.pickle").write_bytes(pickle.dumps(content))
+    made = examine([folder])
+    write_tables(tmp_path / "tables", made.tables)
+    tables = read_tables(tmp_path / "tables")
+    assert tables.allocations == made.tables.allocations
+    words = read_text(build_memory_page(View("run", made.report, tables, "0123456789ab")))
+    words = words[words.index("Largest allocations") :]
+    assert "me/train/model.py:42 <b>forward" in words and "3 MiB" in words
+    assert "torch/nn/modules/linear.py:125 f" in words and "/opt" not in words
+    assert words.index("model.py:42") < words.index("model.py:57") and "60.0 %" in words
+
+
 def test_a_rank_that_allocated_nothing_has_no_memory_over_time(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(SAMPLE, folder)

@@ -97,10 +97,12 @@ def test_findings_link_to_the_timeline() -> None:
 
 
 def test_without_a_model_the_overview_shows_what_is_missing() -> None:
-    warning = WarningRow(NO_MODEL, "cannot infer [training] seq_len from the recording")
+    why = "cannot infer [training] seq_len from the recording; analyze --write-job x writes it"
+    warning = WarningRow(NO_MODEL, why)
     report = msgspec.structs.replace(analysis().report, warnings=(warning,))
     page = build_overview(view(report))
-    assert "cannot infer [training] seq_len" in text(page)
+    # Once, and without the command line's way to state it.
+    assert text(page).count("cannot infer [training] seq_len") == 1 and "--write" not in text(page)
     assert "job.toml" in text(page)
     assert "waterfall" not in graphs(page)
 

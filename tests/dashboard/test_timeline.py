@@ -15,6 +15,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
 from stepsplit.dashboard.figures.rank_groups import RankGrouping, list_groupings
 from stepsplit.dashboard.pages.timeline import (
+    KeptSlices,
     NameTime,
     RangeSplit,
     TimelineView,
@@ -381,8 +382,8 @@ def test_the_kernels_of_a_range_are_those_of_all_its_ranks() -> None:
     found = measure_names(ranks.get, (0, 1, 2), 50, 160)
 
     assert found == (
-        NameTime("gemm", COMPUTE, 3, 50 + 50 + 70, 2, 0, 100),
-        NameTime("all_reduce", SKEW, 1, 10, 1, 0, 10),
+        NameTime("gemm", COMPUTE, 3, 50 + 50 + 70, 0, 100),
+        NameTime("all_reduce", SKEW, 1, 10, 0, 10),
     )
 
 
@@ -425,3 +426,25 @@ def test_without_a_mesh_ranks_are_grouped_by_the_recorded_groups() -> None:
         "tp": {"tp group 0": (0, 1), "tp group 1": (2, 3)},
         "pp": {"pp group 0": (0, 2), "other ranks": (1, 3)},
     }
+
+
+def test_slices_are_read_once_as_long_as_they_fit() -> None:
+    one = slices(("stream 7", "gemm", 0, 5), ("stream 7", "norm", 9, 5))
+    asked: list[int] = []
+
+    class OnDisk(dict[int, Slices]):
+        def get(self, rank: int, default: Slices | None = None) -> Slices | None:  # type: ignore[override]
+            asked.append(rank)
+            return super().get(rank, default)
+
+    columns = (one.lane, one.depth, one.name, one.bucket, one.owner, one.start_ns, one.dur_ns)
+    size = sum(column.nbytes for column in columns)
+    kept = KeptSlices(OnDisk(dict.fromkeys(range(4), one)), most_bytes=3 * size)
+    for rank in (0, 1, 2, 0, 1, 2, 9):
+        assert (kept.read(rank) is one) == (rank < 9)
+    assert asked == [0, 1, 2, 9]
+    kept.read(3)  # 0 was asked for longest ago
+    assert [kept.read(rank) is one for rank in (1, 2, 3)] == [True] * 3
+    assert asked == [0, 1, 2, 9, 3]
+    kept.read(0)
+    assert asked[-1] == 0

@@ -23,7 +23,7 @@ WITHIN = "() => {const s = TIMELINE.shownStep(); TIMELINE.setRange(s.from + 1e6,
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
-    names = ("h100_pp2", "h100_fsdp2")
+    names = ("h100_pp2", "h100_fsdp2", "built_tp_pp_dp_slow_rank")
     made = {name: examine([SAMPLES / name]) for name in names}
     with serving_runs(tmp_path_factory.mktemp("second"), made) as runs:
         yield runs
@@ -139,6 +139,45 @@ def test_notes_are_in_the_address_and_the_export(
     note.click()
     page.get_by_text("table of 2 ranks").click()
     assert page.locator(".tl-table").count() == 2
+
+
+def test_the_rows_and_folded_groups_of_the_second_timeline_stay(
+    served: ServedRuns, browser: Any
+) -> None:
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    second = served.ids["built_tp_pp_dp_slow_rank"]
+    page.goto(f"{served.url}/run/{served.ids['h100_pp2']}/timeline?with={second}")
+    page.wait_for_selector(".tl-second[data-drawn]")
+    below = page.locator(".tl-second")
+    (by,) = below.get_by_label("group ranks by").locator("option").all_inner_texts()[1:2]
+    below.get_by_label("group ranks by").select_option(label=by)
+    name = page.evaluate(f"() => {TIMELINE}.second.groups()[0].name")
+    page.evaluate(f"(name) => {TIMELINE}.second.toggleGroup(name)", name)
+    below.get_by_label("draw closed ranks with few pixels").click()
+    asked = ask(page)
+    assert (asked["with_fold"], asked["with_rows"]) == ([name], ["compact"])
+    assert "rows" not in asked and "fold" not in asked
+    page.reload()
+    page.wait_for_selector(".tl-second[data-drawn]")
+    shown = f"() => [[...{TIMELINE}.second.folded], {TIMELINE}.second.isCompact()]"
+    assert page.evaluate(shown) == [[name], True]
+    assert page.evaluate(f"() => {TIMELINE}.isCompact()") is False
+
+
+def test_a_note_on_another_step_is_said_in_the_export(
+    served: ServedRuns, browser: Any, tmp_path: Path
+) -> None:
+    run = examine([SAMPLES / "h100_pp2"])
+    first, second = (next(one for one in run.report.steps if one.step == n) for n in (3, 5))
+    notes = [f"{one.start_ns + 10}-{one.start_ns + 99}:<i>{one.step}" for one in (first, second)]
+    file = tmp_path / "run.html"
+    file.write_text(export_html(View("run", run.report, run.tables), [*notes, "odd"]), "utf-8")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(file.as_uri())
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    texts = page.locator(".tl-note").all_inner_texts()
+    assert texts[0] == "step 3: <i>3 (this file has only step 5)" and "1 <i>5" in texts[1]
+    assert len(texts) == 2 and page.locator(".tl-note button").count() == 1
 
 
 def test_odd_choices_of_an_address_leave_the_first_timeline(

@@ -53,6 +53,32 @@ def record_norms(folder: Path, ops: list[tuple[str, float]]) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("us", "reason"), [(20, ""), (40, "the same kernels take 2.00 times as long")]
+)
+def test_what_a_step_runs_once_is_not_measured_by_its_microbatches(
+    us: int, reason: str, tmp_path: Path
+) -> None:
+    def record_steps(folder: Path, n_products: int, norm_us: int) -> Path:
+        trace, length = CpuTrace(), 100 * n_products + norm_us
+        for step in range(3):
+            start = step * length
+            trace.step(step, start, start + length)
+            for product in range(n_products):
+                at = start + 100 * product
+                trace.annotation("stepsplit::module layers.0.mlp", at, at + 100)
+                trace.op("aten::mm", at, at + 100)
+            trace.annotation("stepsplit::module norm", start + length - norm_us, start + length)
+            trace.op("aten::pow", start + length - norm_us, start + length)
+        folder.mkdir()
+        trace.write(folder)
+        return folder
+
+    runs = record_steps(tmp_path / "a", 1, 20), record_steps(tmp_path / "b", 4, us)
+    reasons = {row.part: row.reason for row in compare_runs(*runs).parts}
+    assert reasons["norm"] == reason
+
+
+@pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
         ([("aten::native_layer_norm", 30)], [("aten::pow", 20), ("aten::mul", 30)],

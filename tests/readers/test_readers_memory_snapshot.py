@@ -114,6 +114,45 @@ def test_a_snapshot_has_a_state_and_a_curve(tmp_path: Path, protocol: int) -> No
     assert device.peak_reserved_bytes == 6 * MIB
 
 
+def test_the_peak_is_divided_by_stack(tmp_path: Path) -> None:
+    """Of the peak after the third allocation: a tensor of the final state, one freed after it, the
+    one that is freed at once, and what was there before the recording."""
+    content = snapshot()
+    trace = content["device_traces"][0]
+    assert [one["action"] for one in trace[1:4]] == ["alloc"] * 3
+    for number, one in enumerate(trace[1:4]):
+        frames = [{"name": "forward", "filename": "/home/me/job/model.py", "line": 7}]
+        one["frames"] = [
+            {
+                "name": "linear",
+                "filename": "/opt/site-packages/torch/nn/functional.py",
+                "line": 10 + number // 2,
+            },
+            *frames,
+        ]
+    lost = events(("free_requested", 6 * MIB, 512))
+    content["device_traces"][0] = [*trace[:6], *lost, *trace[6:]]
+    (device,) = record_of(tmp_path, content).devices
+    linear, line = "torch/nn/functional.py:{} linear", "me/job/model.py:7 forward"
+    known = [(one.size_bytes, one.count, one.stack) for one in device.stacks]
+    assert sum(one[0] for one in known) == device.peak_allocated_bytes
+    assert known == [
+        (2 * MIB, 2, (linear.format(10), line)),
+        (1024, 1, (linear.format(11), line)),
+        (512, 1, ()),
+    ]
+
+
+def test_stacks_that_are_none_are_unknown(tmp_path: Path) -> None:
+    content = snapshot()
+    odd: list[Any] = [None, 7, ["no frame"], [{"name": []}], [{"filename": {}}], [{}], {"name": 1}]
+    for one, frames in zip(content["device_traces"][0], odd, strict=False):
+        one["frames"] = frames
+    (device,) = record_of(tmp_path, content).devices
+    assert device.peak_allocated_bytes == 2 * MIB + 1024
+    assert {one.stack for one in device.stacks} <= {(), ("t.py:1 f",)}
+
+
 @pytest.mark.parametrize("lost", range(9))
 def test_a_trace_without_its_beginning_has_the_same_end(tmp_path: Path, lost: int) -> None:
     whole = record_of(tmp_path, snapshot()).devices[0].curve

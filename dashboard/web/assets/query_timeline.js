@@ -260,12 +260,7 @@
       const set = (name, value) => { if (value) query.set(name, value); };
       if (this.open.size || this.index.ranks.length <= 4) query.set("open", [...this.open].sort((a, b) => a - b).join(","));
       set("q", this.query);
-      set("group", this.by);
-      set("fold", [...this.folded].join(","));
-      set("show", this.filter);
-      set("rows", this.compactChoice === null ? "" : this.compactChoice ? "compact" : "full");
-      set("measure", this.range ? this.range.from + "-" + this.range.to : "");
-      set("pin", this.pins.join(","));
+      for (const [name, value] of Object.entries(this.ownChoices())) set(name, value);
       set("stats", this.stats ? "1" : "");
       for (const key of this.noteKeys()) query.append("note", key);
       for (const [name, value] of Object.entries(this.second ? this.second.secondQuery() : {})) {
@@ -275,6 +270,18 @@
       const one = this.chosen;
       set("slice", one && one.exact ? [one.rank, one.lane, one.depth, one.start].join(",") : "");
       return query;
+    },
+
+    /* What each of two timelines has for itself. */
+    ownChoices() {
+      return {
+        group: this.by,
+        fold: [...this.folded].join(","),
+        show: this.filter,
+        rows: this.compactChoice === null ? "" : this.compactChoice ? "compact" : "full",
+        measure: this.range ? this.range.from + "-" + this.range.to : "",
+        pin: this.pins.join(","),
+      };
     },
 
     /* The choices of an address, before the first window is shown. */

@@ -202,9 +202,12 @@
     showNotes() {
       const place = this.noteList;
       place.replaceChildren();
-      place.hidden = !this.notes.length;
+      /* A file has one step. */
+      const elsewhere = (!this.run && this.index.notes_elsewhere) || [];
+      place.hidden = !this.notes.length && !elsewhere.length;
       if (place.hidden) return;
       place.append(node("b", "", "notes"));
+      for (const words of elsewhere) place.append(node("span", "tl-note", words + " (this file has only step " + this.index.steps[0].step + ")"));
       this.notes.forEach((one, i) => {
         const line = node("span", "tl-note"), step = this.index.steps.find((each) => each.from <= one.from && one.from < each.to);
         const where = (step ? "step " + step.step + ", " : "") + timeRange(one.from - (step || this.index.steps[0]).from, one.to - (step || this.index.steps[0]).from);

@@ -58,7 +58,7 @@
         const own = [...this.main.secondMenu.options].find((one) => one.value === this.run);
         if (own && this.run !== this.main.run) own.textContent = "below: " + run.name;
       }, () => {});
-      bar.append(name, this.steps, this.groupMenu, this.filterField, this.lanesButton);
+      bar.append(name, this.steps, this.groupMenu, this.filterField, this.compactButton, this.lanesButton);
       this.button(bar, "close", "close the second timeline", () => this.main.openSecond(""));
       bar.append(this.where);
       return bar;
@@ -104,9 +104,9 @@
       /* What was asked for stays while it loads. */
       if (!this.extent) return { with: this.run, ...Object.fromEntries([...this.askedSecond].filter(([name]) => name.startsWith("with_"))) };
       const step = this.shownStep();
-      const parts = { with: this.run, with_step: step ? step.step : "", with_show: this.filter, with_group: this.by, with_pin: this.pins.join(",") };
+      const parts = { with: this.run, with_step: step ? step.step : "" };
+      for (const [name, value] of Object.entries(this.ownChoices())) parts["with_" + name] = value;
       parts.with_open = [...this.open].sort((a, b) => a - b).join(",");
-      if (this.range) parts.with_measure = this.range.from + "-" + this.range.to;
       return parts;
     },
 

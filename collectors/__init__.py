@@ -16,6 +16,7 @@ from stepsplit.collectors.formats.run_spec import (
 )
 
 if TYPE_CHECKING:
+    from stepsplit.collectors.probes.spans import mark
     from stepsplit.collectors.profiler import ProfiledRun, profile_run
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "RankInfo",
     "RunSpec",
     "Training",
+    "mark",
     "profile_run",
 ]
 
@@ -37,4 +39,8 @@ def __getattr__(name: str) -> Any:
         from stepsplit.collectors import profiler
 
         return getattr(profiler, name)
+    if name == "mark":
+        from stepsplit.collectors.probes.spans import mark
+
+        return mark
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -11,7 +13,9 @@ from stepsplit.collectors.formats.run_spec import ModelSpec, Training
 from stepsplit.collectors.guard import is_forked_child, warn_on_failure
 from stepsplit.collectors.job.launcher import count_restarts
 from stepsplit.collectors.job.process_groups import read_job
+from stepsplit.collectors.probes.launch_times import UNKNOWN_LAUNCH, LaunchTimes, read_process_start
 from stepsplit.collectors.probes.optimizers import ResumedSteps
+from stepsplit.collectors.probes.spans import watch_spans
 from stepsplit.collectors.record.active_recording import ActiveRecording
 from stepsplit.collectors.record.log_to import RecordingLogger, SinkName, parse_sinks
 from stepsplit.collectors.record.plan import RecordPlan
@@ -123,6 +127,7 @@ class ProfiledRun:
         self._recording: ActiveRecording | None = None
         self._resumed: ResumedSteps | None = None
         self._step, self._pid = 0, 0
+        self._launch = UNKNOWN_LAUNCH
 
     def start(self, steps_before: int | None = None) -> Self:
         """Begins the recording; call before the first step.
@@ -138,6 +143,8 @@ class ProfiledRun:
         mesh = convert_mesh(self._mesh, read_job()[1])
         self._resumed = ResumedSteps(steps_before)
         if self._watch is not None:
+            self._launch = LaunchTimes(read_process_start())
+            watch_spans()
             return self
         user_spec = UserSpec(mesh, self._model, self._training)
         self._recording = ActiveRecording(
@@ -169,8 +176,9 @@ class ProfiledRun:
                 # A watch begins with the first step: before it, the steps of an earlier process
                 # are not known.
                 with warn_on_failure(read_job()[0], "its watch"):
-                    before = self._resumed.read(self._step + 1)
-                    self._sampler = start_sampler(self._watch, self._mesh, before)
+                    before = self._resumed.find(self._step + 1)
+                    launch = replace(self._launch, first_step_unix_ns=time.time_ns())
+                    self._sampler = start_sampler(self._watch, self._mesh, before, launch)
                 self._resumed = None
             if self._sampler is not None:
                 self._sampler.end_step(self._step)

@@ -48,6 +48,7 @@ from stepsplit.collectors.formats.watch_notes import (
     NoteCursor,
     RankDropped,
     RankEnded,
+    RankSpan,
     RankStarted,
     RankWindow,
     SampleReport,
@@ -561,6 +562,9 @@ class _Draft:
             self.overhead = self.overhead if note.overhead is None else note.overhead
         elif isinstance(note, RankDropped):
             self.count("trace", note.traces)
+        elif isinstance(note, RankSpan):
+            # The ledger reads them from the notes.
+            pass
         else:
             self._add_end(rank, note)
 

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepsplit.collectors.attach import left_states, messages, sockets, stacks
-from stepsplit.collectors.attach.imports import when_imported
 from stepsplit.collectors.guard import is_forked_child, warn_on_failure
 from stepsplit.collectors.job.launcher import read_identity, read_job_name
 from stepsplit.collectors.probes.flight_recorder import read_flight_json
+from stepsplit.collectors.probes.imports import when_imported
+from stepsplit.collectors.probes.launch_times import UNKNOWN_LAUNCH, LaunchTimes, read_process_start
 from stepsplit.collectors.probes.nccl_log import build_log_path, limit_log_size, truncate_log
+from stepsplit.collectors.probes.spans import SPANS, mark, watch_spans
 from stepsplit.collectors.record.environment import build_kineto_environment
 from stepsplit.collectors.record.plan import PLAN_VARIABLE, RecordPlan
 from stepsplit.collectors.watch.plan import WATCH_VARIABLE, read_watch_plan
@@ -58,7 +60,8 @@ class Agent:
         self._ends_watch = False
         self._pid = 0
         self._is_over = False
-        self._steps_before = 0
+        self._steps_before: int | None = None
+        self._launch = UNKNOWN_LAUNCH
         self._log: Path | None = None
         self._observer = SelfObserver()
         self._watchdog = StackWatchdog(self._describe_for_watchdog)
@@ -66,6 +69,9 @@ class Agent:
     def install(self) -> None:
         """Starts to count steps once torch's optimizers are imported."""
         self._watchdog.install()
+        if self._watch is not None:
+            self._launch = LaunchTimes(read_process_start(), time.time_ns())
+            watch_spans()
         when_imported("torch.optim.optimizer", self._counter.install)
         when_imported("torch.optim.optimizer", _configure_kineto)
         when_imported(_C10D, lambda: _wrap_initialization(self._handle_join))
@@ -86,8 +92,12 @@ class Agent:
         self._observer.note_step_end()
         if not self._pid:
             self._listen()
+        if step == 0 and self._launch.torch_unix_ns:
+            self._launch = replace(self._launch, first_step_unix_ns=time.time_ns())
         if step == _UNSTEADY_STEPS:
-            self._steps_before = self._counter.read_steps_before(step + 1)
+            self._steps_before = self._counter.find_steps_before(step + 1)
+        if self._sampler is None:
+            SPANS.steps += 1
         # Steps before are not like those to come: they allocate, compile and load.
         if step >= _UNSTEADY_STEPS and self._watch is not None:
             # This rank is sampled for as long as it runs, or until an attach ends that.
@@ -95,7 +105,7 @@ class Agent:
             with warn_on_failure(read_identity().rank, "its watch"):
                 from stepsplit.collectors.watch.sampler import start_sampler
 
-                self._sampler = start_sampler(plan, plan.mesh, self._steps_before)
+                self._sampler = start_sampler(plan, plan.mesh, self._steps_before, self._launch)
         if self._sampler is not None:
             self._sampler.end_step(step)
             if self._ends_watch:
@@ -253,7 +263,9 @@ class Agent:
         if question.watch is not None:
             if self._sampler is not None or self._watch is not None:
                 return messages.AgentAnswer(False, done, "it is already watched")
-            self._watch = question.watch
+            # Of the time before nothing is known, so that its ledger begins here.
+            self._watch, self._launch = question.watch, UNKNOWN_LAUNCH
+            watch_spans()
             return messages.AgentAnswer(True, done)
         if question.ends_watch:
             # The sampler is left at the end of a step, by the thread that steps.
@@ -307,7 +319,7 @@ class Agent:
             busy=self._is_busy(),
             since_step_ns=self._observer.measure_since_step_ns(),
             longest_step_ns=max(gaps, default=0),
-            steps_before=self._steps_before,
+            steps_before=self._steps_before or 0,
         )
 
 
@@ -353,7 +365,8 @@ def _wrap_initialization(then: Callable[[], None]) -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: object, **kwargs: object) -> object:
-        result = original(*args, **kwargs)
+        with mark("process_group"):
+            result = original(*args, **kwargs)
         then()
         return result
 

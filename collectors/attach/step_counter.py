@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from stepsplit.collectors.attach.imports import when_imported
+from stepsplit.collectors.probes.imports import when_imported
 from stepsplit.collectors.probes.optimizers import (
     Listener,
     add_listener,
@@ -48,8 +48,12 @@ class StepCounter:
 
         Call it within `ended`.
         """
+        return self.find_steps_before(steps_ended) or 0
+
+    def find_steps_before(self, steps_ended: int) -> int | None:
+        """As read_steps_before; None if unknown."""
         count = None if self._stepped is None else count_optimizer_steps(self._stepped)
-        return 0 if count is None else max(0, count - steps_ended)
+        return None if count is None else max(0, count - steps_ended)
 
     def _enter_step(self, optimizer: Any) -> None:
         if self._running and not _is_stepping(self._running[0]):

@@ -1,6 +1,8 @@
 """What the ranks of a watched training note in its folder, and how it is read beside them.
 
 ranks/rank0.jsonl   what the rank notes: its start, windows of step times, its samples, its end
+ranks/rank0-1.beat  the newest step of the rank in start 1 (from 0), a line that is overwritten
+launches/HOST.jsonl when `stepsplit watch` began and ended its command on the host
 samples/STEP/       a sample, an ordinary recording of a few steps; STEP-N after N restarts
 """
 
@@ -17,8 +19,11 @@ from stepsplit.collectors.formats.json_decode import select_known_fields
 from stepsplit.collectors.safe_io.atomic_file import PRIVATE, create_private, make_owner_folder
 from stepsplit.collectors.safe_io.regular_file import open_regular
 
-RANKS, SAMPLES = "ranks", "samples"
-"""Folders of the notes and of the samples."""
+RANKS, SAMPLES, LAUNCHES = "ranks", "samples", "launches"
+"""Folders of the notes, of the samples and of the commands."""
+
+LONG_STEP = 5
+"""A step that takes so many times the median of its window is long: something else is in it."""
 
 CAPTURE = "capture"
 """A file that requests a sample of all ranks as soon as possible."""
@@ -29,7 +34,12 @@ MAX_NOTES_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class RankStarted:
-    """The begin of a watched rank."""
+    """The begin of a watched rank, some steps after that of its process.
+
+    process_unix_ns: when the process began, torch_unix_ns: when torch's optimizers had been
+    imported, first_step_unix_ns: when its first step ended; 0 where unknown, as of a job that was
+    attached to. steps_before: the steps that earlier processes had done; None if unknown.
+    """
 
     rank: int
     world_size: int
@@ -38,6 +48,10 @@ class RankStarted:
     incarnation: int
     budget: float
     unix_ns: int
+    process_unix_ns: int = 0
+    torch_unix_ns: int = 0
+    first_step_unix_ns: int = 0
+    steps_before: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,8 @@ class RankWindow:
     Steps of a sample between first_step and last_step are not counted. start_unix_ns is when the
     first step began, end_unix_ns when the last one ended. local_ns: the median over steps of the
     time from the begin to the last gradient of this rank, before it waits for the gradients of
-    others; 0 where it is unknown.
+    others; 0 where it is unknown. long_steps: (step, when it ended, its time) of the steps that
+    took over LONG_STEP times the median; None in notes of older versions.
     """
 
     rank: int
@@ -60,6 +75,7 @@ class RankWindow:
     median_step_ns: int
     max_step_ns: int
     local_ns: int = 0
+    long_steps: tuple[tuple[int, int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +119,16 @@ def _build_report(body: dict[str, Any]) -> SampleReport:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSpan:
+    """Time of the training thread that is no step: a checkpoint, an evaluation, compilation."""
+
+    rank: int
+    mark: str
+    begin_unix_ns: int
+    end_unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankDropped:
     """Traces that a rank has deleted because they were not reduced in time."""
 
@@ -121,11 +147,12 @@ class RankEnded:
     text: str = ""
 
 
-Note = RankStarted | RankWindow | SampleReport | RankDropped | RankEnded
+Note = RankStarted | RankWindow | RankSpan | SampleReport | RankDropped | RankEnded
 
 _KINDS: dict[str, type[Any]] = {
     "started": RankStarted,
     "window": RankWindow,
+    "span": RankSpan,
     "sample": SampleReport,
     "dropped": RankDropped,
     "ended": RankEnded,
@@ -135,8 +162,8 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def build_notes_path(folder: Path, rank: int) -> Path:
-    """The file of what a rank notes: one JSON object a line, whose kind is started, window, sample,
-    dropped or ended."""
+    """The file of what a rank notes: one JSON object a line, whose kind is started, window, span,
+    sample, dropped or ended."""
     return folder / RANKS / f"rank{rank}.jsonl"
 
 
@@ -164,6 +191,93 @@ class NoteFile:
 
 def _name_old(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The newest step of a rank that has ended, when that was, and when this was written."""
+
+    step: int
+    step_unix_ns: int
+    unix_ns: int
+
+
+_BEAT_BYTES = 64
+
+
+class BeatFile:
+    """The newest step of a rank, written in place: it is there also if the rank is killed."""
+
+    def __init__(self, folder: Path, rank: int, incarnation: int) -> None:
+        path = _build_beat_path(folder, rank, incarnation)
+        make_owner_folder(path.parent)
+        self._file = create_private(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def write(self, beat: Beat) -> None:
+        """Overwrites the last one. Raises OSError."""
+        line = f"{beat.step} {beat.step_unix_ns} {beat.unix_ns}\n"
+        os.pwrite(self._file, line.rjust(_BEAT_BYTES).encode(), 0)
+
+
+def _build_beat_path(folder: Path, rank: int, incarnation: int) -> Path:
+    return folder / RANKS / f"rank{rank}-{incarnation}.beat"
+
+
+def read_beat(folder: Path, rank: int, incarnation: int) -> Beat | None:
+    """The newest step that the rank has ended in a start of the job; None if it is not known."""
+    try:
+        with open_regular(_build_beat_path(folder, rank, incarnation)) as file:
+            step, step_unix_ns, unix_ns = map(int, file.read(_BEAT_BYTES).split())
+    except (OSError, ValueError):
+        return None
+    return Beat(step, step_unix_ns, unix_ns)
+
+
+# What the command beside the ranks notes.
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command that `stepsplit watch` ran on a host.
+
+    incarnation: the first start of the job in it; a launcher may start the ranks again. end_unix_ns
+    and status: when and how it ended; None while it runs, or if the watch was killed with it.
+    """
+
+    host: str
+    pid: int
+    incarnation: int
+    unix_ns: int
+    end_unix_ns: int | None = None
+    status: int | None = None
+
+
+def note_launch(folder: Path, launch: Launch) -> None:
+    """Appends a line to the host's file, at the begin of a command and at its end. Raises
+    OSError."""
+    name = launch.host.replace("/", "_")
+    path = folder / LAUNCHES / f"{name}.jsonl"
+    make_owner_folder(path.parent)
+    with open(path, "ab", opener=create_private) as file:
+        file.write(json.dumps(asdict(launch)).encode() + b"\n")
+
+
+def read_launches(folder: Path) -> list[Launch]:
+    """The commands of all hosts, each once, by their begin; lines that cannot be read are left
+    out."""
+    found: dict[tuple[str, int, int], Launch] = {}
+    for path in sorted((folder / LAUNCHES).glob("*.jsonl")):
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
+        for line in lines:
+            try:
+                body = select_known_fields(Launch, json.loads(line))
+                launch = Launch(**body)
+                key = launch.host, launch.pid, launch.unix_ns
+                found[key] = launch
+            except (ValueError, TypeError, AttributeError, RecursionError):
+                continue
+    return sorted(found.values(), key=lambda one: one.unix_ns)
 
 
 # A request beside the ranks.
@@ -231,6 +345,19 @@ def read_notes(path: Path, cursor: NoteCursor = NoteCursor()) -> NewNotes:
     return NewNotes(tuple(notes), end, lost)
 
 
+def read_all_notes(path: Path) -> NewNotes:
+    """All notes that are kept, with those of the .old file, which is before it. Raises OSError."""
+    old, found = _name_old(path), read_notes(path)
+    if not old.exists():
+        return found
+    # A rank that closes its file in the meantime has the older notes twice, or none of them.
+    earlier = read_notes(old)
+    if earlier.cursor.inode == found.cursor.inode:
+        return found
+    lost = earlier.lost_lines + found.lost_lines
+    return NewNotes(earlier.notes + found.notes, found.cursor, lost)
+
+
 def _read_lines(path: Path, cursor: NoteCursor) -> tuple[bytes, NoteCursor]:
     with open_regular(path) as file:
         inode = os.fstat(file.fileno()).st_ino
@@ -248,8 +375,10 @@ def _parse_note(line: bytes) -> Note | None:
         kind = _KINDS[body.pop("kind")]
         if kind is SampleReport:
             return _build_report(body)
+        if kind is RankWindow and body.get("long_steps") is not None:
+            body["long_steps"] = tuple((int(a), int(b), int(c)) for a, b, c in body["long_steps"])
         note: Note = kind(**select_known_fields(kind, body))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return note
 

@@ -53,12 +53,16 @@ class ResumedSteps:
 
     def read(self, steps_ended: int) -> int:
         """The steps before, given those that have ended since; 0 if unknown. Ends the search."""
+        return self.find(steps_ended) or 0
+
+    def find(self, steps_ended: int) -> int | None:
+        """As read(); None if unknown."""
         self.close()
         if self._known is not None:
             return self._known
         optimizer = None if self._optimizer is None else self._optimizer()
         count = None if optimizer is None else count_optimizer_steps(optimizer)
-        return 0 if count is None else max(0, count - steps_ended)
+        return None if count is None else max(0, count - steps_ended)
 
     def close(self) -> None:
         """Ends the search."""

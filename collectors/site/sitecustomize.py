@@ -29,7 +29,7 @@ def _start_agent() -> None:
 
         Agent(parse_plan(text)).install()
 
-    imports = _load_module("_stepsplit_imports", _COLLECTORS / "attach" / "imports.py")
+    imports = _load_module("_stepsplit_imports", _COLLECTORS / "probes" / "imports.py")
     imports.when_imported("torch.optim.optimizer", install)
 
 

@@ -19,10 +19,13 @@ from stepsplit.collectors.formats.file_names import build_trace_path
 from stepsplit.collectors.formats.rank_record import RankRecord, StepTimes, write_record
 from stepsplit.collectors.formats.run_spec import Mesh
 from stepsplit.collectors.formats.watch_notes import (
+    Beat,
+    BeatFile,
     Note,
     NoteFile,
     RankDropped,
     RankEnded,
+    RankSpan,
     RankStarted,
     RankWindow,
     SampleReport,
@@ -33,6 +36,8 @@ from stepsplit.collectors.guard import warn, warn_on_failure
 from stepsplit.collectors.job.job_store import SharedValues
 from stepsplit.collectors.job.process_groups import read_job
 from stepsplit.collectors.job.rank_description import RankDescription, describe_rank
+from stepsplit.collectors.probes.launch_times import LaunchTimes
+from stepsplit.collectors.probes.spans import SPANS
 from stepsplit.collectors.probes.versions import read_versions
 from stepsplit.collectors.record.pack import name_raw
 from stepsplit.collectors.record.trace_window import can_detach
@@ -68,7 +73,8 @@ _END_S = 2.0
 class WatchThread:
     """Announces samples on rank 0 and hears of them on all ranks; writes notes and records.
 
-    done, recent_ns: set by the training thread, which fills rise. next_sample: taken by it.
+    done, last_ns, recent_ns: set by the training thread, which fills rise. next_sample: taken by
+    it.
     """
 
     def __init__(
@@ -79,12 +85,15 @@ class WatchThread:
         world_size: int,
         steps_before: int,
         rise: FirstSampleRise | None,
+        launch: LaunchTimes,
+        knows_steps_before: bool,
     ) -> None:
         self._plan, self._mesh, self._rank = plan, mesh, rank
         self._world_size, self._steps_before = world_size, steps_before
-        self._rise = rise
+        self._rise, self._launch, self._knows_steps_before = rise, launch, knows_steps_before
         self._poll_s = min(30.0, max(0.25, world_size / _RANKS_A_SECOND))
         self.done = 0
+        self.last_ns = time.perf_counter_ns()
         self.recent_ns: tuple[int, ...] = ()
         self.next_sample: NextSample | None = None
         self.notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
@@ -113,6 +122,7 @@ class WatchThread:
         if window is not None:
             self.notes.put(window)
         step = self._steps_before + self.done
+        SPANS.close()
         self.notes.put(RankEnded(self._rank, step, time.time_ns()))
         self._closing.set()
         self._thread.join(_END_S)
@@ -128,14 +138,27 @@ class WatchThread:
                     incarnation=self._plan.incarnation,
                     budget=self._plan.budget,
                     unix_ns=time.time_ns(),
+                    **asdict(self._launch),
+                    steps_before=self._steps_before if self._knows_steps_before else None,
                 )
             )
-            file = NoteFile(Path(self._plan.out), self._rank)
+            folder = Path(self._plan.out)
+            file = NoteFile(folder, self._rank)
+            beats = BeatFile(folder, self._rank, self._plan.incarnation)
             has_samples = True
             while not self._closing.wait(self._poll_s):
                 has_samples = has_samples and self._try_to_agree()
                 self._write(file)
+                self._beat(beats)
             self._write(file)
+            self._beat(beats)
+
+    def _beat(self, file: BeatFile) -> None:
+        """Writes the newest step that has ended, which tells a kill from a hang: 64 bytes at
+        each poll, in place."""
+        done, since_ns = self.done, time.perf_counter_ns() - self.last_ns
+        now = time.time_ns()
+        file.write(Beat(self._steps_before + done - 1, now - since_ns, now))
 
     def _try_to_agree(self) -> bool:
         """Whether samples go on; without the store, step times still do."""
@@ -150,6 +173,8 @@ class WatchThread:
         for sample in _drain(self.records):
             with warn_on_failure(self._rank, "the record of a sample"):
                 self._write_record(sample)
+        for span in SPANS.take():
+            self.notes.put(RankSpan(self._rank, span.mark, span.begin_unix_ns, span.end_unix_ns))
         notes = _drain(self.notes)
         if notes:
             with warn_on_failure(self._rank, "notes of its steps"):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stepsplit.collectors.formats.watch_notes import count_incarnations
+from stepsplit.collectors.formats.watch_notes import Launch, count_incarnations, note_launch
+from stepsplit.collectors.guard import warn_on_failure
+from stepsplit.collectors.probes.launch_times import read_process_start
 from stepsplit.collectors.record.command import make_folder, run_command
 from stepsplit.collectors.record.environment import NcclLogs, build_environment
 from stepsplit.collectors.record.plan import RecordPlan
@@ -28,7 +32,15 @@ def run_watched(command: Sequence[str], plan: WatchPlan) -> int:
     if _KINETO_LOG not in os.environ:
         # Else Kineto prints four lines for each sample of each rank.
         variables[_KINETO_LOG] = "99"
-    return run_command(command, out, variables | {WATCH_VARIABLE: numbered.format_json()})
+    # With the start of this process, which the job has waited for.
+    begin = read_process_start() or time.time_ns()
+    launch = Launch(socket.gethostname(), os.getpid(), numbered.incarnation, begin)
+    with warn_on_failure(0, "the begin of the command"):
+        note_launch(out, launch)
+    status = run_command(command, out, variables | {WATCH_VARIABLE: numbered.format_json()})
+    with warn_on_failure(0, "the end of the command"):
+        note_launch(out, replace(launch, end_unix_ns=time.time_ns(), status=status))
+    return status
 
 
 _KINETO_LOG = "KINETO_LOG_LEVEL"

@@ -14,7 +14,9 @@ from stepsplit.collectors.formats.watch_notes import SAMPLES, SampleReport
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.job.launcher import count_restarts
 from stepsplit.collectors.job.process_groups import list_groups, read_job
+from stepsplit.collectors.probes.launch_times import UNKNOWN_LAUNCH, LaunchTimes
 from stepsplit.collectors.probes.local_times import LocalTimes
+from stepsplit.collectors.probes.spans import SPANS
 from stepsplit.collectors.record.pack import check_complete, drop, name_raw
 from stepsplit.collectors.record.plan import RecordPlan
 from stepsplit.collectors.record.rank_files import shorten_trace_name
@@ -40,13 +42,20 @@ class Sampler:
 
     No method raises, issues a collective, or waits for another rank: a failure is one line, and
     ends the watch of this rank. Steps are counted from the start of the process; steps_before is
-    added to them in what is written.
+    added to them in what is written; None if unknown. launch: the moments of the rank's start;
+    those of a job that was attached to are not asked for.
     """
 
-    def __init__(self, plan: WatchPlan, mesh: Mesh | None = None, steps_before: int = 0) -> None:
+    def __init__(
+        self,
+        plan: WatchPlan,
+        mesh: Mesh | None = None,
+        steps_before: int | None = 0,
+        launch: LaunchTimes = UNKNOWN_LAUNCH,
+    ) -> None:
         notice_captures()
         self._plan = replace(plan, incarnation=plan.incarnation + count_restarts())
-        self._mesh, self._steps_before = mesh, steps_before
+        self._mesh, self._steps_before = mesh, steps_before or 0
         self._folder = Path(plan.out)
         self.rank, self._world_size, _ = read_job()
         self._ring = StepRing(self.rank)
@@ -57,8 +66,9 @@ class Sampler:
         self._is_over = False
         self._rise = FirstSampleRise() if self.rank == 0 else None
         self._link = WatchThread(
-            self._plan, mesh, self.rank, self._world_size, steps_before, self._rise
-        )
+            self._plan, mesh, self.rank, self._world_size, self._steps_before, self._rise,
+            launch, steps_before is not None,
+        )  # fmt: skip
         self._link.start()
 
     def end_step(self, step: int) -> None:
@@ -67,9 +77,10 @@ class Sampler:
             return
         now = time.perf_counter_ns()
         took, self._last_ns = now - (self._last_ns or now), now
+        SPANS.steps += 1
         self._is_over = True
         with warn_on_failure(self.rank, "the rest of its watch"):
-            self._link.done = step + 1
+            self._link.done, self._link.last_ns = step + 1, now
             local_ns = self._local.begin_step()
             if self._sample is None:
                 self._add_to_ring(step, took, local_ns)
@@ -254,6 +265,12 @@ class Sampler:
         )
 
 
-def start_sampler(plan: WatchPlan, mesh: MeshLike, steps_before: int) -> Sampler:
+def start_sampler(
+    plan: WatchPlan,
+    mesh: MeshLike,
+    steps_before: int | None,
+    launch: LaunchTimes = UNKNOWN_LAUNCH,
+) -> Sampler:
     """Begins to watch this rank; without a mesh, all ranks are sampled."""
-    return Sampler(plan, convert_mesh(None if mesh == "" else mesh, read_job()[1]), steps_before)
+    known_mesh = convert_mesh(None if mesh == "" else mesh, read_job()[1])
+    return Sampler(plan, known_mesh, steps_before, launch)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from statistics import median
 
-from stepsplit.collectors.formats.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import LONG_STEP, RankWindow
 
 WINDOW_STEPS, WINDOW_NS = 20, 60_000_000_000
 """A window is closed after so many steps or so long, whichever is first."""
@@ -19,6 +19,7 @@ class StepRing:
         self._rank = rank
         self.recent_ns: deque[int] = deque(maxlen=WINDOW_STEPS)
         self._times_ns: list[int] = []
+        self._ends: list[tuple[int, int, int]] = []
         self._local_ns: list[int] = []
         self._first = self._last = self._start_unix_ns = self._length_ns = 0
 
@@ -30,6 +31,7 @@ class StepRing:
         if not self._times_ns:
             self._first, self._length_ns = step, 0
             self._start_unix_ns = time.time_ns() - took_ns
+        self._ends.append((step, time.time_ns(), took_ns))
         self._times_ns.append(took_ns)
         if local_ns:
             self._local_ns.append(local_ns)
@@ -43,8 +45,10 @@ class StepRing:
         """Closes the window; None if it has no step."""
         times, self._times_ns = self._times_ns, []
         local, self._local_ns = self._local_ns, []
+        ends, self._ends = self._ends, []
         if not times:
             return None
+        usual_ns = int(median(times))
         return RankWindow(
             rank=self._rank,
             first_step=self._first,
@@ -53,7 +57,8 @@ class StepRing:
             end_unix_ns=time.time_ns(),
             steps=len(times),
             min_step_ns=min(times),
-            median_step_ns=int(median(times)),
+            median_step_ns=usual_ns,
             max_step_ns=max(times),
             local_ns=int(median(local)) if local else 0,
+            long_steps=tuple(one for one in ends if one[2] > LONG_STEP * usual_ns),
         )

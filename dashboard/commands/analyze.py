@@ -84,13 +84,20 @@ def analyze_command(
 
     PATH is a file, folder, zip or tar archive, or URL with traces of torch.profiler, or of Nsight
     Systems exported to SQLite. Several paths together are one recording. If there are only Flight
-    Recorder dumps, prints the diagnosis of the hang instead.
+    Recorder dumps, prints the diagnosis of the hang instead; of the folder of a watch, where all of
+    the job's wall clock went.
     """
     from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
     from stepsplit.analyzer.report.io import save, to_json
+    from stepsplit.analyzer.watch.ledger import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
     from stepsplit.dashboard.reporters.terminal import build_report_screen
 
+    if any(map(is_watch, places)):
+        if len(places) > 1:
+            raise UsageError("name the folder of a watch alone")
+        _show_ledger(places[0], json_file, out)
+        return
     if html_file is not None:
         require_package("dash", "dashboard")
     rules, mesh = load_rules(rules_file), parse_mesh(mesh_text)
@@ -122,6 +129,26 @@ def analyze_command(
         hint = "; a recording with --shapes gives most of them" if without_shapes else ""
         print_line(f"{job_out}: {needed}pass it with --job{hint}", err=True)
     log_report(sinks, analysis.report)
+
+
+def _show_ledger(place: str, json_file: str | None, out: Path | None) -> None:
+    """Prints where the wall clock of a watched job went, or writes ledger.json."""
+    from stepsplit.analyzer.watch.ledger import LEDGER_NAME, ledger_to_json, read_ledger
+    from stepsplit.collectors.formats.watch_notes import SAMPLES
+    from stepsplit.dashboard.reporters.ledger import build_ledger_screen
+
+    ledger = read_ledger(place)
+    if out is not None:
+        write_output(out / LEDGER_NAME, ledger_to_json(ledger))
+    if put_json(ledger, ledger_to_json, json_file):
+        return
+    # The newest samples are ordinary recordings.
+    folders = [one for one in (Path(place) / SAMPLES).glob("*") if any(one.glob("rank*_trace*"))]
+    hint = ""
+    if folders:
+        newest = max(folders, key=lambda one: one.stat().st_mtime_ns)
+        hint = f"{len(folders)} samples of steps; the newest: stepsplit analyze {newest}"
+    make_console().print(build_ledger_screen(ledger, hint))
 
 
 @contextmanager

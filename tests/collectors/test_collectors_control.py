@@ -21,7 +21,6 @@ import pytest
 
 from stepsplit.collectors.attach import agent, kineto_daemon, messages, sockets, stacks
 from stepsplit.collectors.attach.client import attach
-from stepsplit.collectors.attach.imports import when_imported
 from stepsplit.collectors.attach.kineto_daemon import capture
 from stepsplit.collectors.attach.left_states import leave_state, read_left_states, remove_old_states
 from stepsplit.collectors.attach.messages import (
@@ -47,6 +46,7 @@ from stepsplit.collectors.formats.rank_record import CodeFrame
 from stepsplit.collectors.formats.rank_state import Look, RankState
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.job.launcher import Identity, read_identity
+from stepsplit.collectors.probes.imports import when_imported
 from stepsplit.collectors.record.plan import RecordPlan
 
 NO_PROCESS = 1 << 22

@@ -1,0 +1,653 @@
+"""The ledger of a watched job: what all of its wall clock went to, from its first start to its end.
+
+For each start of the job (incarnation) and rank the time is cut into pieces that touch, in order:
+gap since the last start, launcher, imports, start-up, windows of steps, what lies between them,
+shutdown. Marked spans (checkpoints, evaluations, compilation) are taken out of the piece in which
+they lie. So the rows of a rank add up to the wall clock whatever its notes say; what no note
+accounts for is `unknown`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.report.io import Document
+from stepsplit.collectors.formats.watch_notes import (
+    LONG_STEP,
+    Beat,
+    Launch,
+    Note,
+    RankEnded,
+    RankSpan,
+    RankStarted,
+    RankWindow,
+    SampleReport,
+    list_note_files,
+    read_all_notes,
+    read_beat,
+    read_launches,
+)
+
+SCHEMA = "stepsplit.ledger/1"
+
+LEDGER_NAME = "ledger.json"
+
+ROW_KINDS = (
+    "train", "redone", "evaluation", "checkpoint", "compile", "launcher", "imports",
+    "process_group", "load", "startup", "quorum", "heal", "commit", "stall", "restart_gap",
+    "shutdown", "other", "unknown",
+)  # fmt: skip
+"""In the order in which they are shown; docs/ledger.md defines each."""
+
+_MARKED = (
+    "compile", "checkpoint", "load", "evaluation", "process_group", "quorum", "heal", "commit",
+    "other",
+)  # fmt: skip
+"""Marks; where they overlap the first one counts."""
+
+LEAST_STALL_NS = 100_000_000
+"""What is left of a long step without its spans is a stall from so long on."""
+
+_MOST_SKIPPED = 64
+"""Steps between two windows, such as those of a sample; if more are missing, notes are lost."""
+
+
+class LedgerRow(Struct, frozen=True):
+    """What some of the wall clock went to.
+
+    Attributes:
+        kind: "train": steps that count; "redone": steps that an earlier start had done already;
+            "evaluation", "checkpoint", "compile" (of torch.compile), "launcher" (from the command
+            to the process), "imports" (to the import of torch's optimizers), "process_group"
+            (init_process_group), "load" (torch.load and DCP before the first step), "startup" (the
+            rest, until the first step has ended), "quorum", "heal", "commit" (marked by the
+            script), "stall" (long steps beyond the usual ones), "restart_gap" (from the last word
+            of a start to the begin of the next one), "shutdown" (from the last step to the end),
+            "other" (marked so), "unknown" (no note accounts for it).
+        ns: In the mean of the ranks.
+        count: Steps, spans, stalls or starts, on the lowest rank.
+        gpu_hours: Over all ranks with notes.
+    """
+
+    kind: str
+    ns: int
+    count: int
+    gpu_hours: float
+
+
+class IncarnationLedger(Struct, frozen=True, kw_only=True):
+    """One start of the job, from the end of the one before.
+
+    Attributes:
+        incarnation: Its number, from 0.
+        begin_unix_ns: When its wall clock begins, as text: the end of the start before.
+        wall_ns: Its wall clock, with the gap before it.
+        ranks: The ranks with notes.
+        world_size: All ranks of the job.
+        first_step: The number of its first step.
+        last_step: The number of its last step that is known to have ended; None without one.
+        ending: "ended" by its own word, or "lost": killed, or it still runs.
+        rows: They add up to wall_ns.
+    """
+
+    incarnation: int
+    begin_unix_ns: str
+    wall_ns: int
+    ranks: tuple[int, ...]
+    world_size: int
+    first_step: int
+    last_step: int | None
+    ending: Literal["ended", "lost"]
+    rows: tuple[LedgerRow, ...]
+
+
+class Ledger(Struct, frozen=True, kw_only=True):
+    """Where the wall clock of a watched job went.
+
+    Attributes:
+        schema: "stepsplit.ledger/1".
+        run: The name of the watch's folder.
+        wall_ns: From the begin of the first command to the end of the last one, or the last word.
+        goodput: The part of it in steps that count, 0..1.
+        is_goodput_bound: Whether it is the most that it can be, since it is not known which steps
+            were done again.
+        rows: The sum of those of the starts; they add up to wall_ns.
+        incarnations: The starts, in order.
+        lacks: What is not known, one sentence each.
+    """
+
+    schema: str = SCHEMA
+    run: str
+    wall_ns: int
+    goodput: float
+    is_goodput_bound: bool
+    rows: tuple[LedgerRow, ...]
+    incarnations: tuple[IncarnationLedger, ...]
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def gpu_hours(self) -> float:
+        """Those of all rows."""
+        return sum(row.gpu_hours for row in self.rows)
+
+
+_DOCUMENT = Document(Ledger, SCHEMA, "a stepsplit ledger", "analyze the folder of the watch again")
+
+
+def ledger_to_json(ledger: Ledger) -> bytes:
+    """The ledger as JSON text."""
+    return msgspec.json.format(msgspec.json.encode(ledger), indent=1) + b"\n"
+
+
+def ledger_from_json(text: bytes, source: object = "the ledger") -> Ledger:
+    """Decodes a ledger. Raises DataError if the text does not have this schema."""
+    return _DOCUMENT.decode(text, source)
+
+
+# From the folder of a watch.
+
+
+def is_watch(place: str | Path) -> bool:
+    """Whether the place is the folder of a watch."""
+    return Path(place).is_dir() and bool(list_note_files(Path(place)))
+
+
+def read_ledger(place: str | Path) -> Ledger:
+    """Reads the ledger of the folder of a watch, also while the job runs.
+
+    Raises:
+        DataError: No rank has noted its start, or a file cannot be read.
+    """
+    folder = Path(place)
+    notes: dict[int, Sequence[Note]] = {}
+    lost = 0
+    try:
+        for path in list_note_files(folder):
+            rank = int(path.stem[4:])
+            new = read_all_notes(path)
+            notes[rank] = [one for one in new.notes if _is_valid(one)]
+            lost += new.lost_lines + len(new.notes) - len(notes[rank])
+        starts = {
+            (rank, one.incarnation)
+            for rank, own in notes.items()
+            for one in own
+            if isinstance(one, RankStarted)
+        }
+        found = {key: beat for key in starts if (beat := read_beat(folder, *key)) is not None}
+        launches = read_launches(folder)
+    except OSError as error:
+        raise DataError(
+            error.filename or folder, f"cannot be read: {error.strerror}", "check the folder"
+        ) from None
+    if not starts:
+        hint = "name the folder of a `stepsplit watch` whose job has done some steps"
+        raise DataError(folder, "a watch in which no rank has noted its start", hint)
+    lacks = []
+    if lost:
+        lacks.append(f"{lost} lines of notes are torn, lost or of another version")
+    return build_ledger(folder.resolve().name, notes, found, launches, lacks)
+
+
+def _is_valid(note: Note) -> bool:
+    """Whether the values of the note have its types, and are times and numbers of this world."""
+    try:
+        values = asdict(note)
+        msgspec.convert(values, type(note))
+    except msgspec.ValidationError:
+        return False
+    flat = [
+        one for each in values.values() for one in (each if isinstance(each, tuple) else [each])
+    ]
+    numbers = [n for one in flat for n in (one if isinstance(one, tuple) else [one])]
+    return all(abs(n) < _MOST_NS for n in numbers if isinstance(n, int | float))
+
+
+_MOST_NS = 1 << 62
+
+
+def build_ledger(
+    run: str,
+    notes: Mapping[int, Sequence[Note]],
+    beats: Mapping[tuple[int, int], Beat] = {},
+    launches: Sequence[Launch] = (),
+    lacks: Sequence[str] = (),
+) -> Ledger:
+    """Builds the ledger from what the ranks have noted, oldest first.
+
+    Args:
+        run: The name of the run.
+        notes: Those of each rank; at least one has a start.
+        beats: The newest step by (rank, incarnation).
+        launches: The commands, by their begin.
+        lacks: What is not known already.
+    """
+    by_start: dict[int, dict[int, list[_Life]]] = defaultdict(dict)
+    for rank, noted in sorted(notes.items()):
+        for life in _split_lives(noted):
+            by_start[life.started.incarnation].setdefault(rank, []).append(life)
+    for (rank, number), beat in beats.items():
+        if own := by_start.get(number, {}).get(rank):
+            own[-1].beat = beat
+    missing, numbers = list(lacks), sorted(by_start)
+    incarnations: list[IncarnationLedger] = []
+    cursor: int | None = None
+    reached: int | None = None
+    is_bound = False
+    for index, number in enumerate(numbers):
+        lives = by_start[number]
+        following = numbers[index + 1] if index + 1 < len(numbers) else None
+        begin, end, is_ended = _find_extent(number, following, lives, launches)
+        gap_begin = begin if cursor is None else cursor
+        # A clock that was set back, or a second job in the folder, must not count time twice.
+        begin = max(begin, gap_begin)
+        end = max(end, begin)
+        spans = {rank: [s for life in own for s in life.spans] for rank, own in lives.items()}
+        # While one rank writes a checkpoint, the others wait for it in a step.
+        of_any = separate_spans([span for own in spans.values() for span in own], begin, end)
+        amounts: dict[int, Counter[str]] = {}
+        counts: dict[int, Counter[str]] = {}
+        for rank, own in sorted(lives.items()):
+            time = _RankTime(begin, end, spans[rank], of_any, reached)
+            for place, life in enumerate(own):
+                time.take_life(life, place == 0, is_ended and place + 1 == len(own))
+            time.finish()
+            amounts[rank], counts[rank] = time.amounts, time.counts
+            amounts[rank]["restart_gap"] += begin - gap_begin
+            assert sum(amounts[rank].values()) == end - gap_begin, "a rank's time adds up"
+            assert min(amounts[rank].values()) >= 0, "no row is negative"
+        lowest = counts[min(lives)]
+        if begin > gap_begin:
+            lowest["restart_gap"] += 1
+        first = min(own[0].first_step for own in lives.values())
+        last = max((own[-1].last_step for own in lives.values() if own[-1].last_step is not None),
+                   default=None)  # fmt: skip
+        is_known = all(life.started.steps_before is not None for own in lives.values()
+                       for life in own)  # fmt: skip
+        if index and not is_known:
+            is_bound = True
+            missing.append(
+                f"start {number}: which of its steps were done before is not known (the optimizer"
+                " keeps no count), so that all count"
+            )
+        incarnations.append(
+            IncarnationLedger(
+                incarnation=number,
+                begin_unix_ns=str(gap_begin),
+                wall_ns=end - gap_begin,
+                ranks=tuple(sorted(lives)),
+                world_size=max(life.started.world_size for own in lives.values() for life in own),
+                first_step=first,
+                last_step=last,
+                ending="ended" if is_ended else "lost",
+                rows=_build_rows(list(amounts.values()), lowest, end - gap_begin),
+            )
+        )
+        cursor = end
+        if is_known and last is not None:
+            reached = last if reached is None else max(reached, last)
+    missing += _describe_lacks(by_start, incarnations)
+    rows = _sum_rows([row for one in incarnations for row in one.rows])
+    wall_ns = sum(one.wall_ns for one in incarnations)
+    assert sum(row.ns for row in rows) == wall_ns, "the rows add up to the wall clock"
+    train_ns = sum(row.ns for row in rows if row.kind == "train")
+    return Ledger(
+        run=run,
+        wall_ns=wall_ns,
+        goodput=train_ns / wall_ns if wall_ns else 0.0,
+        is_goodput_bound=is_bound,
+        rows=rows,
+        incarnations=tuple(incarnations),
+        lacks=tuple(missing),
+    )
+
+
+@dataclass(slots=True)
+class _Life:
+    """What a rank has noted since one of its starts."""
+
+    started: RankStarted
+    windows: list[RankWindow] = field(default_factory=list)
+    spans: list[RankSpan] = field(default_factory=list)
+    samples: list[SampleReport] = field(default_factory=list)
+    ended: RankEnded | None = None
+    beat: Beat | None = None
+
+    @property
+    def begin_unix_ns(self) -> int:
+        return self.started.process_unix_ns or self.started.unix_ns
+
+    @property
+    def last_unix_ns(self) -> int:
+        """The last word of the rank."""
+        words = [self.started.unix_ns]
+        words += [window.end_unix_ns for window in self.windows[-1:]]
+        words += [span.end_unix_ns for span in self.spans[-1:]]
+        words += [self.ended.unix_ns] if self.ended else []
+        words += [self.beat.unix_ns] if self.beat else []
+        return max(words)
+
+    @property
+    def first_step(self) -> int:
+        if self.started.first_step_unix_ns:
+            return self.started.steps_before or 0
+        known = [one.first_step for one in self.windows[:1]]
+        return min([*known, *([self.beat.step] if self.beat else [])], default=0)
+
+    @property
+    def last_step(self) -> int | None:
+        known = [one.last_step for one in self.windows[-1:]]
+        known += [self.beat.step] if self.beat else []
+        known += [self.ended.step - 1] if self.ended else []
+        return max(known, default=None)
+
+
+def _split_lives(notes: Iterable[Note]) -> Iterator[_Life]:
+    """The lives of a rank; what it noted before its first known start is lost with that."""
+    life: _Life | None = None
+    for note in notes:
+        if isinstance(note, RankStarted):
+            if life is not None:
+                yield life
+            life = _Life(note)
+        elif life is None:
+            continue
+        elif isinstance(note, RankWindow):
+            life.windows.append(note)
+        elif isinstance(note, RankSpan):
+            life.spans.append(note)
+        elif isinstance(note, SampleReport):
+            life.samples.append(note)
+        elif isinstance(note, RankEnded) and not note.text:
+            life.ended = note
+    if life is not None:
+        yield life
+
+
+def _find_extent(
+    number: int,
+    following: int | None,
+    lives: Mapping[int, Sequence[_Life]],
+    launches: Sequence[Launch],
+) -> tuple[int, int, bool]:
+    """When a start of the job began and ended, and whether its ranks said that they end.
+
+    A command is the launcher of all starts from its own to the next command's.
+    """
+    begin = min(own[0].begin_unix_ns for own in lives.values())
+    end = max(own[-1].last_unix_ns for own in lives.values())
+    own_launches = [one for one in launches if one.incarnation == number]
+    if own_launches:
+        begin = min(begin, *(one.unix_ns for one in own_launches))
+    is_ended = all(own[-1].ended is not None for own in lives.values())
+    before = [one for one in launches if one.incarnation <= number]
+    newest = max((one.incarnation for one in before), default=None)
+    exits = [one.end_unix_ns for one in before if one.incarnation == newest]
+    is_last_of_it = following is None or any(number < one.incarnation <= following
+                                             for one in launches)  # fmt: skip
+    if is_last_of_it and exits and None not in exits:
+        end = max(end, *(one for one in exits if one is not None))
+        is_ended = is_ended or all(one.status == 0 for one in before if one.incarnation == newest)
+    return begin, end, is_ended
+
+
+# One rank in one start.
+
+_Interval = tuple[int, int, str]
+
+
+class _RankTime:
+    """The time of a rank from begin to end, each instant of which is given to one kind of row.
+
+    of_any: marked intervals of all ranks, for which this one may wait. reached: the newest step
+    that earlier starts have ended; None without one.
+    """
+
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        spans: Sequence[RankSpan],
+        of_any: Sequence[_Interval],
+        reached: int | None,
+    ) -> None:
+        self._at, self._end, self._reached = begin, end, reached
+        self._of_any = of_any
+        self.amounts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self._marked = separate_spans(spans, begin, end, self.counts)
+
+    def take(self, until: int, kind: str) -> int:
+        """Gives the time until then to the kind, but what is marked in it to its mark. Returns what
+        the kind got."""
+        until = min(max(until, self._at), self._end)
+        free = until - self._at
+        for begin, end, mark in _list_within(self._marked, self._at, until):
+            self.amounts[mark] += end - begin
+            free -= end - begin
+        if kind == "shutdown" and self._at < until:
+            # The last checkpoint has no step after it.
+            _, waited = self._measure_free(self._at, until)
+            self.amounts += waited
+            free -= waited.total()
+        self.amounts[kind] += free
+        self._at = until
+        return free
+
+    def take_steps(
+        self,
+        until: int,
+        first: int,
+        last: int,
+        usual_ns: int,
+        long_steps: Sequence[tuple[int, int, int]] | None = None,
+    ) -> None:
+        """Gives the time until then to the steps from first to last, of usual_ns each (0: unknown).
+
+        What long steps have beyond a usual one is a stall, unless it is marked. long_steps: those
+        of a window, with their ends and times; None where only the time of all is known.
+        """
+        steps = last - first + 1
+        if steps <= 0:
+            self.take(until, "unknown")
+            return
+        begin, until = self._at, min(max(until, self._at), self._end)
+        limit_ns = max(LONG_STEP * usual_ns, LEAST_STALL_NS)
+        stalls, waits = [], Counter[str]()
+        for _, end_unix_ns, took_ns in long_steps or ():
+            left, right = max(begin, end_unix_ns - took_ns), min(until, end_unix_ns)
+            if left < right:
+                free, waited = self._measure_free(left, right)
+                if free > limit_ns:
+                    waits += waited
+                    free -= waited.total()
+                if free > limit_ns:
+                    stalls.append(free - usual_ns)
+                begin = right
+        free = self.take(until, "train")
+        if long_steps is None and usual_ns and free > max(limit_ns, LONG_STEP * steps * usual_ns):
+            stalls.append(free - steps * usual_ns)
+        free -= waits.total()
+        self.counts["stall"] += len(stalls)
+        self.amounts += waits
+        repeated = 0
+        if self._reached is not None:
+            repeated = min(max(min(last, self._reached) - first + 1, 0), steps)
+        self.counts["train"] += steps - repeated
+        self.counts["redone"] += repeated
+        # In a window in which the steps done again end, by their number.
+        redone_ns = (free - sum(stalls)) * repeated // steps
+        self.amounts["stall"] += sum(stalls)
+        self.amounts["redone"] += redone_ns
+        self.amounts["train"] -= sum(stalls) + redone_ns + waits.total()
+
+    def take_life(self, life: _Life, is_first: bool, is_ended: bool) -> None:
+        """Gives the time until the last word of a life; is_ended: until the end, if it is known
+        that it has ended by itself."""
+        started = life.started
+        if not started.process_unix_ns:
+            self.take(started.unix_ns, "unknown")
+        else:
+            self.take(started.process_unix_ns, "launcher" if is_first else "unknown")
+            if started.torch_unix_ns:
+                self.take(started.torch_unix_ns, "imports")
+            self.take(started.first_step_unix_ns or started.unix_ns, "startup")
+            self.counts["startup"] += 1
+        number = life.first_step + 1 if started.first_step_unix_ns else None
+        usual_ns = max(0, life.windows[0].median_step_ns) if life.windows else 0
+        for window in life.windows:
+            # Steps of a sample, and the first ones of a process, have no window.
+            skipped = None if number is None else window.first_step - number
+            if number is not None and skipped and 0 < skipped <= _MOST_SKIPPED:
+                self.take_steps(window.start_unix_ns, number, window.first_step - 1, usual_ns)
+            else:
+                self.take(window.start_unix_ns, "unknown")
+            usual_ns, longest = max(0, window.median_step_ns), window.long_steps
+            if longest is None and window.max_step_ns > LONG_STEP * usual_ns:
+                longest = ((window.last_step, window.end_unix_ns, window.max_step_ns),)
+            self.take_steps(
+                window.end_unix_ns, window.first_step, window.last_step, usual_ns, longest or ()
+            )
+            number = window.last_step + 1
+        beat, ended, last = life.beat, life.ended, life.last_step
+        if beat is not None and last is not None and number is not None and last >= number:
+            self.take_steps(beat.step_unix_ns, number, last, usual_ns)
+        if ended is not None or is_ended:
+            # Steps after the last window of which no beat is known are not told from the end.
+            is_known = beat is not None or last is None or number is None or last < number
+            kind: str = "shutdown" if is_known else "unknown"
+            self.take(self._end if is_ended else life.last_unix_ns, kind)
+            return
+        if beat is not None:
+            limit_ns = max(LONG_STEP * usual_ns, LEAST_STALL_NS)
+            is_stall = beat.unix_ns - max(self._at, beat.step_unix_ns) > limit_ns
+            free = self.take(beat.unix_ns, "stall" if is_stall else "unknown")
+            self.counts["stall"] += is_stall and free > 0
+        self.take(life.last_unix_ns, "unknown")
+
+    def finish(self) -> None:
+        """What is left is unknown."""
+        self.take(self._end, "unknown")
+
+    def _measure_free(self, begin: int, end: int) -> tuple[int, Counter[str]]:
+        """The time in it that is not marked, and how much of that other ranks have marked."""
+        free, at = 0, begin
+        waited: Counter[str] = Counter()
+        for left, right, _ in (*_list_within(self._marked, begin, end), (end, end, "")):
+            free += left - at
+            for begun, ended, mark in _list_within(self._of_any, at, left):
+                waited[mark] += ended - begun
+            at = right
+        return free, waited
+
+
+def separate_spans(
+    spans: Iterable[RankSpan], begin: int, end: int, counts: Counter[str] | None = None
+) -> list[_Interval]:
+    """The spans from begin to end as intervals that do not overlap; counts those of each mark."""
+    edges: list[tuple[int, int, str]] = []
+    ends: dict[str, int] = {}
+    for span in sorted(spans, key=lambda one: one.begin_unix_ns):
+        known = span.mark if span.mark in _MARKED else "other"
+        left, right = max(span.begin_unix_ns, begin), min(span.end_unix_ns, end)
+        if left >= right:
+            continue
+        edges += [(left, 1, known), (right, -1, known)]
+        if counts is not None:
+            # A span within another one of its kind, as of a part of a model, is the same.
+            counts[known] += left >= ends.get(known, left)
+        ends[known] = max(ends.get(known, right), right)
+    active: Counter[str] = Counter()
+    found: list[_Interval] = []
+    at = begin
+    for moment, change, kind in sorted(edges):
+        top = next((one for one in _MARKED if active[one] > 0), None)
+        if top is not None and moment > at:
+            found.append((at, moment, top))
+        at = moment
+        active[kind] += change
+    return found
+
+
+def _list_within(marked: Sequence[_Interval], begin: int, end: int) -> Iterator[_Interval]:
+    """The parts of intervals that do not overlap from begin to end."""
+    index = max(0, bisect_right(marked, begin, key=lambda one: one[0]) - 1)
+    while index < len(marked) and marked[index][0] < end:
+        left, right, kind = marked[index]
+        if (left := max(left, begin)) < (right := min(right, end)):
+            yield left, right, kind
+        index += 1
+
+
+# Rows of all ranks.
+
+
+def _build_rows(
+    amounts: Sequence[Mapping[str, int]], counts: Mapping[str, int], wall_ns: int
+) -> tuple[LedgerRow, ...]:
+    """The rows in the mean of the ranks, which add up to the wall clock."""
+    ranks = len(amounts)
+    sums = {kind: sum(each.get(kind, 0) for each in amounts) for kind in ROW_KINDS}
+    means = {kind: total // ranks for kind, total in sums.items()}
+    # What the divisions leave goes to the rows with the largest remainders.
+    left = wall_ns - sum(means.values())
+    for kind in sorted(sums, key=lambda one: -(sums[one] % ranks))[:left]:
+        means[kind] += 1
+    return tuple(
+        LedgerRow(kind, means[kind], counts.get(kind, 0), sums[kind] / _NS_PER_HOUR)
+        for kind in ROW_KINDS
+        if sums[kind] or counts.get(kind, 0)
+    )
+
+
+_NS_PER_HOUR = 3_600_000_000_000
+
+
+def _sum_rows(rows: Sequence[LedgerRow]) -> tuple[LedgerRow, ...]:
+    of_kind = {kind: [row for row in rows if row.kind == kind] for kind in ROW_KINDS}
+    return tuple(
+        LedgerRow(
+            kind,
+            sum(row.ns for row in own),
+            sum(row.count for row in own),
+            sum(row.gpu_hours for row in own),
+        )
+        for kind, own in of_kind.items()
+        if own
+    )
+
+
+def _describe_lacks(
+    by_start: Mapping[int, Mapping[int, Sequence[_Life]]],
+    incarnations: Sequence[IncarnationLedger],
+) -> Iterator[str]:
+    """What is not known of the job, for the line under the first of the screen."""
+    lives = [life for own in by_start.values() for each in own.values() for life in each]
+    first, last = incarnations[0], incarnations[-1]
+    if not any(life.started.process_unix_ns for life in lives):
+        yield "what was before the watch of a rank is not noted, so that the wall clock lacks it"
+    if any(window.long_steps is None for life in lives for window in life.windows):
+        yield (
+            "notes of an older version: of the long steps of a window only the longest is known,"
+            " and checkpoints and evaluations are not"
+        )
+    absent = sorted(set(range(first.incarnation, last.incarnation)) - set(by_start))
+    if absent:
+        numbers = ", ".join(map(str, absent[:8])) + ", ..." * (len(absent) > 8)
+        yield f"starts without a note ({numbers}): ended within their first steps, in a restart gap"
+    for one in incarnations:
+        if len(one.ranks) < one.world_size:
+            yield (
+                f"start {one.incarnation}: notes of {len(one.ranks)} of {one.world_size} ranks;"
+                " GPU hours are theirs"
+            )
+    if last.ending == "lost":
+        yield "the last start has not said that it ends: it still runs, or was killed"

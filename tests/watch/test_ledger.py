@@ -1,0 +1,247 @@
+"""The ledger of a watched job: by hand, by random jobs, and from damaged folders."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.watch.ledger import (
+    Ledger,
+    build_ledger,
+    ledger_from_json,
+    ledger_to_json,
+    read_ledger,
+)
+from stepsplit.collectors.formats.watch_notes import (
+    Beat,
+    BeatFile,
+    Launch,
+    Note,
+    NoteFile,
+    RankEnded,
+    RankSpan,
+    RankStarted,
+    RankWindow,
+    build_notes_path,
+    note_launch,
+)
+
+S = 1_000_000_000
+T0 = 1_800_000_000 * S
+
+
+def _start(number: int, at_s: float, before: int | None = 0, rank: int = 0) -> RankStarted:
+    """A process that began at at_s, had torch after 2 s, its first step after 5, its watch at 6."""
+    t = T0 + int(at_s * S)
+    return RankStarted(
+        rank, 1, "h", 1, number, 0.005, t + 6 * S, t, t + 2 * S, t + 5 * S, before
+    )  # fmt: skip
+
+
+def _window(
+    first: int, begin_s: float, end_s: float, long: Sequence[tuple[int, float, float]] = ()
+) -> RankWindow:
+    """20 steps of 0.1 s, but the long ones: (step, end, seconds)."""
+    longest = tuple((step, T0 + int(end * S), int(took * S)) for step, end, took in long)
+    most = max([took for _, _, took in long], default=0.1)
+    return RankWindow(
+        0, first, first + 19, T0 + int(begin_s * S), T0 + int(end_s * S), 20, S // 10, S // 10,
+        int(most * S), 0, longest,
+    )  # fmt: skip
+
+
+def _span(mark: str, begin_s: float, end_s: float, rank: int = 0) -> RankSpan:
+    return RankSpan(rank, mark, T0 + int(begin_s * S), T0 + int(end_s * S))
+
+
+def _show(ledger: Ledger) -> dict[str, tuple[float, int]]:
+    return {row.kind: (row.ns / S, row.count) for row in ledger.rows}
+
+
+def test_each_second_of_a_killed_and_restarted_job_has_its_row() -> None:
+    # Command at 0; process at 1; first step until 6; watch from step 4 on (numbers from 0).
+    first: list[Note] = [
+        _start(0, 1.0),
+        _span("process_group", 3.0, 4.0),
+        _span("compile", 4.5, 5.5),
+        _window(4, 6.3, 8.3),
+        # One step has a checkpoint of 3 s in it, another one hangs for 10 s.
+        _span("checkpoint", 8.5, 11.5),
+        _window(24, 8.3, 23.1, [(25, 11.6, 3.1), (30, 22.1, 10.0)]),
+    ]
+    # Killed 1.5 s after the last window: ten steps more had ended, the last of them at 24.1.
+    beats = {(0, 0): Beat(53, T0 + int(24.1 * S), T0 + int(24.2 * S))}
+    # The second command begins 5 s later, from the checkpoint at step 30.
+    again: list[Note] = [
+        _start(1, 30.0, 30),
+        _window(34, 35.3, 37.3),
+        _window(54, 37.3, 39.3),
+        RankEnded(0, 74, T0 + int(40.3 * S)),
+    ]
+    launches = [
+        Launch("h", 7, 0, T0, T0 + int(24.5 * S), -9),
+        Launch("h", 8, 1, T0 + int(29.5 * S), T0 + int(41.3 * S), 0),
+    ]
+    ledger = build_ledger("w", {0: [*first, *again]}, beats, launches)
+
+    assert ledger.wall_ns == int(41.3 * S)
+    assert _show(ledger) == {
+        # 3 + 20 + 20 + 10 steps, of which the hang and the checkpoint are taken out; then 54 to 73.
+        # A step of the first start is its other start-up.
+        "train": (pytest.approx(0.3 + 2.0 + 14.8 - 3.0 - 9.9 + 1.0 + 2.0), 73),
+        "redone": (pytest.approx(0.3 + 2.0), 23),
+        "checkpoint": (3.0, 1),
+        "compile": (1.0, 1),
+        "launcher": (pytest.approx(1.0 + 0.5), 0),
+        "imports": (4.0, 0),
+        "process_group": (1.0, 1),
+        "startup": (pytest.approx(3.0 + 3.0 - 2.0), 2),
+        "stall": (pytest.approx(9.9), 1),
+        "restart_gap": (pytest.approx(5.0), 1),
+        "shutdown": (pytest.approx(2.0), 0),
+        "unknown": (pytest.approx(0.4), 0),
+    }
+    assert ledger.goodput == pytest.approx(7.2 / 41.3)
+    assert [one.ending for one in ledger.incarnations] == ["lost", "ended"]
+    assert ledger.lacks == ()
+    assert ledger_from_json(ledger_to_json(ledger)) == ledger
+
+
+def test_a_rank_that_waits_for_the_checkpoint_of_another_one_does_not_stall() -> None:
+    one = [_start(0, 0.0), _window(4, 5.3, 10.3, [(9, 9.5, 3.1)]),
+           RankEnded(0, 24, T0 + int(10.3 * S))]  # fmt: skip
+    ledger = build_ledger("w", {0: [*one, _span("checkpoint", 6.4, 9.4)], 1: one})
+    assert _show(ledger)["checkpoint"] == (3.0, 1)
+    assert "stall" not in _show(ledger)
+
+
+def test_without_a_count_of_the_optimizer_goodput_is_a_bound() -> None:
+    notes: list[Note] = [_start(0, 0.0, None), _window(4, 5.3, 7.3), _start(1, 9.0, None)]
+    ledger = build_ledger("w", {0: notes})
+    assert ledger.is_goodput_bound
+    assert any("not known" in lack for lack in ledger.lacks)
+    assert "redone" not in _show(ledger)
+
+
+def test_the_time_before_an_attach_is_not_of_the_watch() -> None:
+    started = RankStarted(0, 1, "h", 1, 0, 0.005, T0)
+    ledger = build_ledger("w", {0: [started, _window(500, 0.0, 2.0)]})
+    assert ledger.wall_ns == 2 * S
+    assert _show(ledger) == {"train": (2.0, 20)}
+    assert "before the watch" in ledger.lacks[0]
+
+
+def test_rows_add_up_whatever_happens() -> None:
+    for seed in range(300):
+        generator = random.Random(seed)
+        notes, beats, launches = _invent_job(generator)
+        ledger = build_ledger("w", notes, beats, launches)
+        for part in (ledger, *ledger.incarnations):
+            assert sum(row.ns for row in part.rows) == part.wall_ns, seed
+            assert all(row.ns >= 0 and row.count >= 0 for row in part.rows), seed
+        hours = sum(one.wall_ns * len(one.ranks) for one in ledger.incarnations) / 3.6e12
+        assert ledger.gpu_hours == pytest.approx(hours), seed
+        assert 0.0 <= ledger.goodput <= 1.0
+
+
+def _invent_job(
+    generator: random.Random,
+) -> tuple[dict[int, list[Note]], dict[tuple[int, int], Beat], list[Launch]]:
+    """Starts killed anywhere, clocks that are set back, marks that overlap, steps that repeat."""
+    ranks = generator.randint(1, 3)
+    notes: dict[int, list[Note]] = {rank: [] for rank in range(ranks)}
+    beats: dict[tuple[int, int], Beat] = {}
+    launches: list[Launch] = []
+    at = 0.0
+    for number in range(generator.randint(1, 4)):
+        at += generator.choice([3.0, 0.1, -20.0])
+        launch = at - generator.choice([1.0, 0.0, 50.0])
+        before = generator.choice([None, 0, 13, 40])
+        last = at
+        for rank in range(ranks):
+            own, now, step = notes[rank], at + generator.random(), (before or 0) + 4
+            own.append(_start(number, now, before, rank))
+            now += 6.3
+            for _ in range(generator.randint(0, 6)):
+                took = generator.choice([2.0, 20.0, -5.0])
+                long = [(step, now + took / 2, generator.random() * 30)] * generator.randint(0, 3)
+                own.append(_window(step, now, now + took, long))
+                mark = generator.choice(["checkpoint", "evaluation", "compile", "no such mark"])
+                begin = now + generator.uniform(-8, 8)
+                own.append(_span(mark, begin, begin + generator.uniform(-1, 9), rank))
+                now, step = now + took, step + generator.choice([20, 23, 500, -30])
+            if generator.random() < 0.5:
+                own.append(RankEnded(rank, step, T0 + int((now + 1) * S)))
+            if generator.random() < 0.7:
+                end = T0 + int(now * S)
+                beats[rank, number] = Beat(step + 7, end, end + generator.randint(-S, 40 * S))
+            last = now
+        at = last
+        if generator.random() < 0.7:
+            end = generator.choice([None, T0 + int((at + 2) * S)])
+            launches.append(Launch("h", number, number, T0 + int(launch * S), end, 1))
+    return notes, beats, launches
+
+
+# Folders.
+
+
+def _write(folder: Path) -> None:
+    NoteFile(folder, 0).write([_start(0, 0.0), _window(4, 5.3, 7.3)])
+    BeatFile(folder, 0, 0).write(Beat(23, T0 + int(7.3 * S), T0 + int(7.4 * S)))
+    note_launch(folder, Launch("h", 1, 0, T0 - S))
+
+
+def test_a_folder_is_read_also_when_lines_are_damaged(tmp_path: Path) -> None:
+    _write(tmp_path)
+    whole = read_ledger(tmp_path)
+    assert _show(whole)["launcher"] == (1.0, 0)
+    path = build_notes_path(tmp_path, 0)
+    path.write_bytes(path.read_bytes() + b'{"kind": "window", "rank": "x"}\n[1]\nno json\n{"torn')
+    ledger = read_ledger(tmp_path)
+    assert ledger.rows == whole.rows
+    assert ledger.lacks[0].startswith("3 lines")
+
+
+def test_a_folder_without_a_start_is_an_error_of_one_line(tmp_path: Path) -> None:
+    path = build_notes_path(tmp_path, 0)
+    path.parent.mkdir()
+    for content in (b"", b"\x00\xff\n", b'{"kind": "started"}\n', b"[" * 100_000 + b"\n"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="no rank has noted its start"):
+            read_ledger(tmp_path)
+
+
+def test_numbers_of_another_world_are_lost_lines(tmp_path: Path) -> None:
+    _write(tmp_path)
+    path = build_notes_path(tmp_path, 0)
+    lines = path.read_text().splitlines()
+    for name in ("start_unix_ns", "median_step_ns", "first_step"):
+        for value in (10**400, -(10**30), "1", 1.5, None, [], float("inf")):
+            body = json.loads(lines[1]) | {name: value}
+            path.write_text(f"{lines[0]}\n{json.dumps(body)}\n")
+            ledger = read_ledger(tmp_path)
+            assert sum(row.ns for row in ledger.rows) == ledger.wall_ns
+
+
+def test_damaged_notes_give_a_ledger_or_an_error(tmp_path: Path) -> None:
+    _write(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    contents = {path: path.read_bytes() for path in files}
+    generator = random.Random(1)
+    for _ in range(300):
+        for path, content in contents.items():
+            damaged = bytearray(content)
+            for _ in range(generator.randint(0, 4)):
+                damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+            path.write_bytes(damaged[: generator.choice([len(damaged), len(damaged) // 2])])
+        try:
+            ledger = read_ledger(tmp_path)
+        except DataError:
+            continue
+        assert sum(row.ns for row in ledger.rows) == ledger.wall_ns

@@ -54,7 +54,8 @@ class StepRing:
             first_step=self._first,
             last_step=self._last,
             start_unix_ns=self._start_unix_ns,
-            end_unix_ns=time.time_ns(),
+            # What comes after the last step, as a last checkpoint, is no part of it.
+            end_unix_ns=ends[-1][1],
             steps=len(times),
             min_step_ns=min(times),
             median_step_ns=usual_ns,

@@ -176,7 +176,9 @@ def number_within_group(label: Int64) -> Int64:
 def list_ranges(first: Int64 | Int32, count: Int64 | Int32) -> Int64:
     """The numbers from first[i] on, count[i] of them, for each i."""
     before = np.cumsum(count, dtype=np.int64) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()))
+    ranges = np.repeat(first - before, count)
+    ranges += np.arange(len(ranges))
+    return ranges
 
 
 def group_mean(label: Int64, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -16,7 +16,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.device_timeline import DurationFactors, measure_changed_work
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, replay, scale_transfers
-from stepsplit.analyzer.diagnose.graph.topological_order import Levels, Needs
+from stepsplit.analyzer.diagnose.graph.topological_order import Levels
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
@@ -233,11 +233,12 @@ def carry_run(context: ReplayContext, change: HardwareChange) -> CarriedRun:
     # Let each step end after the communication that ended in it, also where no kernel waited for
     # it as recorded: it may be what the optimizer waits for once the compute is faster.
     graph = context.graph
-    by_node, step_ends = graph.needs.list_by_node(), graph.steps.end
+    step_ends, of_end = graph.steps.end, dict[int, list[int]]()
     for node, step in zip(graph.kernels.end.tolist(), graph.kernels.step.tolist(), strict=True):
         if step >= 0 and graph.at_ns[node] <= graph.at_ns[step_ends[step]]:
-            by_node[int(step_ends[step])].append(node)
-    needs = Needs.build(by_node)
+            end = int(step_ends[step])
+            of_end.setdefault(end, graph.needs.of_node(end)).append(node)
+    needs = graph.needs.with_changed(of_end)
     levels = Levels.build(graph.before, needs, graph.at_ns)
     every = context.replay_with(replace(graph, needs=needs, levels=levels))
     middle, low, high, nothing = (

@@ -20,7 +20,7 @@ from stepsplit.analyzer.parts.scope_names import (
     parse_op_kind,
     parse_range_name,
 )
-from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans
+from stepsplit.analyzer.split.call_purposes import ENGINE, find_issue_ns, find_spans
 from stepsplit.analyzer.split.host_threads import STEP, build_nested, find_host_threads
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
@@ -118,7 +118,8 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
     by_sequence = False
     if not layers and threads.main >= 0:
         on_main = threads.of_lane[events.lane] == threads.main
-        if (forward := find_forward_places(events, on_main)) is not None:
+        messages_ns = find_issue_ns(trace)[trace.calls.is_message]
+        if (forward := find_forward_places(events, on_main, messages_ns)) is not None:
             line = timelines.get(threads.main, _NO_RANGES)
             timelines[threads.main] = _merge_sequence(line, forward, numbers)
             n_layers, by_sequence = 1 + max(layer for layer, _ in forward.places), True

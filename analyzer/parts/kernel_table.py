@@ -110,7 +110,8 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
         rows = [sums[key] for key in zip(work, families, strict=True)]
         # Ranks have the same parts, numbered in another order.
         number_of = [numbers.setdefault(part, len(numbers)) for part in own.parts]
-        place = own.event_part[compute.row]
+        computes = np.flatnonzero(rank.trace.kinds.computes)
+        place = own.compute_part[np.searchsorted(computes, compute.row)]
         codes, code = number_distinct(work_id * len(own.parts) + place, len(work) * len(own.parts))
         calls = np.bincount(code, minlength=len(codes)).tolist()
         took = np.zeros(len(codes), dtype=np.int64)

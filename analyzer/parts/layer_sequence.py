@@ -8,7 +8,9 @@ layer begins.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import lru_cache
+from itertools import pairwise
 from statistics import mode
 
 import numpy as np
@@ -164,9 +166,11 @@ class ForwardPlaces(Struct, frozen=True):
     places: tuple[Place, ...]
 
 
-def find_forward_places(events: Events, on_thread: Bool) -> ForwardPlaces | None:
+def find_forward_places(
+    events: Events, on_thread: Bool, messages_ns: Int64
+) -> ForwardPlaces | None:
     """The layers of the forward passes on a thread, by the sequence of its ops; None without any
-    regular one."""
+    regular one. messages_ns are the instants at which the host issued messages of a pipeline."""
     is_op = events.is_category(Category.OP)
     letters = [""] * len(events.names)
     used = np.unique(events.name_id[is_op & on_thread])
@@ -188,14 +192,17 @@ def find_forward_places(events: Events, on_thread: Bool) -> ForwardPlaces | None
     start, end = events.start_ns[rows], events.ends_of(rows)
     sequence = [letters[number] for number in events.name_id[rows].tolist()]
     # A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next
-    # embedding.
+    # embedding; where autograd has no ranges, at messages, which may also be issued within a pass.
     marks = [name.startswith((STEP, ENGINE)) for name in events.names]
     forwards = [
         name.startswith(_MARKERS) and any(m.phase == "forward" for m in parse_marks(name, 0))
         for name in events.names
     ]
     is_mark = events.name_mask(tuple(a or b for a, b in zip(marks, forwards, strict=True)))
-    number = np.searchsorted(events.start_ns[is_mark], start, side="right").tolist()
+    if any(name.startswith(ENGINE) for name in events.names):
+        messages_ns = messages_ns[:0]
+    marked_ns = np.sort(np.concatenate((events.start_ns[is_mark], messages_ns)))
+    number = np.searchsorted(marked_ns, start, side="right").tolist()
     first = [0]
     for i in range(1, len(sequence)):
         letter, before = sequence[i], sequence[i - 1]
@@ -208,10 +215,18 @@ def find_forward_places(events: Events, on_thread: Bool) -> ForwardPlaces | None
     )
     edges: list[tuple[int, Place]] = []
     nowhere = NO_LAYER, PartKind.OTHER
-    for low, high in zip(first, [*first[1:], len(sequence)], strict=True):
-        places = label_pass("".join(sequence[low:high]))
-        if places is None:
-            continue
+    passes = [
+        (low, high, places)
+        for low, high in pairwise([*first, len(sequence)])
+        if (places := label_pass("".join(sequence[low:high]))) is not None
+    ]
+    if len(messages_ns) and passes:
+        # The microbatches of a stage have the same layers: where there are more of them, several
+        # passes were not told apart. What occurs once may have begun before the recording.
+        counts = Counter(max(layer for layer, _ in places) for _, _, places in passes)
+        least = min((layers for layers, count in counts.items() if count > 1), default=None)
+        passes = [one for one in passes if max(layer for layer, _ in one[2]) == least]
+    for low, high, places in passes:
         edges += zip(start[low:high].tolist(), places, strict=True)
         for i in range(low + 1, high):
             layer, kind = places[i - 1 - low]

@@ -23,7 +23,7 @@ from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_laun
 from stepsplit.analyzer.split.call_purposes import find_issue_ns, is_in_gradient_hook
 from stepsplit.analyzer.split.kernel_shapes import is_backward
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.trace import Category, EventKind, Int64
+from stepsplit.analyzer.trace import Category, EventKind, Int32, Int64
 
 Evidence = Literal["modules", "sequence", "ranges", "none"]
 """What places work in the model: ranges of its modules; the repeating sequence of ops, or that of
@@ -38,14 +38,14 @@ class RankParts(Struct, frozen=True):
         rank: Global rank.
         parts: The distinct parts.
         ns: Time by step of the rank, part and bucket, in ns; those of a step add up to its buckets.
-        event_part: The part of each event that computes, as an index of parts; 0 for other events.
+        compute_part: The part of each event that computes, in their order, as an index of parts.
         evidence: What places most of it.
     """
 
     rank: int
     parts: tuple[Part, ...]
     ns: Int64
-    event_part: Int64
+    compute_part: Int32
     evidence: Evidence
 
 
@@ -68,7 +68,7 @@ def compute_part_times(split: RunSplit) -> tuple[RankParts, ...]:
             Part(part.layer + before * (part.layer != NO_LAYER), part.kind, part.phase)
             for part in one.parts
         )
-        rows.append(RankParts(one.rank, parts, one.ns, one.event_part, one.evidence))
+        rows.append(RankParts(one.rank, parts, one.ns, one.compute_part, one.evidence))
     return tuple(rows)
 
 
@@ -117,7 +117,9 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
         assert tuple(by_bucket) == step.split.buckets_ns, f"parts do not fill {step}"
     if not total[:, 1:].any():
         evidence = "none"
-    return RankParts(trace.rank, tuple(numbers), total, event_part, evidence), scopes.has_names
+    # Only these are kept, since a recording may have thousands of ranks.
+    compute_part = event_part[trace.kinds.computes].astype(np.int32)
+    return RankParts(trace.rank, tuple(numbers), total, compute_part, evidence), scopes.has_names
 
 
 def _place_events(rank: RankSplit, scopes: HostScopes) -> Int64:

@@ -240,6 +240,21 @@ def test_an_order_names_each_node_after_all_that_it_needs(data: st.DataObject) -
     assert all(place[needed] < place[node] for node in place for needed in needs[node])
 
 
+@given(st.data())
+def test_changed_needs_are_those_of_lists(data: st.DataObject) -> None:
+    count, added = data.draw(st.integers(1, 8)), data.draw(st.integers(0, 3))
+    nodes = st.integers(0, count - 1)
+    needs = data.draw(st.lists(st.lists(nodes, max_size=3), min_size=count, max_size=count))
+    changed = data.draw(st.dictionaries(nodes, st.lists(nodes, max_size=4)))
+    expected = Needs.build([*(changed.get(i, own) for i, own in enumerate(needs)), *[[]] * added])
+    made = Needs.build(needs).with_changed(changed, added)
+    assert made.first.tolist() == expected.first.tolist()
+    assert made.source.tolist() == expected.source.tolist()
+    assert [made.of_node(node) for node in range(count)] == [
+        changed.get(i, own) for i, own in enumerate(needs)
+    ]
+
+
 def test_two_that_wait_for_each_other_go_in_the_order_in_which_they_were_measured() -> None:
     levels = Levels.build(np.full(3, -1), Needs.build(((1,), (0,), (0, 1))), np.array([5, 3, 9]))
     assert levels.node.tolist() == [1, 0, 2]

@@ -75,6 +75,32 @@ def test_ops_without_any_range_have_layers_and_their_backward_too(tmp_path: Path
         assert own == expected
 
 
+def test_the_microbatches_of_a_stage_are_no_further_layers(tmp_path: Path) -> None:
+    """Without autograd's ranges nothing but its message ends the forward of a microbatch."""
+    trace = CpuTrace(0, 2, [("0", "default_pg", [0, 1])]).step(1, 0, 400)
+    names = {"N": "aten::layer_norm", "G": "aten::linear",
+             "A": "aten::scaled_dot_product_attention"}  # fmt: skip
+    begin = 0
+    # Two forwards of two layers; then two that are not told apart.
+    for letters in ("NGAGNGG" * 2, "NGAGNGG" * 2, "NGAGNGG" * 4):
+        for letter in letters:
+            trace.op(names[letter], begin, begin + 5)
+            begin += 5
+        trace.message("send", 1, begin, begin + 5)
+        begin += 5
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert report.part_evidence is not None
+    assert (report.part_evidence.evidence, report.part_evidence.layers) == ("sequence", 2)
+    placed = {
+        (row.layer, row.part): row.total_ns // 1000 for row in report.parts if row.part != "other"
+    }
+    of_layers = {(n, kind): 2 * us for n in (0, 1)
+                 for kind, us in (("norm", 10), ("attention", 15), ("mlp", 10))}  # fmt: skip
+    # Ops that say their kind by themselves keep it, of no layer.
+    assert placed == of_layers | {(None, "attention"): 20, (None, "norm"): 40}
+
+
 OF_LAYER = ("rms_norm_kernel", "nvjet_tst_a", "flash_fwd_kernel", "nvjet_tst_b", "vectorized_add",
             "rms_norm_kernel", "nvjet_tst_c", "silu_mul", "nvjet_tst_d")  # fmt: skip
 FORWARD = ("embedding_kernel", *OF_LAYER * 3, "rms_norm_kernel", "nvjet_tst_h", "nll_loss_forward")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +14,7 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import group_ids, group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
-from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, Levels, Needs
+from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, Levels
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.split.run import RunSplit
@@ -142,39 +141,60 @@ class HoistedCalls(Struct, frozen=True):
 def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> DependencyGraph:
     """Start the collectives as early as possible, one after the other and after what was queued
     before the first of them; the rank waits for all of them where it waited for the last one."""
-    times = compute_times(graph).tolist()
-    needs = graph.needs.list_by_node()
+    times = compute_times(graph)
+    needs: dict[int, list[int]] = {}
     branches: list[_Branch] = []
-    ends = set(graph.kernels.end.tolist())
+    is_end = np.zeros(len(graph), dtype=np.bool_)
+    is_end[graph.kernels.end] = True
+
+    def change_needs(node: int) -> list[int]:
+        return needs.setdefault(node, graph.needs.of_node(node))
+
     for move in moves:
         # The rank resumes after all of them where it resumed after the last one.
         resumes = graph.kernels.resume[move.kernels].tolist()
         moved_ends = graph.kernels.end[move.kernels].tolist()
         for resume, end in zip(resumes, moved_ends, strict=True):
             if resume >= 0:
-                needs[resume].remove(end)
-        needs[max(resumes)] += moved_ends
-        moved = set(graph.kernels.end[move.kernels].tolist())
+                change_needs(resume).remove(end)
+        change_needs(max(resumes)).extend(moved_ends)
+        moved = set(moved_ends)
         first = int(graph.kernels.start[move.kernels[0]])
         # It began when one of another stream ended, since the backward did: no longer.
         followed = int(graph.kernels.follows[move.kernels[0]])
         if followed >= 0:
             moved.add(int(graph.kernels.end[followed]))
-        prior = [node for node in needs[first] if node in ends and node not in moved]
+        prior = [node for node in change_needs(first) if is_end[node] and node not in moved]
         for kernel, ready in zip(move.kernels.tolist(), move.ready_ns.tolist(), strict=True):
             needs[int(graph.kernels.start[kernel])] = [len(graph) + len(branches), *prior]
             # A node at ready_ns on the rank's timeline; the work there is split in proportion to
             # time.
             rank = int(graph.kernels.rank[kernel])
             own = graph.timelines.slice_rank(rank)
-            at = bisect_right(times, ready, own.start, own.stop) - 1
+            at = own.start + int(np.searchsorted(times[own], ready, side="right")) - 1
             after = min(at + 1, own.stop - 1)
-            span = times[after] - times[at]
-            part = (ready - times[at]) / span if span > 0 else 0.0
+            span = int(times[after] - times[at])
+            part = (ready - int(times[at])) / span if span > 0 else 0.0
             work = np.rint(graph.work_ns[after] * part).astype(np.int64)
             branches.append(_Branch(at, work, int(graph.step[after])))
             prior = [int(graph.kernels.end[kernel])]
-    return _add_branches(graph, needs, branches, times)
+    every = graph.needs.with_changed(needs, len(branches))
+    anchors = np.array([one.before for one in branches], dtype=np.int32)
+    work = np.array([one.work_ns for one in branches], dtype=np.int64).reshape(-1, len(WORK))
+    steps = np.array([one.step for one in branches], dtype=np.int32)
+    before = np.concatenate((graph.before, anchors))
+    measured = np.concatenate((times, times[anchors]))
+    return replace(
+        graph,
+        before=before,
+        work_ns=np.concatenate((graph.work_ns, work)),
+        step=np.concatenate((graph.step, steps)),
+        needs=every,
+        rest_ns=np.concatenate((graph.rest_ns, np.zeros(len(branches), dtype=np.int64))),
+        at_ns=measured,
+        binding=np.concatenate((graph.binding, anchors)),
+        levels=Levels.build(before, every, measured),
+    )
 
 
 class _Branch(Struct, frozen=True):
@@ -183,27 +203,6 @@ class _Branch(Struct, frozen=True):
     before: int
     work_ns: Int64
     step: int
-
-
-def _add_branches(
-    graph: DependencyGraph, needs: list[list[int]], branches: Sequence[_Branch], times: list[int]
-) -> DependencyGraph:
-    """Append these nodes to the graph and replace its dependencies."""
-    every = Needs.build([*needs, *([] for _ in branches)])
-    before = np.concatenate((graph.before, [one.before for one in branches])).astype(np.int32)
-    work = np.array([one.work_ns for one in branches], dtype=np.int64).reshape(-1, len(WORK))
-    measured = np.array([*times, *(times[one.before] for one in branches)], dtype=np.int64)
-    return replace(
-        graph,
-        before=before,
-        work_ns=np.concatenate((graph.work_ns, work)),
-        step=np.concatenate((graph.step, [one.step for one in branches])).astype(np.int32),
-        needs=every,
-        rest_ns=np.concatenate((graph.rest_ns, np.zeros(len(branches), dtype=np.int64))),
-        at_ns=measured,
-        binding=np.concatenate((graph.binding, [one.before for one in branches])).astype(np.int32),
-        levels=Levels.build(before, every, measured),
-    )
 
 
 # The input of every bottleneck analysis: the split, its graph, and the steps as a table.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 
 import numpy as np
@@ -31,10 +31,27 @@ class Needs(Struct, frozen=True):
         first = np.cumsum([0, *map(len, needs)], dtype=np.int32)
         return cls(first, np.fromiter(chain.from_iterable(needs), np.int32, int(first[-1])))
 
-    def list_by_node(self) -> list[list[int]]:
-        """The nodes that each node needs."""
-        source = self.source.tolist()
-        return [source[low:high] for low, high in pairwise(self.first.tolist())]
+    def of_node(self, node: int) -> list[int]:
+        """The nodes that this node needs."""
+        source: list[int] = self.source[self.first[node] : self.first[node + 1]].tolist()
+        return source
+
+    def with_changed(self, needs: Mapping[int, Sequence[int]], added: int = 0) -> Needs:
+        """These dependencies, of some nodes the given ones, and `added` further nodes with none.
+
+        Lists are made for the changed nodes alone: a graph has a million nodes.
+        """
+        nodes = np.fromiter(needs, np.int64, len(needs))
+        before = np.append(np.diff(self.first), np.zeros(added, dtype=np.int32))
+        counts, is_kept = before.copy(), np.ones(len(before), dtype=np.bool_)
+        counts[nodes] = [len(own) for own in needs.values()]
+        is_kept[nodes] = False
+        first = np.append(0, np.cumsum(counts)).astype(np.int32)
+        source = np.empty(int(first[-1]), dtype=np.int32)
+        source[np.repeat(is_kept, counts)] = self.source[np.repeat(is_kept, before)]
+        for node, own in needs.items():
+            source[first[node] : first[node + 1]] = own
+        return Needs(first, source)
 
 
 class Levels(Struct, frozen=True):
@@ -71,16 +88,22 @@ class Levels(Struct, frozen=True):
         followers = _Followers.build(every, first)
         wide = np.count_nonzero(followers.open_count == 0) >= _WIDE
         level = (_find_levels_at_once if wide else _find_levels_by_node)(followers, measured_ns)
+        # What is large goes as soon as it can: the peak of an analysis is here.
+        del followers
         node = np.argsort(level, kind="stable").astype(np.int32)
         row = np.empty(len(node) + 1, dtype=np.int32)
         row[node] = np.arange(len(node))
         row[-1] = len(node)
         counts = np.diff(first)[node]
         edge = np.cumsum(np.append(0, counts), dtype=np.int32)
-        before_each = every[list_ranges(first[node], counts)]
-        source = row[before_each].astype(np.int64)
-        source[np.append(level, -1)[before_each] >= np.repeat(level[node], counts)] = len(node)
-        return cls(node, row[:-1], np.append(0, np.cumsum(np.bincount(level))), edge, source)
+        at = np.repeat(first[:-1][node] - edge[:-1], counts)
+        at += np.arange(len(at), dtype=np.int32)
+        source = row.astype(np.int64)[every[at]]
+        del at, every
+        # What is in the same level or a later one, on a cycle, is not waited for.
+        begin = np.append(0, np.cumsum(np.bincount(level)))
+        source[source >= np.repeat(begin[level[node]].astype(np.int32), counts)] = len(node)
+        return cls(node, row[:-1], begin, edge, source)
 
     @property
     def width(self) -> float:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from stepsplit.collectors.formats.run_spec import ModelSpec, Training
 from stepsplit.collectors.guard import is_forked_child, warn_on_failure
@@ -159,15 +159,36 @@ class ProfiledRun:
             self._logger = RecordingLogger(Path(self._plan.out), world_size, self._sinks)
         return self
 
-    def step(self) -> None:
+    def step(
+        self,
+        *,
+        tokens: Any = None,
+        samples: Any = None,
+        flops: Any = None,
+        origin: str = "run.step",
+    ) -> None:
         """Marks the end of a training step.
 
         After the last recorded step it writes the files of this rank. In a forked child it does
-        nothing.
+        nothing. With the work of the step, ranks and steps are compared by time per unit of work:
+        a rank with more tokens has more work, and is not slow.
+
+        Args:
+            tokens: The tokens that this rank processed in the step, with padding if it computes
+                that too: a number, or a tensor of one element, which is read when the recording
+                ends. Default: None, unknown.
+            samples: The samples, likewise. Default: None, unknown.
+            flops: The FLOPs of this rank, likewise. Default: None, unknown.
+            origin: Who counted, for the report. Default: "run.step".
+
+        Examples:
+            run.step(tokens=batch["input_ids"].numel())
         """
         if is_forked_child(self._pid):
             return
         if self._recording is not None:
+            counts = {"tokens": tokens, "samples": samples, "flops": flops}
+            self._recording.add_work(self._step, origin, counts)
             self._recording.end_step(self._step)
             if self._logger is not None:
                 self._logger.step(self._recording.is_complete)

@@ -12,12 +12,13 @@ from msgspec import structs
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.findings import find_bottlenecks
+from stepsplit.analyzer.diagnose.counted_work import WorkLaw, read_counted_work
 from stepsplit.analyzer.diagnose.graph.blame import Blame, blame
 from stepsplit.analyzer.diagnose.graph.charges import KnownDelay
 from stepsplit.analyzer.diagnose.graph.critical_path import find_critical_paths
 from stepsplit.analyzer.diagnose.graph.dependency_graph import build_dependency_graph
 from stepsplit.analyzer.diagnose.late_arrivals import compute_lateness
-from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
+from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels, sum_slow_ranks
 from stepsplit.analyzer.report.build import Diagnosis, find_full_numbers, find_origin_ns
 from stepsplit.analyzer.report.report import BlameRow
 from stepsplit.analyzer.split.run import RunSplit
@@ -30,10 +31,27 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     origin, numbers = find_origin_ns(split), find_full_numbers(split)
     slow_kernels, lateness = find_slow_kernels(split), compute_lateness(split)
     graph = build_dependency_graph(split)
+    work = read_counted_work(split, graph.steps.rank, graph.steps.full, records)
+    law = work.law if work.law is not None and work.law.uneven.any() else None
+    if law is not None:
+        # Of ranks with different work, kernels are equal only by their shapes: a grid may be that
+        # of a kernel that takes more tokens in a longer time.
+        explained = {
+            rank.trace.rank
+            for index, rank in enumerate(split.ranks)
+            if law.explains(index, graph.steps.rank)
+        }
+        slow_kernels = tuple(
+            one
+            for one in slow_kernels
+            if one.rank not in explained or sum_slow_ranks([one])[0].equal == "shapes"
+        )
     _return_freed_memory()
-    bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels)
+    bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels, law)
     _return_freed_memory()
     slow_ranks = frozenset(one.rank for one in slow_kernels)
+    if law is not None:
+        slow_ranks |= {split.ranks[index].trace.rank for index in law.slow}
     # What a finding says of a rank is no variation in the blame.
     known = [
         KnownDelay(rank, step, one.bucket)
@@ -49,12 +67,14 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
             structs.replace(one, rank=None, cause="unknown")
             if one.rank in torn and one.cause != "missing" and (one.rank, one.step) not in whole
             else one
-            for one in blame(split, graph, slow_ranks, known)
+            for one in _blame_by_work(
+                blame(split, graph, slow_ranks, known, law), split, slow_ranks, law
+            )
         ],
         numbers,
     )
     unexplained = _compute_share(blamed, ("unexplained", "unknown"))
-    notes = list(bottlenecks.notes)
+    notes = [*work.notes, *bottlenecks.notes]
     # Only what no dependency explains makes savings doubtful: a replay keeps it as it is.
     doubtful = _compute_share(blamed, ("unexplained",)) or 0.0
     if doubtful > _MAX_UNEXPLAINED_SHARE:
@@ -82,7 +102,25 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
         lateness=lateness,
         slow_kernels=slow_kernels,
         notes=tuple(notes),
+        step_work=work.rows,
+        work=work.law.summary if work.law is not None else None,
     )
+
+
+def _blame_by_work(
+    blamed: Sequence[Blame], split: RunSplit, slow_ranks: frozenset[int], law: WorkLaw | None
+) -> Sequence[Blame]:
+    """Blame without that of a rank for usual compute where its work differs from its peers': what
+    its work does not explain is variation, unless the rank is slow."""
+    stages = {split.layout.find_stage(rank.trace.rank) for rank in split.ranks}
+    if law is None or len(stages) > 1:
+        return blamed
+    return [
+        structs.replace(one, rank=None, cause="variation")
+        if one.cause == "compute" and one.rank is not None and one.rank not in slow_ranks
+        else one
+        for one in blamed
+    ]
 
 
 def _return_freed_memory() -> None:

@@ -364,6 +364,7 @@ def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
         *_compute_time_values(steps),
         *_compute_axis_values(report, steps),
         *_compute_busbw_values(report),
+        *_compute_values_per_unit(report, steps),
     ]
     # Calls and message bytes per full step over all recorded ranks.
     axes = {group.id: group.axis for group in report.groups}
@@ -406,6 +407,21 @@ def _compute_time_values(steps: _ByStep) -> Iterator[Value]:
             overlaps.append(hidden / moved)
     if overlaps:
         yield Value("overlap", median(overlaps))
+
+
+def _compute_values_per_unit(report: Report, steps: _ByStep) -> Iterator[Value]:
+    """The step over the tokens and over the samples of the mean rank, of steps in which all ranks
+    counted them."""
+    for unit, name in (("tokens", "step_per_token"), ("samples", "step_per_sample")):
+        counts = {(row.rank, row.step): getattr(row, unit) for row in report.step_work or ()}
+        values = []
+        for number, rows in steps.items():
+            of_ranks = [counts.get((row.rank, number)) for row in rows]
+            known = [one for one in of_ranks if one is not None]
+            if len(known) == len(rows) and any(known):
+                values.append(median(row.step_ns for row in rows) / fmean(known))
+        if values:
+            yield Value(name, median(values))
 
 
 def _compute_share(rows: Sequence[StepRow], buckets: Sequence[str]) -> float:
@@ -467,7 +483,8 @@ EXPOSED = ("collective", "p2p", "skew")
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A metric. worse: +1 if larger values are worse, -1 if smaller ones are; exact: equal in all
-    runs of the same job; by_axis: also available per axis."""
+    runs of the same job; by_axis: also available per axis; is_short: a time of microseconds, and
+    shown in them."""
 
     name: str
     description: str
@@ -475,11 +492,16 @@ class Metric:
     worse: Literal[1, -1] = 1
     exact: bool = False
     by_axis: bool = False
+    is_short: bool = False
 
 
 METRICS = (
     Metric("step", "median step", "ns"),
     Metric("mean_step", "mean of all complete steps, of every kind", "ns"),
+    Metric("step_per_token", "step per token of the mean rank, where counted", "ns", is_short=True),
+    Metric(
+        "step_per_sample", "step per sample of the mean rank, where counted", "ns", is_short=True
+    ),
     Metric("exposed_comm", "exposed communication", "share", by_axis=True),
     Metric("compute", "compute", "share"),
     Metric("collective", "exposed collective transfers", "share", by_axis=True),

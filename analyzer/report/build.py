@@ -8,7 +8,7 @@ from dataclasses import asdict
 from statistics import median
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import COMMUNICATION, StepSplit
@@ -42,6 +42,7 @@ from stepsplit.analyzer.report.report import (
     WarningRow,
 )
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
+from stepsplit.analyzer.report.work_rows import StepWorkRow, WorkSummary
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Lack, Note
@@ -62,6 +63,8 @@ class Diagnosis(Struct, frozen=True):
     lateness: tuple[Lateness, ...]
     slow_kernels: tuple[SlowKernel, ...]
     notes: tuple[Note, ...]
+    step_work: tuple[StepWorkRow, ...] = ()
+    work: WorkSummary | None = None
 
 
 MAX_KERNELS = 30
@@ -152,6 +155,9 @@ def build_report(
         coverage=detail.coverage,
         memory=build_memory_rows(recording.records),
         findings=diagnosis.findings,
+        # Left out of the JSON where the job counted nothing.
+        step_work=diagnosis.step_work or UNSET,
+        work=diagnosis.work or UNSET,
     )
 
 

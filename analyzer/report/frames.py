@@ -112,6 +112,10 @@ class ReportFrames(Struct, frozen=True):
         """Memory of each rank, without rows if it was not recorded; see MemoryRow."""
         return self._build_frame("memory")
 
+    def step_work_frame(self) -> pd.DataFrame:
+        """What each rank processed in each step, without rows if not counted; see StepWorkRow."""
+        return self._build_frame("step_work")
+
     def findings_frame(self) -> pd.DataFrame:
         """The findings with their basis; see Finding and Basis."""
         return self._build_frame("findings")

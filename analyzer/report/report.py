@@ -25,6 +25,7 @@ from stepsplit.analyzer.report.headline import Summary, compute_mean_step_ns, su
 from stepsplit.analyzer.report.kind_rows import StepKindRow
 from stepsplit.analyzer.report.part_rows import PartEvidence, PartRow
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
+from stepsplit.analyzer.report.work_rows import StepWorkRow, WorkSummary
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.coverage import Coverage
 from stepsplit.analyzer.split.kernels import KernelFamily
@@ -784,6 +785,9 @@ class Report(ReportFrames, frozen=True, kw_only=True):
         findings: bottlenecks, largest gain first.
         mfu: model FLOPs utilization, 0..1.
         hfu: hardware FLOPs utilization, 0..1.
+        work: the counted work by which times are compared; left out if the job counted none, or not
+            the same on all ranks.
+        step_work: what each rank processed in each step; left out if the job counted nothing.
 
     Examples:
         >>> from stepsplit.analyzer import analyze
@@ -827,6 +831,8 @@ class Report(ReportFrames, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
     mfu: float | None = None
     hfu: float | None = None
+    work: WorkSummary | UnsetType = UNSET
+    step_work: tuple[StepWorkRow, ...] | UnsetType = UNSET
 
     def _repr_html_(self) -> str:
 

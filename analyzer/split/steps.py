@@ -58,10 +58,11 @@ class StepWindow:
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The windows of a rank in order, without overlap and adjacent within a loop; notes list the
-    assumptions made."""
+    assumptions made. shift was added to the numbers of the rank's own marks."""
 
     windows: tuple[StepWindow, ...]
     notes: tuple[Note, ...]
+    shift: int = 0
 
     @property
     def counted(self) -> tuple[StepWindow, ...]:

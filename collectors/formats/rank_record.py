@@ -118,6 +118,32 @@ class HostSamples:
 
 
 @dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a rank processed in one recorded step; None where the job did not say.
+
+    step has the number of the step's mark in the trace.
+    """
+
+    step: int
+    tokens: int | None = None
+    samples: int | None = None
+    flops: int | None = None
+
+    def __post_init__(self) -> None:
+        if any(one is not None and one < 0 for one in (self.tokens, self.samples, self.flops)):
+            raise ValueError(f"work: less than nothing in step {self.step}")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWork:
+    """What a rank processed in the recorded steps, and who counted it: "run.step" for the script,
+    or the name of the framework."""
+
+    origin: str
+    steps: tuple[StepWork, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """One rank of one recording.
 
@@ -128,7 +154,8 @@ class RankRecord:
     steps_before: the steps that a resumed job had done before this process; the other numbers of
     steps count them, like the marks of the trace. end_step: the first step after the recorded ones,
     of which the trace may hold a part; None if unknown. max_connections:
-    CUDA_DEVICE_MAX_CONNECTIONS of its process, None if not set.
+    CUDA_DEVICE_MAX_CONNECTIONS of its process, None if not set. work: what it processed in the
+    recorded steps, None if the job did not say.
     """
 
     run: str
@@ -150,12 +177,15 @@ class RankRecord:
     steps_before: int = 0
     end_step: int | None = None
     max_connections: int | None = None
+    work: RecordedWork | None = None
 
 
 def write_record(folder: Path, record: RankRecord) -> Path:
     """Writes the record into the folder atomically."""
     body: dict[str, Any] = {"schema": RANK_SCHEMA} | asdict(record)
     body["versions"] = dict(record.versions)
+    if record.work is None:
+        del body["work"]
     text = json.dumps(body, indent=1) + "\n"
     return write_whole(build_record_path(folder, record.rank.rank), text.encode())
 
@@ -185,6 +215,7 @@ def read_record(text: str | bytes) -> RankRecord:
         steps_before=decode_value(body.get("steps_before", 0), int, "steps_before"),
         end_step=decode_value(body.get("end_step"), int | None, "end_step"),
         max_connections=decode_value(connections, int | None, "max_connections"),
+        work=decode_value(body.get("work"), RecordedWork | None, "work"),
     )
 
 

@@ -83,10 +83,10 @@ class LazyRecording:
             self._run.start(known.steps_before)
             atexit.register(self.end, failed=True)
 
-    def step(self) -> None:
-        """Marks the end of a training step."""
+    def step(self, tokens: int | None = None, origin: str = "") -> None:
+        """Marks the end of a training step, of so many tokens of this rank as origin counted."""
         if self._began and self._run is not None:
-            self._run.step()
+            self._run.step(tokens=tokens, origin=origin)
 
     @contextmanager
     def record_around(self, read_spec: Callable[[], FrameworkSpec]) -> Iterator[None]:

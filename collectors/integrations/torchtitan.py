@@ -8,8 +8,10 @@ profile_freq steps are recorded to save_traces_folder, after profiler_warmup ste
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from stepsplit.collectors.formats.run_spec import Training
@@ -42,17 +44,37 @@ class StepsplitProfiler(_Profiler):  # type: ignore[misc]
         )
         training = Training(framework="fsdp2")
         run.begin(lambda: FrameworkSpec(training=training, steps_before=global_step))
-        return _Handle(run)
+        return _Handle(run, _find_trainer())
+
+
+def _find_trainer() -> Any:
+    """The Trainer whose loop builds the profiler; None in a loop of the user's own.
+
+    torchtitan does not pass it, and counts the tokens of its rank in ntokens_seen.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(getattr(owner, "ntokens_seen", None), int):
+            return owner
+        frame = frame.f_back
+    return None
 
 
 class _Handle:
     """A running recorder with the interface of torch's profiler that torchtitan uses."""
 
-    def __init__(self, run: LazyRecording) -> None:
-        self._run = run
+    def __init__(self, run: LazyRecording, trainer: Any) -> None:
+        self._run, self._trainer = run, trainer
+        self._tokens = self._count_tokens()
 
     def step(self) -> None:
-        self._run.step()
+        before, self._tokens = self._tokens, self._count_tokens()
+        known = before is not None and self._tokens is not None
+        self._run.step(self._tokens - before if known else None, "torchtitan")
+
+    def _count_tokens(self) -> Any:
+        return getattr(self._trainer, "ntokens_seen", None)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._run.end(failed=error is not None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from stepsplit.collectors.formats.run_spec import Training
+from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.integrations.accelerate import (
     count_replicas,
     infer_framework,
@@ -26,6 +27,7 @@ from stepsplit.collectors.integrations.common import (
     normalize_optimizer,
     read_model_spec,
 )
+from stepsplit.collectors.job.process_groups import read_job
 
 _Callback: Any = import_library("transformers", "transformers accelerate").TrainerCallback
 
@@ -35,18 +37,36 @@ class StepsplitCallback(_Callback):  # type: ignore[misc]
 
     def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
         self._run = LazyRecording(out, **options)
+        self._tokens: int | None = None
+        self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins the recording; process groups exist and the model is on its device."""
-        self._run.begin(lambda: _read_trainer_spec(args, state, kwargs.get("model")))
+        model: Any = kwargs.get("model")
+        self._run.begin(lambda: _read_trainer_spec(args, state, model))
+        # Trainer's own counter is the sum of all ranks. Compiled code would be compiled again for
+        # each count of the hook.
+        if not args.torch_compile and getattr(model, "main_input_name", "") == "input_ids":
+            with warn_on_failure(read_job()[0], "the tokens of its steps"):
+                self._hook = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends a step with all its microbatches; Trainer calls this once per global_step."""
-        self._run.step()
+        tokens, self._tokens = self._tokens, None
+        self._run.step(tokens, "transformers")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends the recording."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
         self._run.end()
+
+    def _count_tokens(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Adds the tokens of a microbatch, with padding; an evaluation is no part of the work."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if model.training and hasattr(ids, "numel"):
+            self._tokens = (self._tokens or 0) + ids.numel()
 
 
 def _read_trainer_spec(args: Any, progress: Any, model: Any) -> FrameworkSpec:

@@ -43,6 +43,7 @@ from stepsplit.collectors.record.plan import Detail, RecordPlan, choose_detail
 from stepsplit.collectors.record.rank_files import RankFiles
 from stepsplit.collectors.record.run_file import RunFile
 from stepsplit.collectors.record.shared_window import SharedWindow
+from stepsplit.collectors.record.step_work import WorkCounter
 from stepsplit.collectors.record.trace_window import (
     BUFFERS_FULL,
     ProfilerInUseError,
@@ -102,6 +103,7 @@ class ActiveRecording:
         self._clock: HostClock | None = None
         self._gpu: list[GpuState] = []
         self._gpu_note = ""
+        self._work = WorkCounter(self.rank)
         self._times = StepClock()
         self._gpu_times: GpuStepClock | None = GpuStepClock()
         self._began_unix_ns = time.time_ns()
@@ -178,6 +180,12 @@ class ActiveRecording:
                 self._begin_step(step + 1)
                 return
         self._finish(complete=not continues)
+
+    def add_work(self, step: int, origin: str, counts: dict[str, Any]) -> None:
+        """Notes what step `step`, which is about to end, processed; see WorkCounter."""
+        if self._recording and step >= self._first and isinstance(self._window, TraceWindow):
+            with warn_on_failure(self.rank, "the work of its steps"):
+                self._work.add(step, origin, counts)
 
     def close(self, failed: bool = False) -> None:
         """Ends the recording with the job; waits a limited time for files still being written."""
@@ -425,6 +433,11 @@ class ActiveRecording:
 
     def _build_record(self, description: RankDescription) -> RankRecord:
         before, stopped, end = self._steps_before, self._device_stopped_step, self._end_step
+        work = None
+        # Without an end the marks of the trace are another profiler's, with numbers of its own.
+        if end is not None:
+            with warn_on_failure(self.rank, "the work of its steps"):
+                work = self._work.collect(self._first, end - 1, before)
         return RankRecord(
             run=self._plan.name,
             rank=description.rank,
@@ -445,6 +458,7 @@ class ActiveRecording:
             steps_before=before,
             end_step=None if end is None else before + end,
             max_connections=read_max_connections(),
+            work=work,
         )
 
     def _collect_times(self) -> StepTimes:

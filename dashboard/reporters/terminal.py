@@ -180,9 +180,10 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
         if report.mfu is not None:
             second.append(f"MFU {units.format_percent(report.mfu)}")
     third = describe_other_steps(report.step_kinds)
+    counted = report.work.describe() if report.work else ""
     return [
         Text("   ".join(part for part in line if part))
-        for line in (first, second, [third])
+        for line in (first, second, [counted], [third])
         if any(line)
     ]
 

@@ -251,9 +251,12 @@ def format_value(metric: str, number: float | None) -> str:
     """The value of a metric with its unit, "" if unknown."""
     if number is None:
         return ""
-    unit = require_metric(metric).unit
+    meaning = require_metric(metric)
+    unit = meaning.unit
     if unit == "share":
         return units.format_percent(number)
+    if meaning.is_short:
+        return units.format_microseconds(number)
     if unit == "ns":
         return units.format_milliseconds(number)
     if unit == "bytes_per_s":

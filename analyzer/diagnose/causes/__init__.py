@@ -27,6 +27,7 @@ from stepsplit.analyzer.diagnose.causes.slow_gemms import FP32_GEMMS, UNALIGNED_
 from stepsplit.analyzer.diagnose.causes.slow_link import SLOW_LINK
 from stepsplit.analyzer.diagnose.causes.slow_rank import SLOW_RANK
 from stepsplit.analyzer.diagnose.causes.small_collectives import SMALL_COLLECTIVES
+from stepsplit.analyzer.diagnose.causes.uneven_work import UNEVEN_WORK
 
 CAUSES: tuple[CauseEntry, ...] = (
     SLOW_RANK,
@@ -37,6 +38,7 @@ CAUSES: tuple[CauseEntry, ...] = (
     HOST_STALL,
     SLOW_COPY,
     SLOW_LINK,
+    UNEVEN_WORK,
     UNEVEN_RANKS,
     UNEVEN_STAGES,
     HOST_SYNC,

@@ -13,6 +13,7 @@ from stepsplit.analyzer.diagnose.causes import CAUSES
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.unmask import unmask
+from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.report.build import compute_profiling_slowdown
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
@@ -45,6 +46,7 @@ def find_bottlenecks(
     origin_ns: int,
     records: Sequence[RankRecord],
     slow_kernels: Sequence[SlowKernel],
+    law: WorkLaw | None = None,
 ) -> Bottlenecks:
     """Find the bottlenecks of a recording.
 
@@ -57,6 +59,7 @@ def find_bottlenecks(
         origin_ns: the report's t0 on the common clock.
         records: what each rank recorded about its own device (clocks, throttling).
         slow_kernels: the kernels that are slower on one rank than on its peers.
+        law: what the work that the job counted explains.
     """
     if not len(graph.steps.step):
         return Bottlenecks(())
@@ -71,7 +74,7 @@ def find_bottlenecks(
             f"bottlenecks not analyzed: {calls:,} calls are too many to replay; record fewer steps"
         )
         return Bottlenecks((), (Note("not_replayed", text),))
-    context = CauseContext.build(split, graph, slow_kernels, origin_ns, records)
+    context = CauseContext.build(split, graph, slow_kernels, origin_ns, records, law)
     if context.mean_ns <= 0:
         return Bottlenecks(())
     found = [remedy for cause in CAUSES for remedy in cause.list_remedies(context)]

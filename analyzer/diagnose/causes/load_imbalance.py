@@ -130,7 +130,7 @@ def _balance_ranks(
         fewest, most = (limit(label, segments.calls, labels) for limit in (group_min, group_max))
         equal = (fewest == most)[label]
         graph = scale_work(graph, "compute", np.where(equal, 1.0, usual / np.maximum(work, 1)))
-        pace = context.peer_speed[:, np.newaxis]
+        pace = (context.peer_speed * context.work_factor)[:, np.newaxis]
         spent = segments.spent_ns * pace
         is_one = len(heavy) == 1
         columns = [context.average_peers(label, column, others=is_one) for column in spent.T]
@@ -206,8 +206,9 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
 
 def _measure_work(context: CauseContext) -> tuple[Float, Float]:
     """(the compute of each row, the mean of the ranks of its stage in the same step), at the speed
-    of the peers, so that a slow device does not count as more work."""
-    work = context.select_bucket_ns("compute") * context.peer_speed
+    of the peers, so that a slow device does not count as more work, and at equal counted work,
+    which has a cause of its own (uneven_work.py)."""
+    work = context.select_bucket_ns("compute") * context.peer_speed * context.work_factor
     return work, context.average_peers(group_ids(context.graph.steps.step, context.stage), work)
 
 

@@ -55,4 +55,9 @@ def measure_peer_speed(context: ReplayContext) -> Float:
     for index, pace in find_slow_devices(context.split).items():
         if int(context.ranks[index]) not in tokens:
             ratio[of_row == index] = pace
+    # Where ranks have different work, only what exceeds it is the device's.
+    if context.law is not None:
+        for index in range(len(context.ranks)):
+            if context.law.explains(index, of_row):
+                ratio[of_row == index] = 1 / context.law.slow.get(index, 1.0)
     return ratio

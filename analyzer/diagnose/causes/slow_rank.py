@@ -13,6 +13,7 @@ from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.replay import Change, scale_work
 from stepsplit.analyzer.diagnose.slow_kernels import sum_slow_ranks
 from stepsplit.analyzer.report.report import EventRef
+from stepsplit.analyzer.report.work_rows import WORK_NOUNS
 from stepsplit.analyzer.trace import Bool, Float, KnownWork
 from stepsplit.collectors.formats.rank_record import RankRecord
 
@@ -40,7 +41,13 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
     for index in slow:
         rank, mine = int(context.ranks[index]), of_row == index
         events: tuple[EventRef, ...] = ()
-        if rank in families:
+        law = context.law
+        if law is not None and index in law.slow:
+            noun = WORK_NOUNS[law.summary.unit]
+            what = f"it computes {law.slow[index]:.2f}x as long as its peers"
+            equal: KnownWork = "shapes"
+            at_equal = f" for as many {noun}, by all its steps"
+        elif rank in families:
             kernels = families[rank]
             trace = context.split.ranks[index].trace
             rows = np.flatnonzero(trace.events.match_prefix(kernels.kernel))
@@ -48,11 +55,12 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             events = tuple(context.make_event_ref(index, row) for row in longest.tolist())
             family = _FAMILY_NAMES.get(kernels.family, kernels.family)
             what = f"its {family} kernels are {kernels.ratio:.2f}x slower than on its peers"
-            equal = kernels.equal
+            equal, at_equal = kernels.equal, _EQUAL[kernels.equal]
         else:
             ratio = 1 / float(np.mean(pace[mine & context.counted]))
             what = f"as many kernels take {ratio:.2f}x as long as on its peers"
             equal = context.split.ranks[index].trace.shapes.known_work
+            at_equal = _EQUAL[equal]
         # A device that heats up is slower in the last step than in the first.
         growth, rows = "", np.flatnonzero(mine & context.counted)
         if len(rows) > 1:
@@ -69,7 +77,7 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             own_pace,
             mine,
             events,
-            f"rank {rank} is a straggler: {what}{_EQUAL[equal]}{growth}",
+            f"rank {rank} is a straggler: {what}{at_equal}{growth}",
             equal,
         )
     for one in context.unusual_steps:

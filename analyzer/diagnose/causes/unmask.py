@@ -116,16 +116,19 @@ def _join_remedies(context: CauseContext, members: Sequence[Remedy], gain_ns: in
     ranks = tuple(sorted({rank for one in findings for rank in one.ranks}))
     alone = units.format_milliseconds(max(one.gain_ns for one in findings))
     kinds = " and ".join(dict.fromkeys(member.as_set for member in members))
+    who = f"ranks {units.format_number_list(ranks)}{_describe_host(context, ranks)} are {kinds}"
+    fixing = f"(fixing one of {len(findings)} saves at most {alone})"
+    message = f"{who} and mask each other {fixing}: {first.message}"
+    if not all(one.ranks for one in findings):
+        # A rank and how the work of all is divided.
+        both = "; ".join(one.message for one in findings)
+        message = f"{both}; these mask each other {fixing}"
     finding = replace(
         first,
         gain_ns=gain_ns,
         ranks=ranks,
         steps=tuple(sorted({step for one in findings for step in one.steps})),
-        message=(
-            f"ranks {units.format_number_list(ranks)}{_describe_host(context, ranks)} are {kinds} "
-            f"and mask each other (fixing one of {len(findings)} saves at most {alone}): "
-            f"{first.message}"
-        ),
+        message=message,
     )
     return Remedy(
         finding,

@@ -28,6 +28,10 @@ _SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS = 0.05, 6.0
 """In such a step a rank's compute exceeds its usual one by this fraction, and by so many standard
 deviations of all ranks and steps."""
 
+_UNEVEN_STEP_RATIO = 0.25
+"""The fraction for ranks with different counted work: as many tokens in longer sequences take
+longer."""
+
 _MOSTLY = 0.5
 """Kernels that exceed their usual time by this share of what their step does explain it, and so do
 more kernels than usual."""
@@ -93,7 +97,8 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     place = np.unique(context.graph.steps.step[rows], return_inverse=True)[1]
     count = int(place.max(initial=-1)) + 1
     compute = np.full((len(context.ranks), count), np.nan)
-    compute[context.graph.steps.rank[rows], place] = context.select_bucket_ns("compute")[rows]
+    measured = context.select_bucket_ns("compute") * context.work_factor
+    compute[context.graph.steps.rank[rows], place] = measured[rows]
     compute = np.where(compute > 0, compute, np.nan)
     is_known = np.isfinite(compute)
     if not (is_known.any(axis=1).all() and is_known.any(axis=0).all()):
@@ -108,16 +113,17 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     apart = np.sort(np.abs(beyond[np.isfinite(beyond)]))[count:]
     sigma = SIGMA_OF_MAD * float(np.median(apart)) if len(apart) else 0.0
     sigma *= 1 + _FEW / max(len(apart), 1)
-    slow = beyond > max(_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS * sigma)
+    least = _SLOW_STEP_RATIO if context.law is None else _UNEVEN_STEP_RATIO
+    slow = beyond > max(least, _SLOW_STEP_SIGMAS * sigma)
     numbers = np.unique(context.graph.steps.step[rows])
     # What a rank runs more needs no spread between steps to be seen.
-    for index in np.flatnonzero((beyond > _SLOW_STEP_RATIO).any(axis=1)).tolist():
+    for index in np.flatnonzero((beyond > least).any(axis=1)).tolist():
         rank = context.split.ranks[index]
         step = rank.kernels.compute.step
         at = np.searchsorted(numbers, step[np.isin(step, numbers)])
         kernels = np.bincount(at, minlength=count)
         is_more = kernels >= _MORE_KERNELS * np.median(kernels)
-        slow[index] |= is_more & (beyond[index] > _SLOW_STEP_RATIO)
+        slow[index] |= is_more & (beyond[index] > least)
     found = []
     segments: WorkSegments | None = None
     for index in np.flatnonzero(slow.any(axis=1)).tolist():
@@ -150,7 +156,8 @@ def _describe(
     for row in mine.tolist():
         alike = others[segments.calls[others] == segments.calls[row]]
         if len(alike):
-            target_ns[row] = np.median(segments.spent_ns[alike], axis=0)
+            usual = segments.spent_ns[alike] * context.work_factor[alike, np.newaxis]
+            target_ns[row] = np.median(usual, axis=0) / context.work_factor[row]
     rank = context.split.ranks[index]
     kinds, kind, compute = rank.kernels.work, rank.kernels.work_id, rank.kernels.compute
     step = context.graph.steps.step

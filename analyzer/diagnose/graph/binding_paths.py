@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct
 
+from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     LAUNCH_LATENCY_NS,
     WORK,
@@ -12,7 +13,7 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import (
 )
 from stepsplit.analyzer.diagnose.graph.workload import compute_workloads
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Float, Int32
+from stepsplit.analyzer.trace import Float, Int32, Int64
 
 BLAME_CAUSES = ("compute", "slower", "imbalance", "copy", "host", "transfer", "unexplained")
 """Kinds of time on a path. Compute is that of a usual rank; beside it stands what the rank computes
@@ -40,13 +41,15 @@ class BindingPaths(Struct, frozen=True):
     spent_ns: Float
 
     @classmethod
-    def build(cls, split: RunSplit, graph: DependencyGraph) -> BindingPaths:
-        """The paths of the recording, as measured."""
+    def build(
+        cls, split: RunSplit, graph: DependencyGraph, law: WorkLaw | None = None
+    ) -> BindingPaths:
+        """The paths of the recording, as measured; law is of the counted work."""
         begin, kernels = len(graph), graph.kernels
         spent = np.zeros((begin + 1, len(BLAME_CAUSES)))
         along = np.flatnonzero((graph.binding == graph.before) & (graph.before >= 0))
         work = {kind: graph.work_ns[along, i] for i, kind in enumerate(WORK)}
-        slower, more = _list_workloads(split)[graph.step[along]].T
+        slower, more = _list_workloads(split, law, graph.steps.rank)[graph.step[along]].T
         spent[along, BLAME_CAUSES.index("compute")] = work["compute"] * (1 - slower - more)
         spent[along, BLAME_CAUSES.index("slower")] = work["compute"] * slower
         spent[along, BLAME_CAUSES.index("imbalance")] = work["compute"] * more
@@ -79,12 +82,17 @@ class BindingPaths(Struct, frozen=True):
         return cls(previous, rank, steps[row].astype(np.int32), spent)
 
 
-def _list_workloads(split: RunSplit) -> Float:
-    """The slower and the additional fraction of compute in each step of all ranks."""
+def _list_workloads(split: RunSplit, law: WorkLaw | None, of_rank: Int64) -> Float:
+    """The slower and the additional fraction of compute in each step of all ranks: by their kernels
+    or, where ranks counted different work, by that."""
     loads = compute_workloads(
         [rank.trace for rank in split.ranks],
         [rank.windows.windows for rank in split.ranks],
         [split.layout.find_stage(rank.trace.rank) for rank in split.ranks],
     )
     both: Float = np.concatenate([np.stack((one.slower, one.more), axis=1) for one in loads])
+    if law is not None:
+        slower = 1 - 1 / np.array([law.slow.get(index, 1.0) for index in of_rank.tolist()])
+        more = np.clip(1 - law.factor, 0, None) * (1 - slower)
+        both[law.uneven] = np.stack((slower, more), axis=1)[law.uneven]
     return both

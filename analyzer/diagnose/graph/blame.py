@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import first_rows, group_ids, group_rows
 from stepsplit.analyzer.buckets import Bucket
+from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.binding_paths import BLAME_CAUSES, COMPUTES, BindingPaths
 from stepsplit.analyzer.diagnose.graph.charges import Charges, KnownDelay, find_significant
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
@@ -42,19 +43,21 @@ def blame(
     graph: DependencyGraph,
     slow_ranks: frozenset[int] = frozenset(),
     known: Collection[KnownDelay] = (),
+    law: WorkLaw | None = None,
 ) -> tuple[Blame, ...]:
     """Attributes all skew and bubble of all ranks to causes, each instant once.
 
     As much of a rank's bubble as its schedule makes inevitable is attributed to the schedule,
     starting with waits that no rank caused by above-average work. Delays that are no larger than
     their variation between steps are summed in rows of no rank, `variation`; slow_ranks have
-    kernels that are known to be slow, and known are the delays that findings name.
+    kernels that are known to be slow, and known are the delays that findings name. law says what of
+    the compute the counted work explains, where ranks have different work.
     """
     splits = [step.split for rank in split.ranks for step in rank.steps]
     if not any(one.skew_ns or one.bubble_ns for one in splits):
         return ()
     waits = ExposedWaits.collect(split, graph)
-    paths = BindingPaths.build(split, graph)
+    paths = BindingPaths.build(split, graph, law)
     tree = PathTree.build(graph.levels, paths) if graph.levels.is_wide else None
     # The bubble that the schedule makes inevitable, by rank and step.
     fraction = (split.schedule.ideal_bubble_fraction if split.schedule else None) or 0.0

@@ -1,0 +1,368 @@
+"""The work that a job counts itself: tokens, samples or FLOPs of each rank and step, and how much
+of the differences in compute it explains.
+
+Attention takes more than proportional time, and what every step does alike takes less. So the law
+between work and time is estimated: compute grows as the work to some power from 0 (no influence) to
+2 (attention alone). Its power comes from the steps of each rank, compared with that rank's other
+steps, so that a slow rank does not look like a law. Where the work of a rank hardly varies it stays
+open, and a rank with more work is slow only beyond what the square of its work explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import exp, log
+from statistics import NormalDist
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import group_ids
+from stepsplit.analyzer.diagnose.slow_kernels import FALSE_ALARMS, MIN_RATIO
+from stepsplit.analyzer.report.work_rows import WORK_NOUNS, StepWorkRow, WorkSummary, WorkUnit
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.trace import Bool, Float, Int64, Note
+from stepsplit.collectors.formats.rank_record import RankRecord, RecordedWork, StepWork
+
+_UNITS: tuple[WorkUnit, ...] = ("flops", "tokens", "samples")
+"""What is compared first where several are known: FLOPs say most about the time."""
+
+_LEAST_UNEVEN = 1.02
+"""Up to this ratio of the most to the mean work of a step, the work is even."""
+
+_LEAST_APART = log(MIN_RATIO)
+
+_MIN_STEPS = 3
+"""A rank of fewer steps is not compared by its work."""
+
+_MIN_SIGMAS = 4.0
+"""A rank is slow beyond its work if its mean excess is so many standard errors, or more where many
+ranks are compared. Those of kernels (slow_kernels.py) have tails; these are means of steps."""
+
+_MAX_POWER = 2.0
+"""Attention alone: the square of the tokens of one sequence."""
+
+_POWER_SIGMAS = 3.0
+"""Powers within so many standard errors count as possible."""
+
+_KNOWN_POWER = 0.35
+"""Up to this standard error the estimated power is used, else time is taken as proportional."""
+
+_MAX_MORE_KERNELS = 1.1
+"""A rank that runs so many times as many kernels, also for its work, does what no count has."""
+
+
+class WorkLaw(Struct, frozen=True):
+    """The counted work of a recording and what compute it explains.
+
+    Attributes:
+        summary: the work in numbers.
+        of_row: the work of each row of the steps (all ranks, in order); nan where unknown.
+        factor: the compute of each row at the mean work of its stage in the step over that at its
+            own work; 1 where either is unknown, and everywhere where the work is even.
+        uneven: the rows of stages and steps whose ranks have different work.
+        slow: the ranks, by index, that take so many times as long as others for equal work, the
+            least ratio that any possible law leaves.
+    """
+
+    summary: WorkSummary
+    of_row: Float
+    factor: Float
+    uneven: Bool
+    slow: dict[int, float]
+
+    def explains(self, index: int, of_rank: Int64) -> bool:
+        """Whether the rank has other work than its peers in some step; of_rank is the index of the
+        rank of each row."""
+        return bool(self.uneven[of_rank == index].any())
+
+
+class CountedWork(Struct, frozen=True):
+    """What a job counted, and the law between work and time where all ranks counted the same."""
+
+    rows: tuple[StepWorkRow, ...] = ()
+    law: WorkLaw | None = None
+    notes: tuple[Note, ...] = ()
+
+
+def read_counted_work(
+    split: RunSplit, of_rank: Int64, full: Bool, records: Sequence[RankRecord]
+) -> CountedWork:
+    """The work that the ranks counted, and what compute it explains.
+
+    Args:
+        split: the split recording.
+        of_rank: the index of the rank of each row of the steps.
+        full: the rows that enter the mean step.
+        records: what each rank recorded; without work in any, nothing is returned.
+    """
+    counted_by = {one.rank.rank: one.work for one in records if one.work is not None}
+    if not counted_by:
+        return CountedWork()
+    rows = [
+        StepWorkRow(rank.trace.rank, one.step, one.tokens, one.samples, one.flops)
+        for rank in split.ranks
+        for one in _number_as_split(rank, counted_by.get(rank.trace.rank))
+    ]
+    counted = full if full.any() else np.ones_like(full)
+    numbers = np.array([rank.trace.rank for rank in split.ranks])
+    of_row, unit, lacking = np.zeros(0), _UNITS[0], {}
+    for unit in _UNITS:
+        amount = {(row.rank, row.step): getattr(row, unit) for row in rows}
+        found = [amount.get((rank.trace.rank, s.step)) for rank in split.ranks for s in rank.steps]
+        of_row = np.array([np.nan if one is None else float(one) for one in found])
+        unknown = np.isnan(of_row) & counted
+        if not unknown.any():
+            break
+        if not np.isnan(of_row[counted]).all():
+            lacking[unit] = np.unique(numbers[of_rank[unknown]]).tolist()
+    else:
+        parts = [
+            f"{WORK_NOUNS[unit]} are unknown in steps of ranks {units.format_number_list(ranks)}"
+            for unit, ranks in lacking.items()
+        ]
+        text = f"times are not compared by work: {'; '.join(parts) or 'no full step has any'}"
+        return CountedWork(tuple(rows), None, (Note("work_unknown", text),))
+    if not of_row[counted].any():
+        text = f"times are not compared by work: all {WORK_NOUNS[unit]} are 0"
+        return CountedWork(tuple(rows), None, (Note("work_unknown", text),))
+    origin = ", ".join(sorted({work.origin for work in counted_by.values()}))
+    return CountedWork(tuple(rows), _fit_law(split, of_rank, counted, of_row, unit, origin))
+
+
+def _number_as_split(rank: RankSplit, work: RecordedWork | None) -> Iterator[StepWork]:
+    """The work of the rank's steps with the numbers that they have in the split: those of the first
+    rank, and of steps of several marks that of the last one, with the work of all of them."""
+    if work is None:
+        return
+    by_mark = {one.step + rank.windows.shift: one for one in work.steps}
+    before = None
+    for window in rank.windows.windows:
+        first = window.step if before is None else before + 1
+        before = window.step
+        parts = [by_mark.get(number) for number in range(first, window.step + 1)]
+        known = [one for one in parts if one is not None]
+        if len(known) == len(parts):
+            sums = [
+                None if None in counts else sum(filter(None, counts))
+                for counts in zip(
+                    *((one.tokens, one.samples, one.flops) for one in known), strict=True
+                )
+            ]
+            yield StepWork(window.step, *sums)
+
+
+def _fit_law(
+    split: RunSplit, of_rank: Int64, counted: Bool, work: Float, unit: WorkUnit, origin: str
+) -> WorkLaw:
+    """The law that the counted rows follow, and the ranks that exceed it."""
+    splits = [step.split for rank in split.ranks for step in rank.steps]
+    compute = np.array([one.compute_ns for one in splits], dtype=np.float64)
+    step_ns = np.array([one.step_ns for one in splits], dtype=np.float64)
+    numbers = np.array([step.step for rank in split.ranks for step in rank.steps])
+    stages = np.array([split.layout.find_stage(rank.trace.rank) for rank in split.ranks])
+    stage = stages[of_rank]
+    known = ~np.isnan(work)
+    # The ranks that could share the work of a row: those of its stage in its step.
+    label = group_ids(stage, numbers)
+    count = np.maximum(np.bincount(label, known), 1)
+    mean = (np.bincount(label, np.where(known, work, 0)) / count)[label]
+    most = np.zeros(len(count))
+    np.maximum.at(most, label, np.where(known, work, 0))
+    ratio = most[label] / np.where(mean > 0, mean, 1)
+    uneven = known & (ratio > _LEAST_UNEVEN)
+    first = np.unique(label[counted], return_index=True)[1]
+    power, error = _estimate_power(of_rank, counted & known, work, compute)
+    low, high = (
+        float(np.clip(power + sign * _POWER_SIGMAS * error, 0, _MAX_POWER)) for sign in (-1, 1)
+    )
+    has_uneven, is_known = bool((uneven & counted).any()), error <= _KNOWN_POWER
+    fits = counted & known & (work > 0) & (compute > 0)
+    factor = np.ones(len(work))
+    for one in np.unique(stage[uneven]).tolist():
+        mine, own = uneven & (stage == one), fits & (stage == one)
+        if not own.any():
+            continue
+        if is_known:
+            law = _fit_curve(
+                of_rank[own], work[own], compute[own], float(np.clip(power, low, high))
+            )
+        else:
+            # Of ranks whose work does not vary: the law that makes them differ least.
+            law = _Curve.of_power(_compare_ranks(of_rank[own], work[own], compute[own], low, high))
+        # By ratios, which keep what else makes a row longer; a row without work gets the usual
+        # time.
+        at_own, at_mean = law.compute(work[mine]), law.compute(mean[mine])
+        usual = float(np.median(compute[own] / law.compute(work[own])))
+        spent = np.where(work[mine] > 0, at_own, compute[mine] / usual)
+        factor[mine] = np.divide(at_mean, spent, out=np.ones(len(spent)), where=spent > 0)
+    summary = WorkSummary(
+        unit=unit,
+        origin=origin,
+        mean=float(work[counted].mean()),
+        most_ratio=float(ratio[counted][first].mean()) if has_uneven else 1.0,
+        ns_per_unit=float(step_ns[counted].mean() / work[counted].mean()),
+        power=float(np.clip(power, low, high)) if has_uneven and is_known else None,
+        power_low=low,
+        power_high=high,
+    )
+    slow: dict[int, float] = {}
+    for one in np.unique(stage[uneven & counted]).tolist():
+        members = fits & (stage == one)
+        slow |= _find_slow(of_rank, members, work, compute, (low, high))
+    extra = {index for index in slow if _has_other_work(split, of_rank, counted, work, index)}
+    slow = {index: ratio for index, ratio in slow.items() if index not in extra}
+    return WorkLaw(summary, work, factor, uneven, slow)
+
+
+def _estimate_power(of_rank: Int64, rows: Bool, work: Float, compute: Float) -> tuple[float, float]:
+    """(the power, its standard error) by which compute grows as the work, within ranks; an infinite
+    error where the work of no rank varies, or too few steps are known."""
+    rows = rows & (work > 0) & (compute > 0)
+    power, error = 1.0, float("inf")
+    # Twice: the second time without steps that something else made long.
+    for _ in range(2):
+        own = np.unique(of_rank[rows], return_inverse=True)[1]
+        ranks = int(own.max(initial=-1)) + 1
+        freedom = int(rows.sum()) - ranks - 1
+        if freedom < 2:
+            break
+        x, y = np.log(work[rows]), np.log(compute[rows])
+        count = np.bincount(own)
+        x -= (np.bincount(own, x) / count)[own]
+        y -= (np.bincount(own, y) / count)[own]
+        squares = float(x @ x)
+        if squares < freedom * log(_LEAST_UNEVEN) ** 2:
+            break
+        power = float(x @ y) / squares
+        rest = y - power * x
+        error = float(np.sqrt(rest @ rest / freedom / squares))
+        sigma = SIGMA_OF_MAD * float(np.median(np.abs(rest)))
+        keep = np.abs(rest) <= max(_MIN_SIGMAS * sigma, _LEAST_APART)
+        if keep.all():
+            break
+        rows = rows.copy()
+        rows[np.flatnonzero(rows)[~keep]] = False
+    return power, error
+
+
+class _Curve(Struct, frozen=True):
+    """Compute by work, up to a factor: a sum of powers of the work, each with its share."""
+
+    scale: float
+    shares: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of_power(cls, power: float) -> _Curve:
+        """The compute that grows as this power."""
+        return cls(1.0, ((power, 1.0),))
+
+    def compute(self, work: Float) -> Float:
+        """The compute of this work."""
+        total = np.zeros(len(work))
+        for power, share in self.shares:
+            total += share * (work / self.scale) ** power
+        return total
+
+
+_TERMS = ((0.0,), (1.0,), (2.0,), (0.0, 1.0), (0.0, 2.0), (1.0, 2.0), (0.0, 1.0, 2.0))
+"""What each step does alike, what is proportional to its work, and attention."""
+
+
+def _fit_curve(of_rank: Int64, work: Float, compute: Float, power: float) -> _Curve:
+    """The curve of a constant, a proportional and a square part, none negative, that fits the rows
+    best, each rank up to a factor of its own."""
+    scale = float(work.mean())
+    # The level of each rank by the power alone, so that a slow one does not bend the curve.
+    level = np.log(compute) - power * np.log(work / scale)
+    for one in np.unique(of_rank).tolist():
+        level[of_rank == one] = np.median(level[of_rank == one])
+    relative = compute / np.exp(level)
+    best, least = _Curve.of_power(power), np.inf
+    for terms in _TERMS:
+        columns = np.stack([(work / scale) ** term for term in terms], axis=1)
+        columns /= relative[:, np.newaxis]
+        shares = np.linalg.lstsq(columns, np.ones(len(work)), rcond=None)[0]
+        error = float(((columns @ shares - 1) ** 2).sum())
+        # A term more must explain something, as it always fits a little better.
+        if (shares > 0).all() and error < 0.98 * least:
+            best = _Curve(scale, tuple(zip(terms, shares.tolist(), strict=True)))
+            least = error
+    return best
+
+
+def _compare_ranks(of_rank: Int64, work: Float, compute: Float, low: float, high: float) -> float:
+    """The power between low and high by which the mean ranks differ least."""
+    own = np.unique(of_rank, return_inverse=True)[1]
+    count = np.bincount(own)
+    x, y = (np.bincount(own, np.log(one)) / count for one in (work, compute))
+    x, y = x - x.mean(), y - y.mean()
+    squares = float(x @ x)
+    return float(np.clip(x @ y / squares if squares > 0 else 1.0, low, high))
+
+
+def _find_slow(
+    of_rank: Int64,
+    rows: Bool,
+    work: Float,
+    compute: Float,
+    powers: tuple[float, float],
+) -> dict[int, float]:
+    """The ranks of a stage that take longer than its others by any possible law, and so many times
+    as long by the one that explains most."""
+    ranks = np.unique(of_rank[rows]).tolist()
+    x = [np.log(work[rows & (of_rank == one)]) for one in ranks]
+    y = [np.log(compute[rows & (of_rank == one)]) for one in ranks]
+    if len(ranks) < 2 or min(map(len, x)) < _MIN_STEPS:
+        return {}
+    # What the ranks' own steps say of the law holds as far as their work varies; beyond, and for a
+    # rank with always more work than the others, all laws are possible.
+    middle = np.array([float(np.mean(one)) for one in x])
+    reach = max(float(np.abs(one - np.mean(one)).max()) for one in x)
+    apart = np.full(len(ranks), np.inf)
+    for power in np.linspace(*powers, 9).tolist():
+        level = np.array([np.median(b - power * a) for a, b in zip(x, y, strict=True)])
+        usual = int(np.argsort(level, kind="stable")[(len(ranks) - 1) // 2])
+        more = middle - middle[usual]
+        beyond = np.maximum(np.abs(more) - reach, 0)
+        allowed = beyond * np.where(more > 0, _MAX_POWER - power, power)
+        apart = np.minimum(apart, level - level[usual] - allowed)
+    used = sum(powers) / 2
+    rest = [b - used * a for a, b in zip(x, y, strict=True)]
+    level = np.array([np.median(one) for one in rest])
+    own = np.array([SIGMA_OF_MAD * np.median(np.abs(one - np.median(one))) for one in rest])
+    pooled = np.concatenate([one - np.median(one) for one in rest])
+    sigma = np.maximum(own, SIGMA_OF_MAD * float(np.median(np.abs(pooled))))
+    steps = np.array([len(one) for one in rest])
+    # The level of the rank that it is compared with is as uncertain as its own.
+    error = np.sqrt(2) * _SIGMA_OF_MEDIAN * sigma / np.sqrt(steps)
+    sorted_level = np.sort(level)
+    away = np.sort(np.abs(level - sorted_level[(len(ranks) - 1) // 2]))
+    spread = SIGMA_OF_MAD * float(away[(len(ranks) - 1) // 2])
+    sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / len(ranks)))
+    sigmas *= 1 + 1 / max(int(steps.sum()) - len(ranks), 1)
+    least = np.maximum(_LEAST_APART, sigmas * np.hypot(error, spread))
+    return {ranks[at]: exp(float(apart[at])) for at in np.flatnonzero(apart >= least).tolist()}
+
+
+_SIGMA_OF_MEDIAN = 1.2533
+"""For normal noise: sqrt(n) * (sigma of the median of n values) / sigma."""
+
+
+def _has_other_work(
+    split: RunSplit, of_rank: Int64, counted: Bool, work: Float, index: int
+) -> bool:
+    """Whether the rank runs more kernels than the others, also for its work: an evaluation, or
+    layers that only it has, are in no count."""
+    kernels, done = np.zeros(len(split.ranks)), np.zeros(len(split.ranks))
+    for other, rank in enumerate(split.ranks):
+        mine = counted & (of_rank == other)
+        numbers = np.array(rank.numbers)[mine[of_rank == other]]
+        kernels[other] = np.isin(rank.kernels.compute.step, numbers).sum() / max(len(numbers), 1)
+        done[other] = work[mine].mean() if mine.any() else 0.0
+    others = np.arange(len(split.ranks)) != index
+    per_work = kernels / np.maximum(done, 1e-9)
+    more = (one[index] / max(float(np.median(one[others])), 1e-9) for one in (kernels, per_work))
+    return bool(min(more) > _MAX_MORE_KERNELS)

@@ -498,10 +498,6 @@ class Metric:
 METRICS = (
     Metric("step", "median step", "ns"),
     Metric("mean_step", "mean of all complete steps, of every kind", "ns"),
-    Metric("step_per_token", "step per token of the mean rank, where counted", "ns", is_short=True),
-    Metric(
-        "step_per_sample", "step per sample of the mean rank, where counted", "ns", is_short=True
-    ),
     Metric("exposed_comm", "exposed communication", "share", by_axis=True),
     Metric("compute", "compute", "share"),
     Metric("collective", "exposed collective transfers", "share", by_axis=True),
@@ -518,6 +514,10 @@ METRICS = (
     Metric("peak_memory", "peak memory of the fullest rank", "bytes"),
     Metric("calls", "collectives and messages per step", "count", exact=True, by_axis=True),
     Metric("bytes", "message bytes per step", "bytes", exact=True, by_axis=True),
+    Metric("step_per_token", "step per token of the mean rank, where counted", "ns", is_short=True),
+    Metric(
+        "step_per_sample", "step per sample of the mean rank, where counted", "ns", is_short=True
+    ),
     Metric(PART, "a part of the model in the mean step", "ns", by_axis=True),
 )
 

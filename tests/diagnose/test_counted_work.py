@@ -310,17 +310,19 @@ def test_a_check_of_the_time_per_token_passes_where_longer_batches_take_longer(
 ) -> None:
     """Half as many tokens again take half as long again: step is over its budget, and
     step_per_token is not."""
-    for name, tokens in (("a", 2000), ("b", 3000)):
-        (tmp_path / name).mkdir()
-        record_job(
-            tmp_path / name,
-            lambda rank, step, tokens=tokens: [("gemm", tokens / 2)] * 4,
-            lambda rank, step, tokens=tokens: StepWork(step, tokens=tokens, samples=10),
-        )
+    sides: dict[int, list[Path]] = {2000: [], 3000: []}
+    for tokens, runs in sides.items():
+        for number in range(3):
+            folder = tmp_path / f"{tokens} {number}"
+            folder.mkdir()
+            runs.append(folder)
+            record_job(
+                folder,
+                lambda rank, step, us=tokens / 2 + number: [("gemm", us)] * 4,
+                lambda rank, step, tokens=tokens: StepWork(step, tokens=tokens, samples=10),
+            )
     result = check_runs(
-        [tmp_path / "b"] * 3,
-        [tmp_path / "a"] * 3,
-        ["step:3%", "step_per_token:3%", "step_per_sample:3%"],
+        sides[3000], sides[2000], ["step:3%", "step_per_token:3%", "step_per_sample:3%"]
     )
     assert {one.metric: one.answer for one in result.gated} == {
         "step": "regressed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -74,7 +75,9 @@ def find_bottlenecks(
             f"bottlenecks not analyzed: {calls:,} calls are too many to replay; record fewer steps"
         )
         return Bottlenecks((), (Note("not_replayed", text),))
-    context = CauseContext.build(split, graph, slow_kernels, origin_ns, records, law)
+    context = CauseContext.build(split, graph, slow_kernels, origin_ns, records)
+    if law is not None and law.uneven.any():
+        context = dataclasses.replace(context, law=law)
     if context.mean_ns <= 0:
         return Bottlenecks(())
     found = [remedy for cause in CAUSES for remedy in cause.list_remedies(context)]

@@ -12,17 +12,19 @@ from stepsplit.analyzer.diagnose.causes.expert_load import (
     compare_sent_tokens,
     measure_expert_loads,
 )
+from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
 from stepsplit.analyzer.diagnose.slow_devices import find_slow_devices
 from stepsplit.analyzer.trace import Float
 
 
-def measure_peer_speed(context: ReplayContext) -> Float:
+def measure_peer_speed(context: ReplayContext, law: WorkLaw | None = None) -> Float:
     """For each row of the steps, its compute time at the speed of its peers over the measured one.
 
     A slow device is known by all its kernels (slow_devices.py), else by some (slow_kernels.py): a
     slowdown of some that all ranks of a stage share counts as work of the stage. Kernels of a rank
-    whose experts receive more tokens are larger, though their grids may be equal.
+    whose experts receive more tokens are larger, though their grids may be equal. law is of the
+    counted work, where ranks have different work.
     """
     of_row = context.graph.steps.rank
     tokens = {
@@ -56,8 +58,8 @@ def measure_peer_speed(context: ReplayContext) -> Float:
         if int(context.ranks[index]) not in tokens:
             ratio[of_row == index] = pace
     # Where ranks have different work, only what exceeds it is the device's.
-    if context.law is not None:
+    if law is not None:
         for index in range(len(context.ranks)):
-            if context.law.explains(index, of_row):
-                ratio[of_row == index] = 1 / context.law.slow.get(index, 1.0)
+            if law.explains(index, of_row):
+                ratio[of_row == index] = 1 / law.slow.get(index, 1.0)
     return ratio

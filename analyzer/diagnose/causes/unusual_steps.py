@@ -88,16 +88,21 @@ class UnusualSteps(Struct, frozen=True):
         return replace(graph, has_lasting_leads=False)
 
 
-def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
+def find_unusual_steps(
+    context: ReplayContext, work_factor: Float | None = None
+) -> tuple[UnusualSteps, ...]:
     """Find the ranks that compute longer in fewer than half of their steps.
 
     On a CPU only if they run more ops in them: of equal ones other processes are a reason as well.
+    work_factor has the compute of each row at equal work over its own, where ranks counted
+    different work.
     """
     rows = np.flatnonzero(context.counted)
     place = np.unique(context.graph.steps.step[rows], return_inverse=True)[1]
     count = int(place.max(initial=-1)) + 1
     compute = np.full((len(context.ranks), count), np.nan)
-    measured = context.select_bucket_ns("compute") * context.work_factor
+    factor = np.ones(len(context.split_ns)) if work_factor is None else work_factor
+    measured = context.select_bucket_ns("compute") * factor
     compute[context.graph.steps.rank[rows], place] = measured[rows]
     compute = np.where(compute > 0, compute, np.nan)
     is_known = np.isfinite(compute)
@@ -113,7 +118,7 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
     apart = np.sort(np.abs(beyond[np.isfinite(beyond)]))[count:]
     sigma = SIGMA_OF_MAD * float(np.median(apart)) if len(apart) else 0.0
     sigma *= 1 + _FEW / max(len(apart), 1)
-    least = _SLOW_STEP_RATIO if context.law is None else _UNEVEN_STEP_RATIO
+    least = _SLOW_STEP_RATIO if work_factor is None else _UNEVEN_STEP_RATIO
     slow = beyond > max(least, _SLOW_STEP_SIGMAS * sigma)
     numbers = np.unique(context.graph.steps.step[rows])
     # What a rank runs more needs no spread between steps to be seen.
@@ -130,7 +135,7 @@ def find_unusual_steps(context: ReplayContext) -> tuple[UnusualSteps, ...]:
         if 2 * int(slow[index].sum()) >= count:
             continue
         segments = segments or WorkSegments.measure(context.graph, "compute")
-        one = _describe(context, index, rows, place, beyond[index], slow[index], segments)
+        one = _describe(context, index, rows, place, beyond[index], slow[index], segments, factor)
         if context.split.ranks[index].trace.on_device or not one.equal_work:
             found.append(one)
     return tuple(found)
@@ -144,6 +149,7 @@ def _describe(
     beyond: Float,
     slow: Bool,
     segments: WorkSegments,
+    factor: Float,
 ) -> UnusualSteps:
     own = context.graph.steps.rank[rows] == index
     mine, others = rows[own & slow[place]], rows[own & ~slow[place]]
@@ -156,8 +162,8 @@ def _describe(
     for row in mine.tolist():
         alike = others[segments.calls[others] == segments.calls[row]]
         if len(alike):
-            usual = segments.spent_ns[alike] * context.work_factor[alike, np.newaxis]
-            target_ns[row] = np.median(usual, axis=0) / context.work_factor[row]
+            usual = segments.spent_ns[alike] * factor[alike, np.newaxis]
+            target_ns[row] = np.median(usual, axis=0) / factor[row]
     rank = context.split.ranks[index]
     kinds, kind, compute = rank.kernels.work, rank.kernels.work_id, rank.kernels.compute
     step = context.graph.steps.step

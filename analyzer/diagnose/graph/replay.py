@@ -13,7 +13,6 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, Levels
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
@@ -215,8 +214,7 @@ class ReplayContext:
 
     ranks holds the rank numbers; stage (shape (rows,)) and split_ns (shape (rows, BUCKETS)) are the
     pp coordinate and the buckets of each row. origin_ns is the report's t0; records are the state
-    of each rank's device during the recording, law what the counted work explains, None where no
-    work is known or all ranks have the same.
+    of each rank's device during the recording.
     """
 
     split: RunSplit
@@ -228,7 +226,6 @@ class ReplayContext:
     slow_kernels: tuple[SlowKernel, ...]
     origin_ns: int
     records: tuple[RankRecord, ...] = ()
-    law: WorkLaw | None = None
 
     @classmethod
     def build(
@@ -238,7 +235,6 @@ class ReplayContext:
         slow_kernels: Sequence[SlowKernel],
         origin_ns: int = 0,
         records: Sequence[RankRecord] = (),
-        law: WorkLaw | None = None,
     ) -> Self:
         """Build the context of a recording with at least one step."""
         splits = [step.split.buckets_ns for rank in split.ranks for step in rank.steps]
@@ -254,19 +250,12 @@ class ReplayContext:
             slow_kernels=tuple(slow_kernels),
             origin_ns=origin_ns,
             records=tuple(records),
-            law=law if law is not None and law.uneven.any() else None,
         )
 
     @property
     def mean_ns(self) -> float:
         """The mean step of the replayed graph."""
         return self.replayed.mean_ns
-
-    @property
-    def work_factor(self) -> Float:
-        """For each row its compute at the mean work of its stage over that at its own, by the
-        counted work; 1 where that is not known."""
-        return np.ones(len(self.split_ns)) if self.law is None else self.law.factor
 
     @property
     def counted(self) -> Bool:

@@ -19,6 +19,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.prediction import SCHEMA as PREDICTION, ComputePart, UnstatedKey
 from stepsplit.analyzer.regression.checks import SCHEMA as CHECK, CheckResult
 from stepsplit.analyzer.regression.compare import SCHEMA as COMPARISON, ComparisonFile
+from stepsplit.analyzer.report.ledger import SCHEMA as LEDGER, Ledger
 from stepsplit.analyzer.report.meanings import read_meanings
 from stepsplit.analyzer.report.report import (
     SCHEMA as REPORT,
@@ -98,6 +99,9 @@ class SchemaEntry:
 SCHEMAS = {
     "report": SchemaEntry(Report, REPORT, "stepsplit analyze --json, --out (report.json)"),
     "prediction": SchemaEntry(PredictionFile, PREDICTION, "stepsplit model --json"),
+    "ledger": SchemaEntry(
+        Ledger, LEDGER, "stepsplit analyze FOLDER_OF_A_WATCH --json, --out (ledger.json)"
+    ),
     "hang": SchemaEntry(Hang, HANG, "stepsplit hang --json, analyze --out (hang.json)"),
     "check": SchemaEntry(CheckResult, CHECK, "stepsplit check --json"),
     "comparison": SchemaEntry(ComparisonFile, COMPARISON, "stepsplit compare --json"),

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError, UsageError, read_toml
 from stepsplit.analyzer.regression.metrics import (
+    GOODPUT,
     METRICS,
     PART,
     Metric,
@@ -63,6 +64,7 @@ def _read_budgets(path: Path) -> Iterator[Budget]:
 # 2pt       percentage points of the step (shares only)
 # 3ms 1GiB  absolute amount (times; bytes; GB/s; a plain number for counts)
 # 5%,1pt    the larger of both
+# 95%       of goodput: as >=95%
 # <=10%     absolute limit, independent of the baseline (>= for metrics where less is worse)
 # model+20% limit relative to the prediction of the model (model-20% if less is worse)
 # exact     no change allowed, compared without statistics (counts and bytes only)
@@ -122,6 +124,9 @@ def build_budget(name: str, limit: str) -> Budget:
         if not metric.exact:
             raise UsageError(f"{name} is a measured metric and cannot be exact; write 5%")
         return Budget(name, text, "baseline")
+    if name == GOODPUT and text.endswith("%") and text[:1].isdigit() and "," not in text:
+        # A goodput is asked for by itself: of two jobs with other faults none is the baseline.
+        text = f">={text}"
     bound, model = {1: "<=", -1: ">="}[metric.worse], {1: "model+", -1: "model-"}[metric.worse]
     if text.startswith(bound):
         return Budget(name, text, "limit", amount=_parse_amount(metric, text[2:], name))

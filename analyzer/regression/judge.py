@@ -30,6 +30,8 @@ from stepsplit.analyzer.regression.kinds import (
 from stepsplit.analyzer.regression.mesh_alignment import align_meshes
 from stepsplit.analyzer.regression.metrics import (
     FEW_STEPS,
+    GOODPUT,
+    GOODPUT_BOUND,
     INCOMPLETE,
     METRICS,
     MIXED_STEPS,
@@ -91,7 +93,7 @@ def check_candidate(
     if mesh_difference is not None and mesh_difference not in warnings:
         inferred = "inferred from the calls; groups are compared by their ranks"
         warnings = (f"{mesh_difference}, {inferred}", *warnings)
-    has_noise = not all(budget.meaning.exact for budget in budgets)
+    has_noise = not all(one.meaning.exact or one.metric == GOODPUT for one in budgets)
     return CheckResult(
         answer=next((one for one in _WORST_FIRST if one in answers), "pass"),
         baseline=_build_side(baseline) if baseline else None,
@@ -152,6 +154,16 @@ def _check_budgets(
             reasons = doubts.mixed or reasons
             if budget.metric == "mean_step" and unequal_mix is not None:
                 reasons = [unequal_mix]
+        if budget.metric == GOODPUT and budget.against == "limit":
+            # A ledger has all of a job, which is no sample of anything.
+            is_within = checked.candidate is not None and checked.candidate >= budget.amount
+            checked = replace(checked, answer="pass" if is_within else "regressed", note="")
+        if budget.metric == GOODPUT and checked.answer == "pass":
+            reasons = [
+                _describe_doubt(run, {GOODPUT_BOUND})
+                for run in candidate
+                if _find_doubts(run, {GOODPUT_BOUND})
+            ]
         if reasons:
             checked = replace(checked, answer="inconclusive", note=reasons[0])
         gated.append(checked)

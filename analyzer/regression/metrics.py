@@ -202,6 +202,11 @@ INCOMPLETE = frozenset({
 })  # fmt: skip
 """Codes of warnings that calls, their groups or their sizes are missing."""
 
+GOODPUT = "goodput"
+
+GOODPUT_BOUND = "goodput_bound"
+"""Code of the doubt that a goodput is the most that it can be."""
+
 MIXED_STEPS = "steps_mixed"
 """Code of the warning that steps do unequal work and none of the kinds is usual."""
 
@@ -512,6 +517,7 @@ METRICS = (
     Metric("mfu", "model FLOPs utilization", "share", worse=-1),
     Metric("hfu", "hardware FLOPs utilization", "share", worse=-1),
     Metric("peak_memory", "peak memory of the fullest rank", "bytes"),
+    Metric(GOODPUT, "wall clock of a watched job in steps that count", "share", worse=-1),
     Metric("calls", "collectives and messages per step", "count", exact=True, by_axis=True),
     Metric("bytes", "message bytes per step", "bytes", exact=True, by_axis=True),
     Metric("step_per_token", "step per token of the mean rank, where counted", "ns", is_short=True),

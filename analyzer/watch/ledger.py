@@ -14,13 +14,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import msgspec
-from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.report.io import Document
+from stepsplit.analyzer.report.ledger import ROW_KINDS, IncarnationLedger, Ledger, LedgerRow
 from stepsplit.collectors.formats.watch_notes import (
     LONG_STEP,
     Beat,
@@ -37,17 +35,6 @@ from stepsplit.collectors.formats.watch_notes import (
     read_launches,
 )
 
-SCHEMA = "stepsplit.ledger/1"
-
-LEDGER_NAME = "ledger.json"
-
-ROW_KINDS = (
-    "train", "redone", "evaluation", "checkpoint", "compile", "launcher", "imports",
-    "process_group", "load", "startup", "quorum", "heal", "commit", "stall", "restart_gap",
-    "shutdown", "other", "unknown",
-)  # fmt: skip
-"""In the order in which they are shown; docs/ledger.md defines each."""
-
 _MARKED = (
     "compile", "checkpoint", "load", "evaluation", "process_group", "quorum", "heal", "commit",
     "other",
@@ -59,98 +46,6 @@ LEAST_STALL_NS = 100_000_000
 
 _MOST_SKIPPED = 64
 """Steps between two windows, such as those of a sample; if more are missing, notes are lost."""
-
-
-class LedgerRow(Struct, frozen=True):
-    """What some of the wall clock went to.
-
-    Attributes:
-        kind: "train": steps that count; "redone": steps that an earlier start had done already;
-            "evaluation", "checkpoint", "compile" (of torch.compile), "launcher" (from the command
-            to the process), "imports" (to the import of torch's optimizers), "process_group"
-            (init_process_group), "load" (torch.load and DCP before the first step), "startup" (the
-            rest, until the first step has ended), "quorum", "heal", "commit" (marked by the
-            script), "stall" (long steps beyond the usual ones), "restart_gap" (from the last word
-            of a start to the begin of the next one), "shutdown" (from the last step to the end),
-            "other" (marked so), "unknown" (no note accounts for it).
-        ns: In the mean of the ranks.
-        count: Steps, spans, stalls or starts, on the lowest rank.
-        gpu_hours: Over all ranks with notes.
-    """
-
-    kind: str
-    ns: int
-    count: int
-    gpu_hours: float
-
-
-class IncarnationLedger(Struct, frozen=True, kw_only=True):
-    """One start of the job, from the end of the one before.
-
-    Attributes:
-        incarnation: Its number, from 0.
-        begin_unix_ns: When its wall clock begins, as text: the end of the start before.
-        wall_ns: Its wall clock, with the gap before it.
-        ranks: The ranks with notes.
-        world_size: All ranks of the job.
-        first_step: The number of its first step.
-        last_step: The number of its last step that is known to have ended; None without one.
-        ending: "ended" by its own word, or "lost": killed, or it still runs.
-        rows: They add up to wall_ns.
-    """
-
-    incarnation: int
-    begin_unix_ns: str
-    wall_ns: int
-    ranks: tuple[int, ...]
-    world_size: int
-    first_step: int
-    last_step: int | None
-    ending: Literal["ended", "lost"]
-    rows: tuple[LedgerRow, ...]
-
-
-class Ledger(Struct, frozen=True, kw_only=True):
-    """Where the wall clock of a watched job went.
-
-    Attributes:
-        schema: "stepsplit.ledger/1".
-        run: The name of the watch's folder.
-        wall_ns: From the begin of the first command to the end of the last one, or the last word.
-        goodput: The part of it in steps that count, 0..1.
-        is_goodput_bound: Whether it is the most that it can be, since it is not known which steps
-            were done again.
-        rows: The sum of those of the starts; they add up to wall_ns.
-        incarnations: The starts, in order.
-        lacks: What is not known, one sentence each.
-    """
-
-    schema: str = SCHEMA
-    run: str
-    wall_ns: int
-    goodput: float
-    is_goodput_bound: bool
-    rows: tuple[LedgerRow, ...]
-    incarnations: tuple[IncarnationLedger, ...]
-    lacks: tuple[str, ...] = ()
-
-    @property
-    def gpu_hours(self) -> float:
-        """Those of all rows."""
-        return sum(row.gpu_hours for row in self.rows)
-
-
-_DOCUMENT = Document(Ledger, SCHEMA, "a stepsplit ledger", "analyze the folder of the watch again")
-
-
-def ledger_to_json(ledger: Ledger) -> bytes:
-    """The ledger as JSON text."""
-    return msgspec.json.format(msgspec.json.encode(ledger), indent=1) + b"\n"
-
-
-def ledger_from_json(text: bytes, source: object = "the ledger") -> Ledger:
-    """Decodes a ledger. Raises DataError if the text does not have this schema."""
-    return _DOCUMENT.decode(text, source)
 
 
 # From the folder of a watch.
@@ -304,6 +199,7 @@ def build_ledger(
         wall_ns=wall_ns,
         goodput=train_ns / wall_ns if wall_ns else 0.0,
         is_goodput_bound=is_bound,
+        hosts=len({life.started.host for life in _list_lives(by_start)}),
         rows=rows,
         incarnations=tuple(incarnations),
         lacks=tuple(missing),
@@ -521,7 +417,7 @@ class _RankTime:
         if beat is not None and last is not None and number is not None and last >= number:
             self.take_steps(beat.step_unix_ns, number, last, usual_ns)
         if ended is not None or is_ended:
-            # Steps after the last window of which no beat is known are not told from the end.
+            # Steps after the last window of which no beat is known cannot be separated from the end.
             is_known = beat is not None or last is None or number is None or last < number
             kind: str = "shutdown" if is_known else "unknown"
             self.take(self._end if is_ended else life.last_unix_ns, kind)
@@ -625,12 +521,16 @@ def _sum_rows(rows: Sequence[LedgerRow]) -> tuple[LedgerRow, ...]:
     )
 
 
+def _list_lives(by_start: Mapping[int, Mapping[int, Sequence[_Life]]]) -> list[_Life]:
+    return [life for own in by_start.values() for each in own.values() for life in each]
+
+
 def _describe_lacks(
     by_start: Mapping[int, Mapping[int, Sequence[_Life]]],
     incarnations: Sequence[IncarnationLedger],
 ) -> Iterator[str]:
     """What is not known of the job, for the line under the first of the screen."""
-    lives = [life for own in by_start.values() for each in own.values() for life in each]
+    lives = _list_lives(by_start)
     first, last = incarnations[0], incarnations[-1]
     if not any(life.started.process_unix_ns for life in lives):
         yield "what was before the watch of a rank is not noted, so that the wall clock lacks it"

@@ -133,7 +133,8 @@ def analyze_command(
 
 def _show_ledger(place: str, json_file: str | None, out: Path | None) -> None:
     """Prints where the wall clock of a watched job went, or writes ledger.json."""
-    from stepsplit.analyzer.watch.ledger import LEDGER_NAME, ledger_to_json, read_ledger
+    from stepsplit.analyzer.report.ledger import LEDGER_NAME, ledger_to_json
+    from stepsplit.analyzer.watch.ledger import read_ledger
     from stepsplit.collectors.formats.watch_notes import SAMPLES
     from stepsplit.dashboard.reporters.ledger import build_ledger_screen
 

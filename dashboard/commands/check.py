@@ -319,6 +319,8 @@ def load_runs(
     """
     from stepsplit.analyzer.analysis import read_run_metrics
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
+    from stepsplit.analyzer.watch.goodput import build_goodput_metrics
+    from stepsplit.analyzer.watch.ledger import is_watch, read_ledger
     from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     runs: list[SideRun] = []
@@ -327,6 +329,9 @@ def load_runs(
             if rules != BUILT_IN:
                 raise UsageError(f"{place}: already analyzed; with --rules give recordings")
             runs += _load_stored_runs(open_store, place)
+            continue
+        if is_watch(place):
+            runs.append(SideRun(build_goodput_metrics(read_ledger(place))))
             continue
         with show_reading_bar() as progress:
             metrics = read_run_metrics(place, count_cores(), progress, job, rules)

@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.watch.ledger import IncarnationLedger, Ledger, LedgerRow
-from stepsplit.analyzer.watch.ledger_words import ROW_WORDS, format_goodput, format_wall
+from stepsplit.analyzer.report.ledger import IncarnationLedger, Ledger, LedgerRow
+from stepsplit.analyzer.report.ledger_words import ROW_WORDS, format_goodput, format_wall
 from stepsplit.dashboard.reporters.console import Text
 
 _MOST_STARTS = 8

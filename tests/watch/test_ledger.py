@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.watch.ledger import (
-    Ledger,
-    build_ledger,
-    ledger_from_json,
-    ledger_to_json,
-    read_ledger,
-)
+from stepsplit.analyzer.regression.checks import parse_budgets
+from stepsplit.analyzer.regression.judge import check_candidate
+from stepsplit.analyzer.report.ledger import Ledger, ledger_from_json, ledger_to_json
+from stepsplit.analyzer.watch.goodput import build_goodput_metrics
+from stepsplit.analyzer.watch.ledger import build_ledger, read_ledger
 from stepsplit.collectors.formats.watch_notes import (
     Beat,
     BeatFile,
@@ -186,6 +184,24 @@ def _invent_job(
             end = generator.choice([None, T0 + int((at + 2) * S)])
             launches.append(Launch("h", number, number, T0 + int(launch * S), end, 1))
     return notes, beats, launches
+
+
+def test_a_goodput_is_checked_without_a_baseline_and_without_statistics() -> None:
+    notes: list[Note] = [_start(0, 0.0), _window(4, 5.3, 9.3), RankEnded(0, 24, T0 + 10 * S)]
+    ledger = build_ledger("w", {0: notes})
+    assert ledger.goodput == pytest.approx(0.43)
+    run = build_goodput_metrics(ledger)
+    answers = {
+        rule: check_candidate([run], [], parse_budgets([rule])).answer
+        for rule in ("goodput:40%", "goodput:>=40%", "goodput:95%")
+    }
+    assert answers == {
+        "goodput:40%": "pass", "goodput:>=40%": "pass", "goodput:95%": "regressed"
+    }  # fmt: skip
+    again: list[Note] = [_start(0, 0.0, None), _window(4, 5.3, 9.3), _start(1, 9.3, None)]
+    bound = build_goodput_metrics(build_ledger("w", {0: again}))
+    result = check_candidate([bound], [], parse_budgets(["goodput:1%"]))
+    assert result.answer == "inconclusive" and "at most" in result.gated[0].note
 
 
 # Folders.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.watch.ledger import ROW_KINDS, Ledger
+from stepsplit.analyzer.report.ledger import ROW_KINDS, Ledger
 
 
 @dataclass(frozen=True, slots=True)

@@ -417,7 +417,7 @@ class _RankTime:
         if beat is not None and last is not None and number is not None and last >= number:
             self.take_steps(beat.step_unix_ns, number, last, usual_ns)
         if ended is not None or is_ended:
-            # Steps after the last window of which no beat is known cannot be separated from the end.
+            # Without a beat, steps after the last window cannot be separated from the end.
             is_known = beat is not None or last is None or number is None or last < number
             kind: str = "shutdown" if is_known else "unknown"
             self.take(self._end if is_ended else life.last_unix_ns, kind)

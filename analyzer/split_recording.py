@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config_file import find_preset, load_hardware
+from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.hardware_config import load_link
+from stepsplit.analyzer.model.preset_names import find_preset
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording

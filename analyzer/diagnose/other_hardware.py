@@ -30,7 +30,7 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_decode import Mistakes, read_table
-from stepsplit.analyzer.model.config_file import find_preset, list_hardware_names, load_hardware
+from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.hardware_config import (
     decode_hardware,
@@ -39,6 +39,7 @@ from stepsplit.analyzer.model.hardware_config import (
     load_link,
 )
 from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.model.preset_names import find_preset, list_hardware_names
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.split.kernel_shapes import (
     ATTENTION_FAMILY,

@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.comm_measured import SWEEP_OPS
 from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
 from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
-from stepsplit.analyzer.model.config_file import find_preset, list_hardware_names, load_hardware
+from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.host_time import compute_launch_time
 from stepsplit.analyzer.model.layer_time import (
@@ -28,6 +28,7 @@ from stepsplit.analyzer.model.layer_time import (
     list_mlp_gemms,
 )
 from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
+from stepsplit.analyzer.model.preset_names import find_preset, list_hardware_names
 from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import StageConfig, list_stages
 from stepsplit.analyzer.model.step_time import compute_stage_time

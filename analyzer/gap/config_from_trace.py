@@ -11,8 +11,9 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.gap.model_from_shapes import NO_SHAPE, ModelShape, infer_model_shape
 from stepsplit.analyzer.model.config import RANK_ORDER, SCHEDULES, TWO_STAGES, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, decode_table, format_toml_lines
-from stepsplit.analyzer.model.config_file import MODEL_KEYS, TRAINING_KEYS, decode_job, find_preset
+from stepsplit.analyzer.model.config_file import MODEL_KEYS, TRAINING_KEYS, decode_job
 from stepsplit.analyzer.model.config_limits import MAX_NUMBER
+from stepsplit.analyzer.model.preset_names import find_preset
 from stepsplit.analyzer.model.profile import (
     infer_framework as infer_unnamed,
     list_framework_aliases,

@@ -26,7 +26,8 @@ from stepsplit.analyzer.model.memory_states import (
     is_clamped,
 )
 from stepsplit.analyzer.model.prediction import Confidence, StageMemory, UnstatedKey
-from stepsplit.analyzer.model.profile import PRESETS, load_device
+from stepsplit.analyzer.model.preset_names import PRESETS
+from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
 from stepsplit.analyzer.model.unstated import join_spread

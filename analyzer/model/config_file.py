@@ -36,12 +36,9 @@ from stepsplit.analyzer.model.config_decode import (
     collect_kinds,
     decode_keys,
     decode_section,
-    find_nearest_words,
     format_toml_lines,
-    join_choices,
     list_stated_keys,
     parse_table,
-    read_table,
     replace_aliases,
     select_fields,
 )
@@ -58,12 +55,20 @@ from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
 from stepsplit.analyzer.model.key_aliases import (
     ALIASES,
     HINTS,
+    VALUE_ALIASES,
     normalize_model_name,
     replace_key_aliases,
 )
 from stepsplit.analyzer.model.parameters import count_parameters
+from stepsplit.analyzer.model.preset_names import (
+    DRIVER_NAME,
+    HARDWARE,
+    MODELS,
+    list_hardware_names,
+    list_model_names,
+    read_preset,
+)
 from stepsplit.analyzer.model.profile import (
-    PRESETS,
     infer_framework as infer_unnamed,
     list_framework_aliases,
     list_frameworks,
@@ -71,16 +76,6 @@ from stepsplit.analyzer.model.profile import (
 )
 
 # job.toml -> JobConfig.
-
-_ALIASES = {
-    "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"},
-    "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
-    "schedule": {
-        "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
-        "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
-    },
-}  # fmt: skip
-"""Aliases of values, by key; those of frameworks are in frameworks.toml."""
 
 _EXAMPLE_HINT = (
     'begin with [model] preset = "llama-3.1-8b", [training] seq_len = 8192, micro_batch = 1,'
@@ -518,7 +513,7 @@ PARALLEL_KEYS = tuple(_PARALLEL_KINDS)
 
 def _decode_parallel(table: TomlTable, mistakes: Mistakes) -> TomlTable:
     """Decodes the table's values; rank_order as a tuple of axes."""
-    stated = decode_keys(replace_aliases(table, _ALIASES), _PARALLEL_KINDS, mistakes)
+    stated = decode_keys(replace_aliases(table, VALUE_ALIASES), _PARALLEL_KINDS, mistakes)
     axes = [key for key in ("dp", "dp_replicate", "dp_shard") if key in stated]
     if "dp" in axes and len(axes) > 1:
         hint = "give either dp, or dp_replicate and dp_shard"
@@ -653,7 +648,7 @@ TRAINING_KEYS = tuple(_TRAINING_KINDS)
 def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:
     """Decodes the table's values; recompute = "every-4" and offload = "cpu" become fields."""
     needed = ("seq_len", "micro_batch")
-    aliases = {**_ALIASES, "framework": list_framework_aliases()}
+    aliases = {**VALUE_ALIASES, "framework": list_framework_aliases()}
     kinds = {**_TRAINING_KINDS, "framework": Literal[list_frameworks()]}
     stated = decode_keys(replace_aliases(table, aliases), kinds, mistakes, needed)
     if not {"global_batch", "microbatches"} & table.values.keys():
@@ -709,26 +704,17 @@ def _infer_global_batch(table: TomlTable, dp: int) -> int:
     return product
 
 
-# Models and hardware by name: the TOML files under presets/.
-
-MODELS = PRESETS / "models"
-
-HARDWARE = PRESETS / "hardware"
+# Models and hardware by name.
 
 
 @lru_cache(maxsize=256)
 def load_model(name: str) -> ModelConfig:
     """Loads a model preset by name. Raises UsageError, which suggests similar names."""
-    table, mistakes = _read_preset(MODELS, "model", name), Mistakes()
+    table, mistakes = read_preset(MODELS, "model", name), Mistakes()
     extra_kinds = {"source": str, "parameters": int}
     model = _decode_model(table, None, 0, mistakes, extra_kinds)
     mistakes.raise_all()
     return replace(model, name=name)
-
-
-_DRIVER_NAME = "driver_name"
-"""Key of a hardware preset: a regular expression that matches the names by which drivers report the
-device, in capitals, and those of no other preset. Without it no recorded device has the preset."""
 
 
 @lru_cache(maxsize=256)
@@ -739,8 +725,8 @@ def load_hardware(
 
     Raises UsageError, which suggests similar names.
     """
-    table, mistakes = _read_preset(HARDWARE, "hardware", name), Mistakes()
-    device = decode_hardware(table, None, mistakes, {"source": str, _DRIVER_NAME: str})
+    table, mistakes = read_preset(HARDWARE, "hardware", name), Mistakes()
+    device = decode_hardware(table, None, mistakes, {"source": str, DRIVER_NAME: str})
     mistakes.raise_all()
     return replace(
         device,
@@ -748,56 +734,3 @@ def load_hardware(
         inter=device.inter if nodes_link is None else load_link(nodes_link),
         gpus_per_node=gpus_per_node or device.gpus_per_node,
     )
-
-
-def find_preset(device: str) -> str | None:
-    """The preset of a device name as reported by the driver; None if unknown or ambiguous."""
-    matching = [name for name, words in _list_driver_names() if words.search(device.upper())]
-    return matching[0] if len(matching) == 1 else None
-
-
-@lru_cache(maxsize=1)
-def _list_driver_names() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """The presets with a driver_name, and its pattern."""
-    tables = ((name, _read_preset(HARDWARE, "hardware", name)) for name in list_hardware_names())
-    return tuple(
-        (name, re.compile(words))
-        for name, table in tables
-        if (words := table.values.get(_DRIVER_NAME)) is not None
-    )
-
-
-def read_published_parameters(name: str) -> int | None:
-    """The published number of parameters of a model preset, None if none is published."""
-    count = _read_preset(MODELS, "model", name).values.get("parameters")
-    return count if isinstance(count, int) else None
-
-
-@lru_cache(maxsize=1)
-def list_model_names() -> tuple[str, ...]:
-    return _list_names(MODELS)
-
-
-@lru_cache(maxsize=1)
-def list_hardware_names() -> tuple[str, ...]:
-    return _list_names(HARDWARE)
-
-
-def _list_names(folder: Path) -> tuple[str, ...]:
-    return tuple(name for file in sorted(folder.glob("*.toml")) for name in _read_file(file).values)
-
-
-def _read_preset(folder: Path, kind: str, name: str) -> TomlTable:
-    """Reads a preset's table from the file whose name is the longest prefix of the preset's."""
-    stems = [file.stem for file in folder.glob("*.toml") if name.startswith(file.stem)]
-    if stems:
-        presets = _read_file(folder / f"{max(stems, key=len)}.toml")
-        if name in presets.values:
-            return presets.get_subtable(name)
-    near = join_choices(find_nearest_words(name, _list_names(folder)))
-    raise UsageError(f"unknown {kind} preset {name!r}; write {near}")
-
-
-@lru_cache(maxsize=64)
-def _read_file(path: Path) -> TomlTable:
-    return read_table(path)

@@ -32,7 +32,8 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, PRESETS, Origin, load_device
+from stepsplit.analyzer.model.preset_names import PRESETS
+from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, Origin, load_device
 from stepsplit.collectors.safe_io.regular_file import describe_special
 
 _T = TypeVar("_T")

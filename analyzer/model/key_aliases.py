@@ -9,8 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 from stepsplit.analyzer.model.config_decode import Mistakes, TomlTable, format_toml_lines
+from stepsplit.analyzer.model.job_files.deepspeed import OWN_KEYS, put_settings
 from stepsplit.analyzer.model.job_files.job_file import JobTablesBuilder
 from stepsplit.analyzer.model.job_files.megatron_names import MegatronSettings, put_all
+from stepsplit.analyzer.model.preset_names import find_preset, list_hardware_names
 
 Convert = Callable[[object], Mapping[str, object]]
 """A value -> the keys of the same table that say the same; itself under its own name if there are
@@ -126,13 +128,20 @@ _GPUS = {
 """Presets of GPUs that are usually meant by these names."""
 
 
+LONGEST_NAME = 64
+"""Characters of a device's name; drivers' names are shorter."""
+
+
 def _read_gpu(value: object) -> Mapping[str, object]:
-    """A short name, or that of the driver: "NVIDIA A100-SXM4-80GB"."""
+    """A short name, or that of the driver: "NVIDIA A100 80GB PCIe"."""
     if not isinstance(value, str):
         return {"preset": value}
-    word = re.sub(r"[\s_]+", "-", value.strip().lower()).removeprefix("nvidia-")
-    word = re.sub(r"-hbm\w*$", "", re.sub(r"-sxm\d\b", "-sxm", word))
-    return {"preset": _GPUS.get(word, word)}
+    words = re.split(r"[\s_-]+", value.strip().lower())
+    name = "-".join(words).removeprefix("nvidia-")
+    if name in list_hardware_names() or name in _GPUS:
+        return {"preset": _GPUS.get(name, name)}
+    known = find_preset(" ".join(words)) if len(value) <= LONGEST_NAME else None
+    return {"preset": known or name}
 
 
 SEQUENCE_LENGTHS = (
@@ -225,6 +234,16 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
 }
 """By table of a job.toml: a key of other programs, and what it is here."""
 
+VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"},
+    "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
+    "schedule": {
+        "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
+        "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
+    },
+}  # fmt: skip
+"""Aliases of values, by key; those of frameworks are in frameworks.toml."""
+
 _PRESETS: Mapping[str, Mapping[str, Convert]] = {
     "model": {"preset": _read_model_preset}, "hardware": {"preset": _read_gpu},
     "training": {"optimizer": _read_optimizer},
@@ -276,7 +295,10 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
     table = replace(table, values=sections)
     _move_keys(table, sections, mistakes, notes)
     table = replace(table, values=sections)
-    megatron = _read_megatron(table, sections, notes)
+    read_from = {
+        "Megatron-LM": _read_megatron(table, sections, notes),
+        "DeepSpeed": _read_deepspeed(table, sections, mistakes, notes),
+    }
     _name_preset(sections, notes)
     table = replace(table, values=sections)
     for name, known in ALIASES.items():
@@ -299,15 +321,17 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
             if repr(ours) != repr({key: value}):
                 (said,), read = format_toml_lines({key: value}), ", ".join(format_toml_lines(ours))
                 notes.append(f"{name}: {said} as {read or 'nothing'}")
-        added = megatron.get(name, {})
-        for key in added:
-            if converted.get(key, added[key]) != added[key]:
-                problem = "is said by settings of Megatron-LM, too, with another value"
-                mistakes.append(
-                    table.get_subtable(name).build_error(key, problem, "remove one of them")
-                )
-        if values or added:
-            sections[name] = {**added, **converted}
+        for program, stated in read_from.items():
+            for key, value in stated.get(name, {}).items():
+                words = VALUE_ALIASES.get(key, {})
+                own = converted.setdefault(key, value)
+                if own != value and words.get(str(own)) != value:
+                    problem = f"is said by settings of {program}, too, with another value"
+                    mistakes.append(
+                        table.get_subtable(name).build_error(key, problem, "remove one of them")
+                    )
+        if values or converted:
+            sections[name] = converted
     return NormalizedTable(replace(table, values=sections), tuple(notes))
 
 
@@ -361,6 +385,8 @@ def _name_preset(sections: dict[str, Any], notes: list[str]) -> None:
         notes.append(f"model: {said} as {read}")
 
 
+_DEEPSPEED = "deepspeed"
+
 _SHARED = frozenset({"sequence_parallel", "optimizer", "world_size"})
 """Keys that Megatron-LM's arguments and a job.toml have in common."""
 
@@ -412,3 +438,25 @@ def _read_megatron(
     read = "; ".join(f"{k}: {', '.join(format_toml_lines(v))}" for k, v in added.items() if v)
     notes.append(f"{said} as Megatron-LM's: {read or 'nothing'}")
     return added
+
+
+def _read_deepspeed(
+    table: TomlTable, sections: dict[str, Any], mistakes: Mistakes, notes: list[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Removes a table of DeepSpeed's keys and returns what they are here, by table."""
+    if _DEEPSPEED not in sections:
+        return {}
+    values, job = sections.pop(_DEEPSPEED), JobTablesBuilder()
+    if not isinstance(values, Mapping) or not OWN_KEYS & values.keys():
+        hint = (
+            "paste the keys of the JSON, such as train_micro_batch_size_per_gpu, or name the JSON"
+            " behind the job.toml: stepsplit model job.toml ds_config.json"
+        )
+        mistakes.append(table.build_error(_DEEPSPEED, "has no key of DeepSpeed's JSON", hint))
+        return {}
+    put_settings(values, job)
+    stated = dict(job.list_stated())
+    read = "; ".join(f"{k}: {', '.join(format_toml_lines(v))}" for k, v in stated.items())
+    notes.append(f"[{_DEEPSPEED}] as {read}")
+    notes += [f"[{_DEEPSPEED}]: not read: {one}" for one in job.omitted]
+    return stated

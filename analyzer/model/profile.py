@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stepsplit.analyzer.errors import UsageError
@@ -27,10 +26,9 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
 )
 from stepsplit.analyzer.model.config_limits import Natural, NonNegative
+from stepsplit.analyzer.model.preset_names import PRESETS
 
 _T = TypeVar("_T")
-
-PRESETS = Path(__file__).parent / "presets"
 
 FRAMEWORKS_FILE = PRESETS / "frameworks.toml"
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.config import HardwareConfig
-from stepsplit.analyzer.model.config_file import find_preset, load_hardware
+from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.device_speed import (
     BACKWARD_ATTENTION,
     SUSTAINED_ATTENTION,
@@ -21,6 +21,7 @@ from stepsplit.analyzer.model.device_speed import (
     select_gemm_share,
 )
 from stepsplit.analyzer.model.hardware_config import load_attention_rate
+from stepsplit.analyzer.model.preset_names import find_preset
 from stepsplit.analyzer.split.kernel_shapes import (
     ATTENTION_FAMILY,
     MEMORY_FAMILIES,

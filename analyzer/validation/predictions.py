@@ -41,7 +41,7 @@ from stepsplit.analyzer.model.memory import (
 from stepsplit.analyzer.model.memory_states import compute_layer_activations
 from stepsplit.analyzer.model.parameters import count_hardware_flops
 from stepsplit.analyzer.model.predict import predict, predict_step
-from stepsplit.analyzer.model.profile import PRESETS
+from stepsplit.analyzer.model.preset_names import PRESETS
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.unstated import join_spread
 from stepsplit.analyzer.ops import compute_busbw_factor

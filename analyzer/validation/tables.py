@@ -29,8 +29,9 @@ from stepsplit.analyzer.model.config import (
     RecomputePart,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import list_model_names, load_hardware, load_model
+from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.parameters import count_model_flops
+from stepsplit.analyzer.model.preset_names import list_model_names
 
 
 @dataclass(frozen=True, slots=True)

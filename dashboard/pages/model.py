@@ -11,11 +11,12 @@ from msgspec import structs
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
-from stepsplit.analyzer.model.config_file import decode_job, list_hardware_names
+from stepsplit.analyzer.model.config_file import decode_job
 from stepsplit.analyzer.model.features import KEY_FEATURES
 from stepsplit.analyzer.model.plan_space import Candidate, Plan
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.prediction_process import predict_in_process
+from stepsplit.analyzer.model.preset_names import list_hardware_names
 from stepsplit.analyzer.model.unstated import SHOWN, describe_unstated
 from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import ComparedStage, Gap, JobTables

@@ -26,8 +26,9 @@ from scipy.optimize import least_squares
 
 from stepsplit.analyzer.model.confidence import RUN_CONFIDENCES
 from stepsplit.analyzer.model.config import Efficiency
-from stepsplit.analyzer.model.hardware_config import PRESETS, load_efficiency
+from stepsplit.analyzer.model.hardware_config import load_efficiency
 from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.preset_names import PRESETS
 from stepsplit.analyzer.validation.predictions import compute_bands, load_left_out, predict_unseen
 from stepsplit.analyzer.validation.published_runs import REPORTS_TABLE, ZERO_FAMILY, list_cases
 from stepsplit.analyzer.validation.tables import Case, Published

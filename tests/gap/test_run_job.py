@@ -13,7 +13,7 @@ from stepsplit.analyzer import JobConfig, UsageError, analyze, predict
 from stepsplit.analyzer.gap.comm_gap import collect_messages, compare_messages
 from stepsplit.analyzer.gap.config_from_trace import infer_job
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
-from stepsplit.analyzer.model.config_file import find_preset
+from stepsplit.analyzer.model.preset_names import find_preset
 from stepsplit.collectors import Mesh, ModelSpec, RunSpec, Training
 from stepsplit.collectors.formats.run_spec import HostInfo
 

@@ -12,11 +12,12 @@ from stepsplit.analyzer.model.bound import compute_bound, time_at_link_rate
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config import JobConfig
-from stepsplit.analyzer.model.config_file import list_model_names, parse_job, read_job
+from stepsplit.analyzer.model.config_file import parse_job, read_job
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.formulas import find_misleading_rules
 from stepsplit.analyzer.model.predict import predict, time_step
 from stepsplit.analyzer.model.prediction import Bound, prediction_from_json, prediction_to_json
+from stepsplit.analyzer.model.preset_names import list_model_names
 from stepsplit.analyzer.validation.published_runs import list_published_cases
 
 JOBS = Path(__file__).parents[1] / "golden" / "jobs"

@@ -19,8 +19,6 @@ from stepsplit.analyzer.model.config_file import (
     STATES,
     TARGETS,
     TRAINING_KEYS,
-    list_hardware_names,
-    list_model_names,
     parse_job,
 )
 from stepsplit.analyzer.model.hardware_config import (
@@ -31,6 +29,7 @@ from stepsplit.analyzer.model.hardware_config import (
     list_link_names,
 )
 from stepsplit.analyzer.model.parameters import CONVENTIONS
+from stepsplit.analyzer.model.preset_names import list_hardware_names, list_model_names
 from stepsplit.analyzer.model.profile import list_frameworks, load_frameworks
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.tables import Check

@@ -14,6 +14,7 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config_file import MODEL_KEYS, PARALLEL_KEYS, TRAINING_KEYS, parse_job
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS
 from stepsplit.analyzer.model.key_aliases import ALIASES
+from stepsplit.analyzer.model.preset_names import list_hardware_names
 from stepsplit.dashboard.commands.model import model_command
 
 OURS = """
@@ -507,3 +508,78 @@ def test_what_is_not_understood_is_one_mistake(before: str, after: str, problem:
     with pytest.raises(DataError) as raised:
         parse_job(TRANSFORMERS.replace(before, after))
     assert problem in str(raised.value) and "more:" not in str(raised.value)
+
+
+# Names of devices as drivers report them, and a config of DeepSpeed as a table.
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("nvidia_h100_80gb_hbm3", "h100-sxm"),
+        # These have no preset, and are not those of nearly the same name.
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H20-3e", "h20-3e"),
+    ],
+)
+@pytest.mark.parametrize("key", ["gpu", "preset"])
+def test_a_device_has_the_name_that_its_driver_reports(name: str, preset: str, key: str) -> None:
+    text = TYPED.replace('gpu = "H100"', f'{key} = "{name}"')
+    if preset in list_hardware_names():
+        assert parse_job(text).hardware.name == preset
+    else:
+        with pytest.raises(DataError, match=f"hardware.preset: '{preset}' is unknown; write "):
+            parse_job(text)
+
+
+PASTED = """
+[deepspeed]
+train_micro_batch_size_per_gpu = 4
+gradient_accumulation_steps = 4
+[deepspeed.bf16]
+enabled = true
+[deepspeed.zero_optimization]
+stage = 3
+[deepspeed.optimizer]
+type = "AdamW"
+"""
+
+WITHOUT_BATCH = DEEPSPEED.replace("zero_stage = 3\n", "").replace(
+    """train_micro_batch_size_per_gpu = 4
+gradient_accumulation_steps = 4
+""",
+    "",
+)
+
+
+def test_a_config_of_deepspeed_stands_in_a_table_of_its_own() -> None:
+    read = parse_job(WITHOUT_BATCH + PASTED)
+    meant = parse_job(DEEPSPEED.replace("[training]", '[training]\nframework = "deepspeed"'))
+    assert replace(read, notes=(), stated=None) == replace(meant, notes=(), stated=None)
+    assert read.stated == meant.stated
+    assert read.notes[0] == (
+        '[deepspeed] as parallel: zero = 3; training: framework = "deepspeed", micro_batch = 4,'
+        ' microbatches = 4, dtype = "bf16", optimizer = "adam"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('deepspeed = "ds.json"\n' + WITHOUT_BATCH, "stepsplit model job.toml ds_config.json"),
+        (WITHOUT_BATCH + "[deepspeed]\nfile = 1\n", "deepspeed: has no key of DeepSpeed's JSON"),
+        (
+            WITHOUT_BATCH.replace("[training]", "[training]\nmbs = 2") + PASTED,
+            "training.micro_batch: is said by settings of DeepSpeed, too, with another value",
+        ),
+    ],
+)
+def test_a_table_of_deepspeed_that_cannot_be_read_says_what_to_do(text: str, problem: str) -> None:
+    with pytest.raises(DataError) as raised:
+        parse_job(text)
+    assert problem in str(raised.value)

@@ -15,21 +15,20 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
 )
 from stepsplit.analyzer.model.config_decode import read_table
-from stepsplit.analyzer.model.config_file import (
-    list_hardware_names,
-    list_model_names,
-    load_hardware,
-    load_model,
-    read_published_parameters,
-)
+from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.hardware_config import (
-    PRESETS,
     list_families,
     list_link_names,
     load_efficiency,
     load_link,
 )
 from stepsplit.analyzer.model.parameters import count_parameters
+from stepsplit.analyzer.model.preset_names import (
+    PRESETS,
+    list_hardware_names,
+    list_model_names,
+    read_published_parameters,
+)
 
 COUNTED = [name for name in list_model_names() if read_published_parameters(name) is not None]
 

@@ -96,7 +96,7 @@ def test_a_gpu_of_a_known_family_is_one_entry(copy: Copy) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "8 x h200-nvl (1 node)" in done.stdout
     names = "[find_preset(f'NVIDIA {name}') for name in ('H200 NVL', 'H200', 'GH200 NVL')]"
-    found = copy.print_value("analyzer.model.config_file import find_preset", names)
+    found = copy.print_value("analyzer.model.preset_names import find_preset", names)
     assert found == "['h200-nvl', 'h200-sxm', None]"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from stepsplit.analyzer.model.job_files.job_file import (
     JobFile,
     JobFileKind,
@@ -12,7 +15,7 @@ from stepsplit.analyzer.model.job_files.job_file import (
     find_word,
 )
 
-_OWN_KEYS = frozenset(
+OWN_KEYS = frozenset(
     {
         "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps", "zero_allow_untested_optimizer",
@@ -26,12 +29,11 @@ _OPTIMIZERS = {
 
 
 def _recognize(file: JobFile) -> bool:
-    return bool(_OWN_KEYS & file.tables.keys()) and file.suffix not in (".toml", ".yaml", ".yml")
+    return bool(OWN_KEYS & file.tables.keys()) and file.suffix not in (".toml", ".yaml", ".yml")
 
 
-def _read(file: JobFile, job: JobTablesBuilder) -> None:
-    """Values of "auto", which transformers fills in, say nothing."""
-    values = file.tables
+def put_settings(values: Mapping[str, Any], job: JobTablesBuilder) -> None:
+    """States what a config says. Values of "auto", which transformers fills in, say nothing."""
     zero = find_table(values, "zero_optimization")
     job.put("training", "framework", "deepspeed")
     job.put("training", "micro_batch", find_number(values, "train_micro_batch_size_per_gpu"))
@@ -67,5 +69,6 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
 
 
 KIND = JobFileKind(
-    "deepspeed", "DeepSpeed JSON", _recognize, _read, frozenset({"training.recompute"})
-)
+    "deepspeed", "DeepSpeed JSON", _recognize, lambda file, job: put_settings(file.tables, job),
+    frozenset({"training.recompute"}),
+)  # fmt: skip

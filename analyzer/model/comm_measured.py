@@ -20,7 +20,7 @@ from stepsplit.analyzer.model.rank_layout import GroupPlacement
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.readers.nccl import nccl_tests
-    from stepsplit.analyzer.readers.nccl.records import Communicator, CostTable, NcclLog
+    from stepsplit.analyzer.readers.nccl.records import CostTable, NcclLog
 
 
 # Time of a collective by the cluster's own measurements, else by the closed form.
@@ -101,8 +101,10 @@ class Rates:
         if sweep is not None:
             band = _estimate_from_sweep(sweep, op, message_bytes, closed, group, hardware)
             return self._choose_formula(band, SWEEP, closed)
-        ns = self._find_tuned_ns(name, message_bytes, group)
-        if ns is not None:
+        placed = (group.ranks, group.ranks_per_node)
+        tuned = (one for one in self.tables if (one.ranks, one.ranks_per_node) == placed)
+        table = next(tuned, None)
+        if table is not None and (ns := table.estimate_ns(name, message_bytes)) is not None:
             return self._choose_formula(_build_band(ns, TUNER_ERROR), TUNER, closed)
         return self._choose_formula(closed, closed.formulas[0], closed) if self._sources else closed
 
@@ -116,12 +118,6 @@ class Rates:
     def _sources(self) -> tuple[Formula, ...]:
         """The formulas of the available measurements, whether or not one applies to a call."""
         return (SWEEP,) * bool(self.sweeps) + (TUNER,) * bool(self.tables)
-
-    def _find_tuned_ns(self, op: str, message_bytes: float, group: GroupPlacement) -> float | None:
-        for table in self.tables:
-            if (table.ranks, table.ranks_per_node) == (group.ranks, group.ranks_per_node):
-                return table.estimate_ns(op, message_bytes)
-        return None
 
 
 def _measure_distance(sweep: TransferSweep, group: GroupPlacement) -> tuple[float, float]:
@@ -330,11 +326,13 @@ class TunerTable:
 
 def build_tuner_table(table: CostTable, group: GroupPlacement) -> TunerTable:
     """Builds the table of a communicator from NCCL's cost table."""
+    slow = ("all_reduce", "Ring", "Simple") if group.nodes > 1 else None
     costs = tuple(
         TunerCost(
             cell.op,
+            # NCCL's estimate of a large ring between nodes is too short.
             cell.latency_ns
-            * _find_plateau_factor(cell.op, cell.algorithm, cell.protocol, group.nodes),
+            * (PLATEAU.value if (cell.op, cell.algorithm, cell.protocol) == slow else 1.0),
             cell.bandwidth_bytes_per_s,
         )
         for cell in table.cells
@@ -347,28 +345,14 @@ def build_tuner_tables(log: NcclLog) -> tuple[TunerTable, ...]:
     """Builds the log's tables with known communicator and nodes, the first of each placement."""
     by_group: dict[GroupPlacement, TunerTable] = {}
     for table in log.costs:
-        group = _place_communicator(log.communicators[table.comm]) if table.comm >= 0 else None
-        if group is not None:
+        if table.comm < 0:
+            continue
+        comm = log.communicators[table.comm]
+        nodes = comm.nodes
+        if nodes <= 0 and len(comm.members) >= comm.nranks:
+            # Not logged: the distinct hosts of all members.
+            nodes = len({member.host for member in comm.members})
+        if comm.nranks > 1 and nodes > 0:
+            group = GroupPlacement(comm.nranks, -(-comm.nranks // nodes))
             by_group.setdefault(group, build_tuner_table(table, group))
     return tuple(by_group.values())
-
-
-def _place_communicator(comm: Communicator) -> GroupPlacement | None:
-    nodes = _count_nodes(comm)
-    return (
-        GroupPlacement(comm.nranks, -(-comm.nranks // nodes))
-        if comm.nranks > 1 and nodes > 0
-        else None
-    )
-
-
-def _count_nodes(comm: Communicator) -> int:
-    """Nodes as logged by NCCL, else the number of distinct hosts of all members; -1 if unknown."""
-    if comm.nodes > 0 or len(comm.members) < comm.nranks:
-        return comm.nodes
-    return len({member.host for member in comm.members})
-
-
-def _find_plateau_factor(op: str, algorithm: str, protocol: str, nodes: int) -> float:
-    large_ring = (op, algorithm, protocol) == ("all_reduce", "Ring", "Simple")
-    return PLATEAU.value if large_ring and nodes > 1 else 1.0

@@ -4,7 +4,7 @@ and the key of job.toml that would state it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from stepsplit.analyzer.model.config import (
@@ -24,7 +24,7 @@ from stepsplit.analyzer.model.hardware_config import (
 )
 from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.memory import compute_memory
-from stepsplit.analyzer.model.profile import SECTIONS, Feature, Origin
+from stepsplit.analyzer.model.profile import Origin
 
 # Features with a key of their own, and what else is plausible where a job does not state it.
 
@@ -274,44 +274,3 @@ KEY_FEATURES = (
     KeyFeature("hardware.efficiency", "host_ns", _list_host_times, moves="launches"),
 )
 """Keys whose values follow from the framework, or are usual, where a job leaves them out."""
-
-# The record of all features of a job.
-
-FRAMEWORK_KEY = "training.framework"
-"""The key that states whatever has no key of its own: by the name of a framework that does it."""
-
-
-def list_features(job: JobConfig) -> tuple[Feature, ...]:
-    """Lists the features of a job: those with a key of their own, those of its framework, and the
-    constants of its device.
-
-    What the framework does by default is assumed if the job does not name it.
-    """
-    features = []
-    for one in KEY_FEATURES:
-        # Constants of the device follow below.
-        if one.section != "hardware.efficiency":
-            by_framework = job.profile.find_origin(f"defaults.{one.name}")
-            origin = _find_origin(job, one.key, by_framework)
-            features.append(Feature(one.name, one.read_value(job), origin, one.key))
-    for section in SECTIONS:
-        part = getattr(job.profile, section)
-        for each in fields(part):
-            name = f"{section}.{each.name}"
-            # Defaults of keys are listed with their keys.
-            if section != "defaults":
-                origin = _find_origin(job, "", job.profile.find_origin(name))
-                features.append(Feature(name, getattr(part, each.name), origin, FRAMEWORK_KEY))
-    origins = find_efficiency_origins(job.hardware.family, job.hardware.efficiency)
-    for name, origin in origins.items():
-        key = f"hardware.efficiency.{name}"
-        features.append(Feature(name, getattr(job.hardware.efficiency, name), origin, key))
-    return tuple(features)
-
-
-def _find_origin(job: JobConfig, key: str, by_framework: Origin) -> Origin:
-    """The origin of a feature with this key (or "") and, by the framework, that other origin."""
-    if key and (job.stated is None or key in job.stated):
-        return Origin.STATED
-    is_named = job.stated is None or FRAMEWORK_KEY in job.stated
-    return by_framework if is_named else Origin.ASSUMED

@@ -43,20 +43,7 @@ class Origin(Enum):
 
     STATED = "stated in job.toml"
     FITTED = "fitted on published runs"
-    FRAMEWORK = "the framework's default"
-    RELEASE = "what recent releases of the framework do"
     ASSUMED = "assumed"
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """One thing that a job's framework or device does: its value, where that comes from, and the
-    key of job.toml that would state it ("training.fused_loss")."""
-
-    name: str
-    value: object
-    origin: Origin
-    key: str
 
 
 # A framework: one entry of frameworks.toml, whose tables are the records below.
@@ -363,9 +350,9 @@ class FrameworkProfile:
     """What one framework does (an entry of frameworks.toml, which names the sources).
 
     rows names the published runs on which numbers were fitted. inferred: what is taken to run this
-    framework if it names none (see infer_framework). by_release and
-    assumed list the features ("times.host_calls") that depend on the framework's release, and those
-    that no document states. variants is what differs of saved, by the name of its table.
+    framework if it names none (see infer_framework). variants is what differs of saved, by the name
+    of its table. An entry also says which features ("times.host_calls") depend on the framework's
+    release and which no document states (by_release, assumed): for who reads it.
     """
 
     name: str
@@ -373,8 +360,6 @@ class FrameworkProfile:
     aliases: tuple[str, ...]
     rows: tuple[str, ...]
     inferred: tuple[Unnamed, ...]
-    by_release: tuple[str, ...]
-    assumed: tuple[str, ...]
     defaults: FrameworkDefaults
     model: FrameworkModel
     buckets: GradientBuckets
@@ -387,13 +372,6 @@ class FrameworkProfile:
     selective: SavedBytes
     variants: Mapping[str, Mapping[str, float | bool]]
 
-    def find_origin(self, feature: str) -> Origin:
-        """Where the value of a feature ("times.host_calls") comes from, if the job names the
-        framework."""
-        if feature in self.assumed:
-            return Origin.ASSUMED
-        return Origin.RELEASE if feature in self.by_release else Origin.FRAMEWORK
-
 
 _SECTIONS: Mapping[str, type] = {
     "defaults": FrameworkDefaults,
@@ -405,8 +383,6 @@ _SECTIONS: Mapping[str, type] = {
     "times": FrameworkTimes,
     "search": FrameworkSearch,
 }
-
-SECTIONS = tuple(_SECTIONS)
 """The tables of an entry whose keys are features."""
 
 _ENTRY_KINDS: Mapping[str, Any] = {
@@ -414,7 +390,7 @@ _ENTRY_KINDS: Mapping[str, Any] = {
     "same_layers_as": str,
     "inferred": tuple[Unnamed, ...],
     **dict.fromkeys(("aliases", "rows", "by_release", "assumed"), tuple[str, ...]),
-    **dict.fromkeys((*SECTIONS, "saved", "selective", *VARIANTS), dict[str, object]),
+    **dict.fromkeys((*_SECTIONS, "saved", "selective", *VARIANTS), dict[str, object]),
 }
 
 
@@ -498,8 +474,6 @@ def _decode_framework(presets: TomlTable, name: str, mistakes: Mistakes) -> Fram
         aliases=entry.get("aliases", ()),
         rows=entry.get("rows", ()),
         inferred=entry.get("inferred", ()),
-        by_release=entry.get("by_release", ()),
-        assumed=entry.get("assumed", ()),
         saved=saved,
         selective=selective,
         variants=variants,

@@ -100,9 +100,13 @@ def list_jobs() -> Iterator[TunedJob]:
             if len(steps_ns) < table.least or first.training.lora_rank:
                 continue
             name = f"{model.name or f'{model.layers}x{model.hidden}'}, {first.training.seq_len:,}"
+            recomputed = {run.job.training.recompute for run in runs}
+            # With a single split nothing says what its authors tried.
+            is_kept = table.least > 1 and len(recomputed) == 1
             yield TunedJob(
                 table.title, f"{name} on {first.parallel.world_size} {first.hardware.name}", first,
-                table.keep, split_of(first), steps_ns, table.out_of_memory,
+                table.keep | {"recompute"} if is_kept else table.keep, split_of(first), steps_ns,
+                table.out_of_memory,
             )  # fmt: skip
     for row in Published().read_records(NANOTRON):
         job = build_nanotron(row)

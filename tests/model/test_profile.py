@@ -14,10 +14,9 @@ from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model import hardware_config, profile
 from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
 from stepsplit.analyzer.model.config_file import parse_job
-from stepsplit.analyzer.model.features import list_features
 from stepsplit.analyzer.model.hardware_config import list_families
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.profile import Feature, Origin, load_frameworks
+from stepsplit.analyzer.model.profile import Origin, load_frameworks
 
 JOB = """
 [model]
@@ -125,41 +124,11 @@ def test_a_framework_without_an_entry_suggests_similar_names() -> None:
         job('framework = "megatorn"')
 
 
-def features(one: JobConfig) -> dict[str, Feature]:
-    return {feature.name: feature for feature in list_features(one)}
-
-
-def test_each_feature_has_its_origin_and_the_key_that_would_state_it() -> None:
-    found = features(job('framework = "fsdp2"\nfused_loss = true', "efficiency.gemm = 0.5"))
-    printed = {
-        name: (found[name].value, found[name].origin, found[name].key)
-        for name in (
-            "fused_loss", "zero", "overlap", "early_stop", "messages.copies_sequence",
-            "messages.torch_ring", "times.host_calls", "gemm", "memory",
-        )
-    }  # fmt: skip
-    assert printed == {
-        "fused_loss": (True, Origin.STATED, "training.fused_loss"),
-        "zero": (1, Origin.STATED, "parallel.zero"),
-        "overlap": (frozenset({"dp"}), Origin.FRAMEWORK, "parallel.overlap"),
-        "early_stop": (True, Origin.RELEASE, "training.early_stop"),
-        "messages.copies_sequence": (True, Origin.FRAMEWORK, "training.framework"),
-        "messages.torch_ring": (True, Origin.RELEASE, "training.framework"),
-        "times.host_calls": (30, Origin.ASSUMED, "training.framework"),
-        "gemm": (0.5, Origin.STATED, "hardware.efficiency.gemm"),
-        "memory": (0.75, Origin.FITTED, "hardware.efficiency.memory"),
-    }
-
-
-def test_what_a_framework_does_is_assumed_if_the_job_names_none() -> None:
-    found = features(job())
-    assert found["fused_loss"] == Feature("fused_loss", True, Origin.ASSUMED, "training.fused_loss")
-    assert found["messages.equal_stages"].origin is Origin.ASSUMED
-
-
-def test_a_repeated_constant_of_the_family_is_not_stated() -> None:
+def test_a_constant_is_stated_if_it_is_not_that_of_the_family() -> None:
     gemm = hardware_config.load_efficiency("hopper").gemm
-    assert features(job(hardware=f"efficiency.gemm = {gemm}"))["gemm"].origin is Origin.FITTED
+    for value, origin in ((gemm, Origin.FITTED), (0.5, Origin.STATED)):
+        efficiency = job(hardware=f"efficiency.gemm = {value}").hardware.efficiency
+        assert hardware_config.find_efficiency_origins("hopper", efficiency)["gemm"] is origin
 
 
 def test_the_words_of_the_entries_are_known() -> None:

@@ -80,9 +80,7 @@ def read_ledger(place: str | Path) -> Ledger:
         found = {key: beat for key in starts if (beat := read_beat(folder, *key)) is not None}
         launches = read_launches(folder)
     except OSError as error:
-        raise DataError(
-            error.filename or folder, f"cannot be read: {error.strerror}", "check the folder"
-        ) from None
+        raise DataError(folder, f"cannot be read: {error.strerror}", "check the folder") from None
     if not starts:
         hint = "name the folder of a `stepsplit watch` whose job has done some steps"
         raise DataError(folder, "a watch in which no rank has noted its start", hint)
@@ -170,7 +168,7 @@ def build_ledger(
         if index and not is_known:
             is_bound = True
             missing.append(
-                f"start {number}: which of its steps were done before is not known (the optimizer"
+                f"start {number + 1}: which of its steps were done before is not known (the optimizer"
                 " keeps no count), so that all count"
             )
         incarnations.append(
@@ -541,12 +539,12 @@ def _describe_lacks(
         )
     absent = sorted(set(range(first.incarnation, last.incarnation)) - set(by_start))
     if absent:
-        numbers = ", ".join(map(str, absent[:8])) + ", ..." * (len(absent) > 8)
+        numbers = ", ".join(str(each + 1) for each in absent[:8]) + ", ..." * (len(absent) > 8)
         yield f"starts without a note ({numbers}): ended within their first steps, in a restart gap"
     for one in incarnations:
         if len(one.ranks) < one.world_size:
             yield (
-                f"start {one.incarnation}: notes of {len(one.ranks)} of {one.world_size} ranks;"
+                f"start {one.incarnation + 1}: notes of {len(one.ranks)} of {one.world_size} ranks;"
                 " GPU hours are theirs"
             )
     if last.ending == "lost":

@@ -84,6 +84,7 @@ def _build_starts(starts: tuple[IncarnationLedger, ...]) -> Table:
             format_wall(one.wall_ns),
             units.format_percent(train_ns / one.wall_ns) if one.wall_ns else "",
             most,
-            "ended" if one.ending == "ended" else "lost or running",
+            # Only the last one may still run.
+            f"{one.ending}{', or running' * (one.ending == 'lost' and one is starts[-1])}",
         )
     return table

@@ -168,8 +168,8 @@ def build_ledger(
         if index and not is_known:
             is_bound = True
             missing.append(
-                f"start {number + 1}: which of its steps were done before is not known (the optimizer"
-                " keeps no count), so that all count"
+                f"start {number + 1}: which of its steps were done before is not known (the"
+                " optimizer keeps no count), so that all count"
             )
         incarnations.append(
             IncarnationLedger(

@@ -101,8 +101,14 @@ class HostScopes:
         return self.find_parts(thread, self.events.start_ns[rows])
 
 
-def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
-    """Find where in the model each thread of the rank's host was."""
+def find_host_scopes(
+    trace: RankTrace, numbers: PartNumbers, runs_backwards: bool = False
+) -> HostScopes:
+    """Find where in the model each thread of the rank's host was.
+
+    runs_backwards: whether a schedule says that some of its passes are backwards. If autograd's
+    ranges do not say which of the ops these are, their sequence says no layers.
+    """
     events = trace.events
     threads = find_host_threads(events)
     scopes = _collect_scopes(events)
@@ -116,7 +122,8 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
         timelines[thread] = _build_timeline(events, mask, scopes, layers, numbers)
     n_layers = len(set(layers.values()))
     by_sequence = False
-    if not layers and threads.main >= 0:
+    is_told = not runs_backwards or bool(events.match_prefix(ENGINE).any())
+    if not layers and threads.main >= 0 and is_told:
         on_main = threads.of_lane[events.lane] == threads.main
         messages_ns = find_issue_ns(trace)[trace.calls.is_message]
         if (forward := find_forward_places(events, on_main, messages_ns)) is not None:
@@ -201,7 +208,7 @@ def _merge_nodes(line: _Timeline, nodes: _Nodes, numbers: PartNumbers) -> _Timel
 def _move_to_phase(numbers: PartNumbers, part: Part, phase: PartPhase) -> int:
     """The number of the part in this phase; that of gradients and optimizers stays."""
     kind = part.kind
-    return numbers[part if kind in _OUTSIDE_PASSES else Part(part.layer, kind, phase)]
+    return numbers[part if kind in OUTSIDE_PASSES else Part(part.layer, kind, phase)]
 
 
 def _fill_gaps(
@@ -421,7 +428,7 @@ def _build_timeline(
             kind = PartKind.OTHER if entered.kind is None else entered.kind
             is_placed = entered.in_module or kind != PartKind.OTHER or entered.layer != NO_LAYER
             phase = PartPhase.FORWARD if is_placed else PartPhase.OTHER
-            if kind in _OUTSIDE_PASSES:
+            if kind in OUTSIDE_PASSES:
                 phase = PartPhase.OTHER
             number = numbers[Part(entered.layer, kind, phase)]
             memo[key] = entered, entered_modules, number, scope.is_module
@@ -460,7 +467,7 @@ def _enter(
     return inner, inner if scope.is_module else of_modules
 
 
-_OUTSIDE_PASSES = (PartKind.OPTIMIZER, PartKind.GRADIENT_REDUCTION)
+OUTSIDE_PASSES = (PartKind.OPTIMIZER, PartKind.GRADIENT_REDUCTION)
 
 
 # The backward: autograd's ranges have the sequence numbers of the ops whose gradient they compute.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stepsplit.analyzer.arrays import (
     Intervals,
@@ -15,12 +15,17 @@ from stepsplit.analyzer.arrays import (
     trim_overlaps,
 )
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
-from stepsplit.analyzer.parts.host_scopes import HostScopes, PartNumbers, find_host_scopes
+from stepsplit.analyzer.parts.host_scopes import (
+    OUTSIDE_PASSES,
+    HostScopes,
+    PartNumbers,
+    find_host_scopes,
+)
 from stepsplit.analyzer.parts.kernel_sequence import find_kernel_parts
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.scope_names import find_fused_kind, find_said_kind
 from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_launches
-from stepsplit.analyzer.split.call_purposes import find_issue_ns, is_in_gradient_hook
+from stepsplit.analyzer.split.call_purposes import ENGINE, find_issue_ns, is_in_gradient_hook
 from stepsplit.analyzer.split.kernel_shapes import is_backward
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int32, Int64
@@ -76,13 +81,40 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     """The parts of a rank, and whether its layers have the numbers of the model."""
     numbers = PartNumbers()
     trace, band = rank.trace, rank.attribution.band
-    scopes = find_host_scopes(trace, numbers)
+    slots = rank.slots.slots
+    runs_backwards = any(slot.phase != "forward" for slot in slots)
+    scopes = find_host_scopes(trace, numbers, runs_backwards)
     event_part = _place_events(rank, scopes)
     evidence: Evidence = "ranges"
     if not scopes.n_layers and trace.on_device:
         rows, parts = find_kernel_parts(rank)
         event_part[rows] = [numbers[part] for part in parts]
         evidence = "sequence" if parts else evidence
+    if trace.on_device and slots:
+        # What no range places in a pass is of the pass that the schedule runs at that time; an op's
+        # name alone does not say of which one it is.
+        unsure = [PartPhase.OTHER]
+        if not scopes.has_modules and not trace.events.match_prefix(ENGINE).any():
+            unsure.append(PartPhase.FORWARD)
+        outside = [
+            place for place, one in enumerate(list(numbers))
+            if one.phase in unsure and one.kind not in OUTSIDE_PASSES
+        ]  # fmt: skip
+        rows = np.flatnonzero(trace.kinds.computes & np.isin(event_part, outside))
+        begins = np.array([slot.start_ns for slot in slots], dtype=np.int64)
+        ends = np.array([slot.end_ns for slot in slots], dtype=np.int64)
+        at = begins.searchsorted(trace.events.start_ns[rows], side="right") - 1
+        inside = (at >= 0) & (trace.events.ends_of(rows) <= ends[at])
+        phases = [
+            PartPhase.FORWARD if slot.phase == "forward" else PartPhase.BACKWARD for slot in slots
+        ]
+        known = list(numbers)
+        event_part[rows[inside]] = [
+            numbers[structs.replace(known[place], phase=phases[slot])]
+            for place, slot in zip(
+                event_part[rows[inside]].tolist(), at[inside].tolist(), strict=True
+            )
+        ]
     if scopes.n_layers:
         evidence = "sequence" if scopes.by_sequence else "modules"
     call_parts = _place_calls(rank, scopes)

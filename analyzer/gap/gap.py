@@ -260,9 +260,11 @@ def compare_parts(
     if report.part_evidence is None or report.part_evidence.evidence == "none":
         return ()
     measured, expected = Counter[str](), Counter[str]()
+    has_layers = report.part_evidence.layers > 0
     for row in report.parts:
         part = _PREDICTED_PART.get(row.part, row.part)
-        if row.part == OTHER_PART and (row.layer is not None or row.phase != OTHER_PART):
+        is_in_pass = row.layer is not None or row.phase != OTHER_PART
+        if row.part == OTHER_PART and has_layers and is_in_pass:
             # Residuals and rotary embeddings, which modules have outside of their parts.
             part = "norm"
         measured[part] += row.compute_ns

@@ -101,14 +101,8 @@ class HostScopes:
         return self.find_parts(thread, self.events.start_ns[rows])
 
 
-def find_host_scopes(
-    trace: RankTrace, numbers: PartNumbers, runs_backwards: bool = False
-) -> HostScopes:
-    """Find where in the model each thread of the rank's host was.
-
-    runs_backwards: whether a schedule says that some of its passes are backwards. If autograd's
-    ranges do not say which of the ops these are, their sequence says no layers.
-    """
+def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
+    """Find where in the model each thread of the rank's host was."""
     events = trace.events
     threads = find_host_threads(events)
     scopes = _collect_scopes(events)
@@ -122,11 +116,10 @@ def find_host_scopes(
         timelines[thread] = _build_timeline(events, mask, scopes, layers, numbers)
     n_layers = len(set(layers.values()))
     by_sequence = False
-    is_told = not runs_backwards or bool(events.match_prefix(ENGINE).any())
-    if not layers and threads.main >= 0 and is_told:
+    if not layers and threads.main >= 0:
         on_main = threads.of_lane[events.lane] == threads.main
         messages_ns = find_issue_ns(trace)[trace.calls.is_message]
-        if (forward := find_forward_places(events, on_main, messages_ns)) is not None:
+        if (forward := find_forward_places(trace, on_main, messages_ns)) is not None:
             line = timelines.get(threads.main, _NO_RANGES)
             timelines[threads.main] = _merge_sequence(line, forward, numbers)
             n_layers, by_sequence = 1 + max(layer for layer, _ in forward.places), True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from statistics import mode
@@ -22,8 +23,9 @@ from stepsplit.analyzer.parts.scope_names import INDUCTOR, find_fused_kind
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans
 from stepsplit.analyzer.split.host_threads import STEP
+from stepsplit.analyzer.split.kernel_shapes import parse_gemm
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64
+from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
 
 Place = tuple[int, PartKind]
 """The layer, NO_LAYER for none, and the kind of an item of a sequence."""
@@ -73,11 +75,14 @@ def find_letter(name: str) -> str:
     return _LETTER_OF_FAMILY.get(BUILT_IN.find_family(name), "")
 
 
-def label_pass(letters: str, products: int = 1, is_strict: bool = False) -> list[Place] | None:
+def label_pass(
+    letters: str, products: int = 1, is_strict: bool = False, projections: int | None = None
+) -> list[Place] | None:
     """The place of each item of a forward pass, in order; None without a regular sequence.
 
     A backward pass in reverse is like a forward with two products for each. is_strict: whether all
-    layers must have as many products.
+    layers must have as many products. projections: the products of a layer before its attention
+    core, by default as many as are before the first one.
     """
     # Kernels of one core follow each other.
     cores = [i for i, letter in enumerate(letters) if letter == CORE]
@@ -85,7 +90,8 @@ def label_pass(letters: str, products: int = 1, is_strict: bool = False) -> list
     if not first:
         return None
     begin = letters.rfind(EMBEDDING, 0, first[0]) + 1
-    projections = letters[begin : first[0]].count(GEMM)
+    if projections is None:
+        projections = letters[begin : first[0]].count(GEMM)
     if not projections and not is_strict:
         return None
     places: list[Place] = [(NO_LAYER, PartKind.OTHER)] * len(letters)
@@ -141,6 +147,36 @@ def label_pass(letters: str, products: int = 1, is_strict: bool = False) -> list
     return places
 
 
+Size = tuple[int, ...]
+"""The sizes of a product, whatever their order, and how many it is."""
+
+
+def find_size(shapes: str | None) -> Size | None:
+    """The sizes of the product of these input shapes; None if they are unknown."""
+    one = parse_gemm(shapes)
+    return None if one is None else (*sorted((one.rows, one.columns, one.inner)), one.count)
+
+
+def label_by_sizes(letters: str, sizes: Sequence[Size | None]) -> list[Place] | None:
+    """The place of each item of a forward pass; None without a regular sequence.
+
+    sizes are those of the products. Some models have products before the first layer's projections
+    that other layers lack, such as gates: then a layer has as many projections as make all products
+    of one size those of one kind.
+    """
+    usual = label_pass(letters)
+    before = letters[: max(letters.find(CORE), 0)].count(GEMM)
+    for projections in (None, *range(before - 1, 0, -1)):
+        places = label_pass(letters, projections=projections)
+        kinds: dict[Size, set[PartKind]] = {}
+        for letter, size, place in zip(letters, sizes, places or (), strict=False):
+            if letter == GEMM and size is not None:
+                kinds.setdefault(size, set()).add(place[1])
+        if places is not None and all(len(own) == 1 for own in kinds.values()):
+            return places
+    return usual
+
+
 _RESIDUAL, _SQUARE = re.compile(r"^aten::add_?$"), re.compile(r"^aten::(pow|square)$")
 
 _PERMUTATION = re.compile(r"^aten::(argsort|sort|one_hot|nonzero|index_select|index)$")
@@ -167,10 +203,11 @@ class ForwardPlaces(Struct, frozen=True):
 
 
 def find_forward_places(
-    events: Events, on_thread: Bool, messages_ns: Int64
+    trace: RankTrace, on_thread: Bool, messages_ns: Int64
 ) -> ForwardPlaces | None:
     """The layers of the forward passes on a thread, by the sequence of its ops; None without any
     regular one. messages_ns are the instants at which the host issued messages of a pipeline."""
+    events = trace.events
     is_op = events.is_category(Category.OP)
     letters = [""] * len(events.names)
     used = np.unique(events.name_id[is_op & on_thread])
@@ -191,6 +228,8 @@ def find_forward_places(
     rows = rows[np.append(True, events.start_ns[rows[1:]] >= reach[:-1])]
     start, end = events.start_ns[rows], events.ends_of(rows)
     sequence = [letters[number] for number in events.name_id[rows].tolist()]
+    texts, shape_ids = trace.shapes.texts, trace.shapes.find_ids(rows).tolist()
+    sizes = [find_size(texts[number]) if number >= 0 else None for number in shape_ids]
     # A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next
     # embedding; where autograd has no ranges, at messages, which may also be issued within a pass.
     marks = [name.startswith((STEP, ENGINE)) for name in events.names]
@@ -218,7 +257,7 @@ def find_forward_places(
     passes = [
         (low, high, places)
         for low, high in pairwise([*first, len(sequence)])
-        if (places := label_pass("".join(sequence[low:high]))) is not None
+        if (places := label_by_sizes("".join(sequence[low:high]), sizes[low:high])) is not None
     ]
     if len(messages_ns) and passes:
         # The microbatches of a stage have the same layers: where there are more of them, several

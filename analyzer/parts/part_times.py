@@ -22,11 +22,13 @@ from stepsplit.analyzer.parts.host_scopes import (
     find_host_scopes,
 )
 from stepsplit.analyzer.parts.kernel_sequence import find_kernel_parts
+from stepsplit.analyzer.parts.layer_sequence import Size, find_size
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.scope_names import find_fused_kind, find_said_kind
 from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_launches
 from stepsplit.analyzer.split.call_purposes import ENGINE, find_issue_ns, is_in_gradient_hook
 from stepsplit.analyzer.split.kernel_shapes import is_backward
+from stepsplit.analyzer.split.kernels import find_kernel_work
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int32, Int64
 
@@ -82,19 +84,20 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     numbers = PartNumbers()
     trace, band = rank.trace, rank.attribution.band
     slots = rank.slots.slots
-    runs_backwards = any(slot.phase != "forward" for slot in slots)
-    scopes = find_host_scopes(trace, numbers, runs_backwards)
+    scopes = find_host_scopes(trace, numbers)
     event_part = _place_events(rank, scopes)
     evidence: Evidence = "ranges"
     if not scopes.n_layers and trace.on_device:
         rows, parts = find_kernel_parts(rank)
         event_part[rows] = [numbers[part] for part in parts]
         evidence = "sequence" if parts else evidence
-    if trace.on_device and slots:
-        # What no range places in a pass is of the pass that the schedule runs at that time; an op's
-        # name alone does not say of which one it is.
+    has_autograd = any(name.startswith(ENGINE) for name in trace.events.names)
+    is_unsure = not scopes.n_layers or (scopes.by_sequence and not has_autograd)
+    if trace.on_device and slots and is_unsure:
+        # What nothing places in a pass is of the pass that the schedule runs at that time; an op's
+        # name alone does not say of which one it is, that of a kernel may.
         unsure = [PartPhase.OTHER]
-        if not scopes.has_modules and not trace.events.match_prefix(ENGINE).any():
+        if not has_autograd and not any(map(is_backward, trace.events.names)):
             unsure.append(PartPhase.FORWARD)
         outside = [
             place for place, one in enumerate(list(numbers))
@@ -115,6 +118,8 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
                 event_part[rows[inside]].tolist(), at[inside].tolist(), strict=True
             )
         ]
+    if trace.on_device:
+        _place_products_by_size(rank, event_part, numbers)
     if scopes.n_layers:
         evidence = "sequence" if scopes.by_sequence else "modules"
     call_parts = _place_calls(rank, scopes)
@@ -218,6 +223,31 @@ def _refine_by_name(rank: RankSplit, rows: Int64, part: Int64, numbers: PartNumb
                 phase = PartPhase.BACKWARD if is_back else PartPhase.FORWARD
             refined.append(numbers[Part(one.layer, kind, phase)])
     return np.array(refined, dtype=np.int64)[inverse]
+
+
+def _place_products_by_size(rank: RankSplit, event_part: Int64, numbers: PartNumbers) -> None:
+    """Places the products of a backward that nothing else does: torch.compile makes one node of a
+    whole backward, and names only what it fuses. The two products of a gradient have the sizes of
+    their forward's in another order, so they are of its kind if all forwards of these sizes are."""
+    trace, parts = rank.trace, list(numbers)
+    is_plain = [one.kind == PartKind.OTHER and one.phase == PartPhase.BACKWARD for one in parts]
+    families = [trace.kinds.find_family(name) == "gemm" for name in range(len(trace.events.names))]
+    rows = np.flatnonzero(trace.kinds.computes & trace.events.name_mask(tuple(families)))
+    if not np.array(is_plain)[event_part[rows]].any():
+        return
+    work, work_id = find_kernel_work(trace, rows)
+    sizes = [find_size(one.shapes) for one in work]
+    kinds: dict[Size, set[PartKind]] = {}
+    pairs = list(zip(rows.tolist(), work_id.tolist(), event_part[rows].tolist(), strict=True))
+    for _, number, place in pairs:
+        size = sizes[number]
+        if size is not None and parts[place].phase == PartPhase.FORWARD:
+            kinds.setdefault(size, set()).add(parts[place].kind)
+    for row, number, place in pairs:
+        found = kinds.get(sizes[number] or (), set())
+        if is_plain[place] and len(found) == 1:
+            (kind,) = found
+            event_part[row] = numbers[structs.replace(parts[place], kind=kind)]
 
 
 def _place_calls(rank: RankSplit, scopes: HostScopes) -> Int64:

@@ -1,4 +1,14 @@
-"""Annotations that torch lacks: microbatches of a stage, and point-to-point messages."""
+"""Annotations that torch lacks: microbatches of a stage, and point-to-point messages.
+
+The trace then has these ranges on the calling thread:
+  stepsplit::F stage=1 mb=0
+      forward of a microbatch (B: backward, W: weight gradients of the backward)
+  stepsplit::send group=3 src=0 dst=2 tag=0 n=7 bytes=65536 dtype=float32
+      a message (recv likewise)
+group is the name of the process group, src and dst are global ranks, and n counts the messages of
+that (group, src, dst, tag) since the annotations began: the n-th send matches the n-th receive.
+The range covers the posting of the message; the wait follows it.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +21,6 @@ from typing import Any
 
 import torch
 from torch.profiler import record_function
-
-# Annotations that torch lacks: microbatches of a stage, and point-to-point messages.
-#
-# The trace then has these ranges on the calling thread:
-#   stepsplit::F stage=1 mb=0
-#       forward of a microbatch (B: backward, W: weight gradients of the backward)
-#   stepsplit::send group=3 src=0 dst=2 tag=0 n=7 bytes=65536 dtype=float32
-#       a message (recv likewise)
-# group is the name of the process group, src and dst are global ranks, and n counts the messages of
-# that (group, src, dst, tag) since the annotations began: the n-th send matches the n-th receive.
-# The range covers the posting of the message; the wait follows it.
 
 _PHASES = {
     "forward_one_chunk": ("F", "fwd_chunk_id"),
@@ -82,12 +81,9 @@ def _annotate_messages(undo: ExitStack) -> None:
     if group_type is None:
         return
     channels = _MessageLabels()
-    replace_attribute(
-        undo, group_type, "send", _annotate_message(group_type.send, "send", channels)
-    )
-    replace_attribute(
-        undo, group_type, "recv", _annotate_message(group_type.recv, "recv", channels)
-    )
+    for op in ("send", "recv"):
+        annotated = _annotate_message(getattr(group_type, op), op, channels)
+        replace_attribute(undo, group_type, op, annotated)
 
 
 class _MessageLabels:

@@ -49,6 +49,12 @@ POLL_MS = 1_000
 _ANY_PAGE = "/<path:path>"
 """Dash's endpoint for the pages; each address gets the same document."""
 
+_CHART_SCRIPTS = (
+    "/_dash-component-suites/plotly/package_data/plotly.min.js",
+    "/_dash-component-suites/dash/dcc/async-graph.js",
+)
+"""Most of what a page with charts loads; Dash asks for them when the page's content is there."""
+
 _INDEX = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -245,7 +251,7 @@ def _answer_pages(server: Flask, store: Store) -> None:
 
     def answer_page(path: str) -> Response:
         response = make_response(page(path))
-        address = parse_address(f"/{path}", "")
+        address = parse_address(f"/{path}", request.query_string.decode("ascii", "replace"))
         if address is None:
             exists = False
         elif address.run_id:
@@ -254,6 +260,11 @@ def _answer_pages(server: Flask, store: Store) -> None:
             exists = find_store_page(address).has_item(store, address.item)
         if not exists:
             response.status_code = 404
+        elif address is not None and (address.run_id or address.chosen.values or address.item):
+            # They come while the page's content is made, not after it.
+            response.headers["Link"] = ", ".join(
+                f"<{script}>; rel=preload; as=script" for script in _CHART_SCRIPTS
+            )
         return response
 
     server.view_functions[_ANY_PAGE] = answer_page

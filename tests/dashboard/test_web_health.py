@@ -122,6 +122,21 @@ def test_a_script_is_not_sent_again(store: Store) -> None:
     assert _answer(client, PLOTLY, "gzip", known).status_code == 304
 
 
+def test_a_page_with_charts_names_their_scripts_at_once(store: Store) -> None:
+    made = analysis()
+    run_id = store.import_report("run", made.report, made.tables)
+    client = create_server(store).test_client()
+    named = re.findall(
+        r"<([^>]+)>; rel=preload; as=script", client.get(f"/run/{run_id}").headers["Link"]
+    )
+    assert PLOTLY in named
+    for script in named:
+        with client.get(script) as answer:
+            assert answer.status_code == 200 and "javascript" in answer.headers["Content-Type"]
+    for path in ("/", "/run/0123456789ab", "/nothing"):
+        assert "Link" not in client.get(path).headers
+
+
 def test_the_scripts_of_a_version_are_kept(store: Store) -> None:
     client = create_server(store).test_client()
     (address,) = re.findall(r"/assets/choose\.js\?m=[0-9.]+", client.get("/").text)

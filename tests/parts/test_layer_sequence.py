@@ -5,20 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.builders import CpuTrace, GpuTrace
+from support.builders import MAIN, CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.parts.layer_sequence import label_pass
+from stepsplit.analyzer.parts.layer_sequence import Size, label_by_sizes, label_pass
 from stepsplit.analyzer.parts.part import NO_LAYER
 from stepsplit.analyzer.report.report import Report
 
+BACKWARD = 200
 SHORT = {"attention": "a", "mlp": "m", "experts": "x", "router": "r", "norm": "n", "embedding": "e",
          "head": "h", "loss": "l", "other": "o"}  # fmt: skip
 
 
-def show(letters: str) -> str | None:
-    """The places of a pass as text, such as "0a"; without a layer, the kind alone."""
-    places = label_pass(letters)
+def show(letters: str, sizes: str = "") -> str | None:
+    """The places of a pass as text, such as "0a"; without a layer, the kind alone. Products of one
+    size have the same letter in sizes."""
+    known: list[Size | None] = [None if one == "?" else (ord(one), 1) for one in sizes]
+    places = label_by_sizes(letters, known) if sizes else label_pass(letters)
     if places is None:
         return None
     return " ".join(
@@ -44,6 +47,65 @@ def show(letters: str) -> str | None:
 )  # fmt: skip
 def test_a_pass_has_layers(letters: str, places: str | None) -> None:
     assert show(letters) == places
+
+
+@pytest.mark.parametrize(
+    ("sizes", "places"),
+    [
+        # A gate before the first layer is no projection of each: an MLP has two of one size.
+        ("gq.ommq.ommh", "0a 0a 0a 0a 0m 0m 1a 1a 1a 1m 1m h"),
+        # Nothing is known, or no number of projections makes the sizes those of one kind each.
+        ("??.????.????", "0a 0a 0a 0a 0m 1a 1a 1a 1a 1m h h"),
+        ("aa.aaaa.aaaa", "0a 0a 0a 0a 0m 1a 1a 1a 1a 1m h h"),
+    ],
+)
+def test_products_of_one_size_are_of_one_kind(sizes: str, places: str) -> None:
+    assert show("GGAGGGGAGGGG", sizes) == places
+
+
+def test_a_compiled_backward_has_the_products_of_its_forward(tmp_path: Path) -> None:
+    """Their kind, by their sizes; the layer is not known."""
+    trace, at = GpuTrace().step(1, 0, 1_000), 10
+    hidden, wide, tokens = 8, 32, 64
+    products = {"qkv": (hidden, 24), "out": (hidden, hidden), "up": (hidden, wide)}
+    products |= {"down": (wide, hidden)}
+
+    def multiply(left: list[int], right: list[int], tid: int) -> None:
+        nonlocal at
+        trace.op("aten::mm", at, at + 4, tid=tid, **{"Input Dims": [left, right]})
+        trace.launch("nvjet_tst_128x64", (at + 1, at + 2), (at, at + 10), tid=tid)
+        at += 10
+
+    def run_forward(name: str) -> None:
+        multiply([tokens, products[name][0]], list(products[name]), MAIN)
+
+    for _ in range(2):
+        run_forward("qkv")
+        trace.op("aten::_flash_attention_forward", at, at + 4)
+        trace.launch("flash_fwd_kernel", (at + 1, at + 2), (at, at + 10))
+        at += 10
+        for name in ("out", "up", "down"):
+            run_forward(name)
+    begin = at
+    for _ in range(2):
+        for name in ("down", "up", "out", "qkv"):
+            inner, columns = products[name]
+            multiply([tokens, columns], [columns, inner], BACKWARD)
+            multiply([inner, tokens], [tokens, columns], BACKWARD)
+    node = "autograd::engine::evaluate_function: CompiledFunctionBackward"
+    trace.op(node, begin, at, tid=BACKWARD, **{"Sequence number": 1})
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    compute = {
+        (row.layer, row.part, row.phase): row.compute_ns // 1000
+        for row in report.parts
+        if row.compute_ns
+    }
+    assert compute == {
+        (0, "attention", "forward"): 30, (0, "mlp", "forward"): 20,
+        (1, "attention", "forward"): 30, (1, "mlp", "forward"): 20,
+        (None, "attention", "backward"): 80, (None, "mlp", "backward"): 80,
+    }  # fmt: skip
 
 
 def test_ops_without_any_range_have_layers_and_their_backward_too(tmp_path: Path) -> None:

@@ -356,12 +356,9 @@ def test_fused_kernels_in_no_module_have_a_kind_by_what_they_fuse(tmp_path: Path
 
 @pytest.mark.slow
 def test_ops_without_autograd_are_of_the_pass_that_the_schedule_runs(tmp_path: Path) -> None:
-    """Their sequence says no layers where some of the passes are backwards, which take twice as
-    long as forwards here."""
+    """Backwards take twice as long as forwards here."""
     write_fleet(run_fleet(Fleet(pp=2, dp=1, microbatches=3, layers=2, steps=3)), tmp_path, 1)
     report = analyze(tmp_path)
-    assert report.part_evidence is not None
-    assert (report.part_evidence.evidence, report.part_evidence.layers) == ("ranges", 0)
     compute = dict.fromkeys(("forward", "backward", "other"), 0)
     for row in report.parts:
         assert row.part != "optimizer" or row.phase == "other"

@@ -13,7 +13,15 @@ from stepsplit.analyzer.split.causality import Bounds, Causality
 from stepsplit.analyzer.split.clock import Alignment, Clock
 from stepsplit.analyzer.split.clock_fit import EXACT, ClockFit
 from stepsplit.analyzer.split.matching import MatchedCalls
-from stepsplit.analyzer.trace import Int64, Lack, Note, RankTrace, compute_start_offsets_ns
+from stepsplit.analyzer.trace import (
+    OP_CODE,
+    Bool,
+    Int64,
+    Lack,
+    Note,
+    RankTrace,
+    compute_start_offsets_ns,
+)
 
 
 def align(traces: Sequence[RankTrace], matched: MatchedCalls) -> Alignment:
@@ -43,7 +51,8 @@ class _ClockJoin:
         self._wall = compute_start_offsets_ns(traces)
         self._ends = collect_ends(traces, matched, self._wall)
         self._known = KnownEnds(self._ends)
-        self._causality = Causality(matched)
+        self._causality, self._message_ends = Causality(matched), Causality(matched)
+        self._is_single_send = find_single_sends(traces, matched)
         self.left = find_clock_domains(traces, matched, self._ends, self._wall)
         self._own = {body.traces: body.compute_ends_ns(self._ends) for body in self.left}
         self._domain = np.empty(len(traces), dtype=np.int64)
@@ -78,6 +87,7 @@ class _ClockJoin:
             self._shared.add(self._known.learn(rows, ended, float(clock.sigma_ns or 0)))
             edges = self._convert_to_common(trace, clock)
             self._touching.add(self._causality.record(self._find_rows(trace), *edges))
+            self._message_ends.record(self._find_rows(trace), *self._take_send_ends(trace, *edges))
 
     def build_notes(self) -> tuple[Note, ...]:
         """Notes on ranks that kept their wall clocks without a link to the others."""
@@ -145,7 +155,13 @@ class _ClockJoin:
         """The middle of what causality and the probes of hosts' clocks allow, as for a round trip;
         else the wall clock, clamped to the bounds."""
         own_trace, wall = self._traces[trace], int(self._wall[trace])
-        bounds = self._compute_bounds(trace, Clock(own_trace.rank, own_trace.host, 0, wall))
+        uncorrected = Clock(own_trace.rank, own_trace.host, 0, wall)
+        bounds = self._compute_bounds(trace, uncorrected)
+        # A rank that always comes first is bound on one side only by when messages start. A send
+        # does not end after its receive: of messages both ways this leaves what buffers hold.
+        edges = self._take_send_ends(trace, *self._convert_to_common(trace, uncorrected))
+        ended = self._message_ends.compute_bounds(self._find_rows(trace), *edges)
+        bounds = ended if ended.both else bounds
         # A probe that contradicts the calls is from before a clock was set.
         if (probed := Bounds.intersect([bounds, *self._bound_by_probes(trace)])).both:
             bounds = probed
@@ -176,11 +192,30 @@ class _ClockJoin:
             matched.end_ns[rows]
         )
 
+    def _take_send_ends(self, trace: int, start_ns: Int64, end_ns: Int64) -> tuple[Int64, Int64]:
+        """(since when the receives of a rank's calls may end, the ends of its own calls)."""
+        sends = self._is_single_send[self._find_rows(trace)]
+        return np.where(sends, np.maximum(start_ns, end_ns - _APART_NS), start_ns), end_ns
+
     def _compute_bounds(self, trace: int, clock: Clock) -> Bounds:
         """The causality bounds of the offset between this clock and the common one."""
         return self._causality.compute_bounds(
             self._find_rows(trace), *self._convert_to_common(trace, clock)
         )
+
+
+_APART_NS = 10_000
+"""Kernels that end with the data of one message end within this time of each other: 1 to 7 us for
+those of a collective (clock_fit.py)."""
+
+
+def find_single_sends(traces: Sequence[RankTrace], matched: MatchedCalls) -> Bool:
+    """Which rows are sends of a kernel on a device that holds no other message."""
+    found = matched.op == OP_CODE["send"]
+    for index, trace in enumerate(traces):
+        messages = np.bincount(trace.calls.event, minlength=1)[trace.calls.event]
+        found[matched.slice_trace(index)] &= (messages == 1) & trace.on_device
+    return found
 
 
 class _LinkCounts:

@@ -103,9 +103,10 @@ HEADLINE = "headline"
 # Steps with more work than the others, on all ranks.
 
 _SAME_WORK, _MORE_WORK = 1.02, 1.1
-"""Steps of one kind run numbers of kernels that differ by at most the first factor; those of
-another kind exceed them by the second one, on every rank. What lies between is no kind: work that
-depends on data. At 1.05 an optimizer that initializes its state is a kind of its own."""
+"""Steps of one kind run numbers of kernels that differ by at most the first factor. Those of
+another kind exceed it on every rank, and on the mean rank the second one: ranks may evaluate
+unequally much. What lies between is no kind: work that depends on data. At 1.05 an optimizer that
+initializes its state is a kind of its own."""
 
 _MIN_USUAL = 2
 
@@ -133,7 +134,7 @@ def mark_more_work(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> list[
         stepped.append(count_optimizer_steps(trace, [_take_host(w) for w in windows]) > 0)
     ratio, numbers = np.array(ratios), sorted(common)
     usual: Bool = np.max(ratio, axis=0) <= _SAME_WORK
-    more: Bool = np.min(ratio, axis=0) >= _MORE_WORK
+    more: Bool = (np.min(ratio, axis=0) > _SAME_WORK) & (np.mean(ratio, axis=0) >= _MORE_WORK)
     if not more.any() or not (usual | more).all():
         return list(steps)
     # A step that skips its optimizer, or is cut off, has less work and is not the usual one.

@@ -357,9 +357,9 @@ class _CallTable(Struct, frozen=True):
 def _find_linked_clocks(
     traces: Sequence[RankTrace], matched: MatchedCalls, alignment: Alignment
 ) -> Int64:
-    """A number for each rank, equal for ranks whose clocks are aligned by calls that end together,
-    or that share a host."""
-    rows = np.flatnonzero(matched.together & (matched.shared >= 0))
+    """A number for each rank, equal for ranks whose clocks are aligned by calls that end together
+    or by messages, or that share a host."""
+    rows = np.flatnonzero((matched.together | matched.is_message) & (matched.shared >= 0))
     calls = int(matched.shared.max(initial=-1)) + 1
     hosts = {host: n for n, host in enumerate(dict.fromkeys(t.host for t in traces if t.host))}
     on_host = [(i, len(traces) + calls + hosts[t.host]) for i, t in enumerate(traces) if t.host]

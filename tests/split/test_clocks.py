@@ -103,20 +103,39 @@ def test_ranks_without_a_common_group_are_joined_through_others(tmp_path: Path) 
     assert [row.code for row in report.warnings if row.code == "clock_unaligned"] == []
 
 
-def test_hosts_with_only_messages_get_the_middle_of_the_causality_bounds(
-    tmp_path: Path,
-) -> None:
-    """Messages of 100 us both ways: the clock of host1 is known to half of that."""
+def messages_both_ways(sent_us: int) -> list[GpuTrace]:
+    """Receives of 100 us and of 150 both ways; the kernels of the sends take so long, and the clock
+    of host1 is 50 ms ahead."""
     stages = [("3", "mesh_pp", [0, 1])]
     first = GpuTrace(0, 2, "host0", BASE_NS, stages).step(1, 0, 2000)
     last = GpuTrace(1, 2, "host1", BASE_NS + 50 * MS, stages).step(1, 0, 2000)
-    first.message("send", 1, 100, 200, group="3").message("recv", 1, 900, 1000, group="3")
-    last.message("recv", 0, 50, 200, group="3").message("send", 0, 900, 1000, group="3")
-    for trace in (first, last):
-        trace.kernel("gemm", 1000, 2000)
-    row = clock_of(report_of(tmp_path, [first, last]), 1)
+    first.message("send", 1, 100, 100 + sent_us, group="3").message("recv", 1, 900, 1000, group="3")
+    last.message("recv", 0, 50, 200, group="3").message("send", 0, 900, 900 + sent_us, group="3")
+    return [trace.kernel("gemm", 1000, 2000) for trace in (first, last)]
+
+
+@pytest.mark.parametrize(("sent_us", "sigma_us"), [(5, 100), (60, 50), (100, 10)])
+def test_hosts_with_only_messages_get_the_middle_of_the_causality_bounds(
+    sent_us: int, sigma_us: int, tmp_path: Path
+) -> None:
+    """The clock of host1 is known to half of what passes between the ends of sends, or 10 us before
+    these, and those of their receives, both ways."""
+    row = clock_of(report_of(tmp_path, messages_both_ways(sent_us)), 1)
     assert row.offset_ns == 50 * MS
-    assert row.sigma_ns == 100_001
+    assert row.sigma_ns == sigma_us * 1000 + 1
+
+
+def test_the_ends_of_messages_place_a_rank_that_always_comes_first(tmp_path: Path) -> None:
+    """host1 waits 500 us for each message, and host0 for none: when they start says that host1 is
+    up to 500 us ahead, or 100 behind."""
+    stages = [("3", "mesh_pp", [0, 1])]
+    first = GpuTrace(0, 2, "host0", BASE_NS, stages).step(1, 0, 2000)
+    last = GpuTrace(1, 2, "host1", BASE_NS, stages).step(1, 0, 2000)
+    first.message("send", 1, 600, 700, group="3").message("recv", 1, 1600, 1700, group="3")
+    last.message("recv", 0, 100, 700, group="3").message("send", 0, 1100, 1700, group="3")
+    for trace in (first, last):
+        trace.kernel("gemm", 1700, 2000)
+    assert abs(clock_of(report_of(tmp_path, [first, last]), 1).offset_ns) <= 5_000
 
 
 def record_probe(folder: Path, rank: int, *probes: ClockProbe) -> None:
@@ -153,13 +172,8 @@ def test_a_probe_narrows_what_messages_leave_open(
     tmp_path: Path, ahead_us: int, offset_us: int, sigma_us: int
 ) -> None:
     """Messages say 50 ms, give or take 100 us; the probe is exact to 50 us."""
-    stages = [("3", "mesh_pp", [0, 1])]
-    first = GpuTrace(0, 2, "host0", BASE_NS, stages).step(1, 0, 2000)
-    last = GpuTrace(1, 2, "host1", BASE_NS + 50 * MS, stages).step(1, 0, 2000)
-    first.message("send", 1, 100, 200, group="3").message("recv", 1, 900, 1000, group="3")
-    last.message("recv", 0, 50, 200, group="3").message("send", 0, 900, 1000, group="3")
-    for trace in (first, last):
-        trace.kernel("gemm", 1000, 2000).write(tmp_path)
+    for trace in messages_both_ways(5):
+        trace.write(tmp_path)
     record_probe(tmp_path, 0)
     record_probe(tmp_path, 1, ClockProbe(ahead_us * 1000, 100_000, BASE_NS + 50 * MS))
     row = clock_of(analyze(tmp_path), 1)

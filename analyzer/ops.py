@@ -13,13 +13,14 @@ SYMMETRIC_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 
 def count_ring_bytes(op: str, ranks: int, message_bytes: int) -> int:
     """Bytes that each rank of a ring sends for a collective of this message size (that of the
-    gathered buffer of an all_gather or reduce_scatter), by nccl-tests' factor of the op."""
+    whole buffer of an all_gather or reduce_scatter), by nccl-tests' factor of the op."""
     numerator, denominator = _find_ring_fraction(op, ranks)
     return message_bytes * numerator // denominator
 
 
 def compute_busbw_factor(op: str, ranks: int) -> float:
-    """busbw / algbw, as nccl-tests define it (doc/PERFORMANCE.md of NVIDIA/nccl-tests)."""
+    """busbw / algbw, as nccl-tests define it (doc/PERFORMANCE.md of NVIDIA/nccl-tests; GatherGetBw
+    and ScatterGetBw in its src/gather.cu and src/scatter.cu)."""
     numerator, denominator = _find_ring_fraction(op, ranks)
     return numerator / denominator
 
@@ -27,7 +28,8 @@ def compute_busbw_factor(op: str, ranks: int) -> float:
 def _find_ring_fraction(op: str, ranks: int) -> tuple[int, int]:
     if op == "all_reduce":
         return 2 * (ranks - 1), ranks
-    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+    # What a root gathers or scatters does not cross a link for its own part.
+    if op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
         return ranks - 1, ranks
     return 1, 1
 
@@ -116,8 +118,13 @@ def normalize_dtype(dtype: str) -> str:
 
 
 def compute_message_bytes(op: str, input_bytes: int, output_bytes: int, group_size: int) -> int:
-    """The message size as nccl-tests counts it: the full buffer; -1 if unknown."""
-    if op != "all_gather" or input_bytes < 0:
+    """The message size as nccl-tests counts it: the full buffer; -1 if unknown.
+
+    The input of a scatter is the full buffer; in the Flight Recorder only its root has one.
+    """
+    if op == "scatter" and input_bytes <= 0 < min(output_bytes, group_size):
+        return output_bytes * group_size
+    if op not in ("all_gather", "gather") or input_bytes < 0:
         return input_bytes
     return input_bytes * group_size if group_size > 0 else output_bytes
 

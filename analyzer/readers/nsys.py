@@ -232,7 +232,7 @@ _EIGHT_BYTES = ("communicator", "sent_bytes")
 # A petabyte: more than any message, so a payload with more is damaged.
 _MAX_BYTES = 1 << 50
 
-_PER_RANK_OPS = ("reduce_scatter", "all_to_all")
+_PER_RANK_OPS = ("reduce_scatter", "all_to_all", "scatter")
 """Collectives whose callers pass the size of one rank's part of the input."""
 
 

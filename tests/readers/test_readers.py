@@ -176,6 +176,11 @@ def test_sizes_follow_nccl_tests() -> None:
     assert compute_message_bytes("all_gather", 100, 400, 4) == 400
     assert compute_message_bytes("reduce_scatter", 400, 100, 4) == 400
     assert compute_message_bytes("all_reduce", 400, 400, 4) == 400
+    # Each rank gives, or gets, a quarter of what the root gathers or scatters.
+    assert compute_message_bytes("gather", 100, 400, 4) == 400
+    assert compute_message_bytes("scatter", 400, 100, 4) == 400
+    assert compute_message_bytes("scatter", 0, 100, 4) == 400
+    assert compute_message_bytes("scatter", 400, -1, 4) == 400
     assert [compute_element_bytes(d) for d in ("Float", "BFloat16", "float8_e4m3fn", "odd")] == [
         4,
         2,

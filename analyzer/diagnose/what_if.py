@@ -205,6 +205,8 @@ def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> floa
     known = schedule is not None and context.split.stage_bubbles
     marked = any(rank.slots.are_marked for rank in context.split.ranks)
     if change.kind == "microbatches" and layout.pipelines and not marked:
+        if schedule is not None and schedule.chunks > 1:
+            raise UsageError(_CHUNKS_NOT_ANNOTATED)
         # Slots by the order of messages end with kernels, wherever the messages are.
         with suppress(*([UsageError] if known else [])):
             return _estimate_by_pace(context, change.count)
@@ -227,6 +229,10 @@ def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> floa
     return before - simulate_ns(change.name, schedule.microbatches)
 
 
+_CHUNKS_NOT_ANNOTATED = "cannot change the microbatches: several chunks per stage, not annotated"
+"""Slots by the order of messages were 2 to 11 % off here in simulated jobs."""
+
+
 def _estimate_by_pace(context: ReplayContext, count: int) -> float:
     """The gain of count microbatches for the same work, in ns, without annotated forwards.
 
@@ -235,7 +241,14 @@ def _estimate_by_pace(context: ReplayContext, count: int) -> float:
     """
     line = context.split.layout.pipelines[0]
     if len(line) > 2 and _list_message_ends(context, line[0], line[-1]):
-        raise UsageError("cannot change the microbatches: several chunks per stage, not annotated")
+        raise UsageError(_CHUNKS_NOT_ANNOTATED)
+    if len(line) == 2 and context.split.schedule is None:
+        # Two stages with two chunks each send as many messages as one chunk does for twice the
+        # microbatches.
+        raise UsageError(
+            "cannot change the microbatches: forwards and backwards are not annotated, and without "
+            "a known schedule two stages may have several chunks each"
+        )
     forward = _list_message_ends(context, line[0], line[1])
     backward = _list_message_ends(context, line[1], line[0])
     counts = {len(one) for one in (*forward, *backward)}

@@ -118,16 +118,20 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
                 or agrees[hot].sum() < _AGREE * weight[hot].sum()
             ):
                 continue
-        # In each step by itself: a device that heats up slows down from step to step.
-        pace = np.ones(len(split.ranks[index].windows.windows))
-        for at, window in enumerate(split.ranks[index].windows.windows):
-            here = [one for one in parts if one.step == window.step]
-            if here:
-                lasted = sum(float(one.took_ns.sum()) for one in here)
-                should = sum(float((one.took_ns * np.exp(-one.log_ratio)).sum()) for one in here)
-                pace[at] = min(should / lasted, 1.0)
+        # In each step by itself: a device that heats up slows down from step to step. A step that
+        # no peer has whole has the pace of the others.
+        windows = split.ranks[index].windows.windows
+        of_step = [[one for one in parts if one.step == window.step] for window in windows]
+        pace = np.array([_measure_pace(here or parts) for here in of_step])
         slow[index] = pace
     return slow
+
+
+def _measure_pace(parts: Sequence[_Excess]) -> float:
+    """The time that kernels should take over that they take."""
+    lasted = sum(float(one.took_ns.sum()) for one in parts)
+    should = sum(float((one.took_ns * np.exp(-one.log_ratio)).sum()) for one in parts)
+    return min(should / lasted, 1.0)
 
 
 def _measure_steps(parts: Sequence[_Excess]) -> dict[int, float]:

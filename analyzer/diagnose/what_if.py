@@ -242,13 +242,6 @@ def _estimate_by_pace(context: ReplayContext, count: int) -> float:
     line = context.split.layout.pipelines[0]
     if len(line) > 2 and _list_message_ends(context, line[0], line[-1]):
         raise UsageError(_CHUNKS_NOT_ANNOTATED)
-    if len(line) == 2 and context.split.schedule is None:
-        # Two stages with two chunks each send as many messages as one chunk does for twice the
-        # microbatches.
-        raise UsageError(
-            "cannot change the microbatches: forwards and backwards are not annotated, and without "
-            "a known schedule two stages may have several chunks each"
-        )
     forward = _list_message_ends(context, line[0], line[1])
     backward = _list_message_ends(context, line[1], line[0])
     counts = {len(one) for one in (*forward, *backward)}
@@ -257,9 +250,17 @@ def _estimate_by_pace(context: ReplayContext, count: int) -> float:
             "cannot change the microbatches: forwards and backwards are not annotated, and the "
             f"messages of a step are not more than the {len(line)} stages in each direction"
         )
+    in_turn = all(sent[-1] < received[0] for sent, received in zip(forward, backward, strict=True))
+    if len(line) == 2 and context.split.schedule is None and not in_turn:
+        # Two stages with two chunks each send as many messages as one chunk does for twice the
+        # microbatches.
+        raise UsageError(
+            "cannot change the microbatches: forwards and backwards are not annotated, and without "
+            "a known schedule two stages may have several chunks each"
+        )
     microbatches = counts.pop()
     pace = _find_pace_ns(backward)
-    if all(sent[-1] < received[0] for sent, received in zip(forward, backward, strict=True)):
+    if in_turn:
         pace += _find_pace_ns(forward)
     changed = context.mean_ns + (count - microbatches) * pace
     return context.mean_ns - changed * microbatches / count

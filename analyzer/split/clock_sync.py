@@ -211,7 +211,7 @@ those of a collective (clock_fit.py)."""
 
 def find_single_sends(traces: Sequence[RankTrace], matched: MatchedCalls) -> Bool:
     """Which rows are sends of a kernel on a device that holds no other message."""
-    found = matched.op == OP_CODE["send"]
+    found: Bool = np.asarray(matched.op == OP_CODE["send"])
     for index, trace in enumerate(traces):
         messages = np.bincount(trace.calls.event, minlength=1)[trace.calls.event]
         found[matched.slice_trace(index)] &= (messages == 1) & trace.on_device

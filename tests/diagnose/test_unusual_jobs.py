@@ -20,9 +20,10 @@ from cuda_simulator.jobs import (
     SlowRank,
     Throttling,
 )
+from cuda_simulator.kineto import TraceStyle
 from cuda_simulator.simulate import simulate
 
-from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer import Report, UsageError, analyze, what_if
 
 FEW = {"microbatches": 4, "layers": 2}
 SHARDED = {"fsdp": True, "microbatches": 1, "layers": 8, "layer_ns": 400_000}
@@ -61,6 +62,9 @@ def record(folder: Path, sizes: dict[str, Any], *causes: Cause) -> tuple[Report,
          "slow_link", (4, 5, 6, 7)),
         ({"dp": 16, **FEW}, [SlowRank(rank, 1.2) for rank in range(8)], "slow_rank",
          tuple(range(8))),
+        ({"dp": 8, **ONCE}, [ExtraKernels(1, 2_000_000, "middle", 2), ExtraKernels(6, 3_000_000,
+         "middle", 2)], "uneven_ranks", (1, 6)),
+        ({"pp": 2, "microbatches": 8, "schedule": "gpipe"}, [SlowRank(1, 1.4)], "slow_rank", (1,)),
     ],
 )  # fmt: skip
 def test_a_job_that_the_benchmark_does_not_draw(
@@ -95,3 +99,67 @@ def test_extra_kernels_of_two_ranks_in_two_steps_are_two_findings(tmp_path: Path
     found = [one for one in report.findings if one.code == "uneven_ranks"]
     assert sorted((one.ranks, one.steps) for one in found) == [((1,), (3,)), ((6,), (6,))]
     assert sum(one.gain_ns for one in found) == pytest.approx(cost_ns, rel=0.05)
+
+
+def test_an_evaluation_of_unequal_length_is_a_step_of_another_kind(tmp_path: Path) -> None:
+    more = [ExtraKernels(rank, (2 + rank) * 500_000, "end", 2, 12 + 8 * rank) for rank in range(4)]
+    report, cost_ns = record(tmp_path, {"dp": 4, **ONCE}, *more)
+    assert (report.findings[0].code, report.findings[0].steps) == ("other_steps", (4,))
+    assert report.findings[0].gain_ns == pytest.approx(cost_ns, rel=0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_slow_rank_of_two_stages_that_share_messages_alone(rank: int, tmp_path: Path) -> None:
+    """Of two opposite pipelines the slow rank comes last at each message: when these end tells how
+    the clocks differ. The first step began when the slow rank had ended the one before."""
+    sizes = {"pp": 2, "microbatches": 8, "layers": 1, "schedule": "dualpipe"}
+    report, cost_ns = record(tmp_path, sizes, SlowRank(rank, 1.3))
+    assert (report.findings[0].code, report.findings[0].ranks) == ("slow_rank", (rank,))
+    assert report.findings[0].gain_ns == pytest.approx(cost_ns, rel=0.16)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_groups_of_custom_sums_are_not_taken_for_those_of_other_stages(
+    rank: int, tmp_path: Path
+) -> None:
+    """Stages in lockstep end some of their own sums at the same distance in every step."""
+    sizes = {"pp": 2, "tp": 2, "microbatches": 6, "tensor_by": "sglang_two_shot"}
+    job = Job("unusual", seed=3, **sizes, causes=(SlowRank(rank, 1.3),))
+    ran, cured = simulate(job), simulate(replace(job, causes=()))
+    ran.write(tmp_path, TraceStyle(lists_groups="none", names_groups=False))
+    report = analyze(tmp_path)
+    sums = {report.groups[row.group].ranks for row in report.collectives if row.op == "all_reduce"}
+    assert sums == {(0, 1), (2, 3)}
+    (found,) = [one for one in report.findings if one.code == "slow_rank"]
+    assert found.ranks == (rank,)
+    assert found.gain_ns == pytest.approx(ran.step_ns - cured.step_ns, rel=0.05)
+
+
+def test_what_a_step_that_reads_its_loss_waits_for_the_host_is_what_reading_it_costs(
+    tmp_path: Path,
+) -> None:
+    """At steps of 14 ms the host's launches after the read take 1.2 %: no false finding."""
+    job = Job("unusual", seed=4, tp=2, microbatches=4, layers=2)
+    reads, never = simulate(job), simulate(replace(job, end_of_step="none"))
+    reads.write(tmp_path)
+    (found,) = analyze(tmp_path).findings
+    assert found.code == "host_bound"
+    assert found.gain_ns == pytest.approx(reads.step_ns - never.step_ns, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"schedule": "interleaved", "chunks": 2},
+        {"schedule": "dualpipe-v"},
+        {"schedule": "dualpipe"},
+    ],
+    ids=lambda sizes: sizes["schedule"],
+)
+def test_microbatches_of_several_chunks_do_not_follow_from_the_pace_of_messages(
+    sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """A rank sends a message for each of its chunks: twice as many as there are microbatches."""
+    simulate(Job("unusual", seed=4, pp=2, microbatches=8, layers=1, **sizes)).write(tmp_path)
+    with pytest.raises(UsageError, match="several chunks"):
+        what_if(tmp_path, changes=["microbatches=16"])

@@ -26,7 +26,7 @@ from stepsplit.analyzer.report.report import (
     Finding,
     Settle,
 )
-from stepsplit.analyzer.trace import Bool
+from stepsplit.analyzer.trace import Bool, Float, Int64
 
 _NEARLY_ALL, _SEVERAL = 0.9, 3
 """Nearly all of what happened in a step, of several, is named with it."""
@@ -48,6 +48,8 @@ class Remedy(Struct, frozen=True):
         as_set: What ranks with it are, where several mask each other ("ranks 1 and 2 are ...").
         is_doubtful: Whether what it says is inferred, as the recording has no evidence of it.
         names_steps: Whether its message says in which steps it is.
+        does_more: Whether it is seen to do more than its peers: on a CPU, longer may also be that
+            another process ran.
     """
 
     finding: Finding
@@ -55,6 +57,7 @@ class Remedy(Struct, frozen=True):
     as_set: str = ""
     is_doubtful: bool = False
     names_steps: bool = False
+    does_more: bool = False
 
     def apply(self, graph: DependencyGraph) -> DependencyGraph:
         """The graph with the cause fixed."""
@@ -71,12 +74,12 @@ class CauseEntry:
         find: Finds it in a recording; a remedy for each place, in any order. Those that gain too
             little are left out afterwards. The findings need no code.
         as_set: What ranks or links with it are called where several of them mask each other; ""
-            for what costs the whole job, which is not tried in sets.
+            for what costs the whole job, which is not tried in sets, unless a remedy says its own.
         with_profiler: Whether the profiler itself adds to its time on a GPU, as it does to the
             host's for each op and launch.
         last_on_cpu: Whether its findings come last in a run without devices.
-        of_peers: Whether it compares ranks with their peers. One that rests on a single step says
-            so.
+        of_peers: Whether it compares ranks with their peers: in a single step of a CPU run it is a
+            note of the report, unless a rank is seen to do more.
         explained_by: The code of a cause that, where it costs more, is the reason for this one.
         note_below: Whether one that gains too little for a finding is a note of the report.
     """
@@ -99,7 +102,7 @@ class CauseEntry:
             if not one.is_doubtful:
                 basis = replace(basis, kind=self.basis)
             finding = replace(one.finding, code=self.code, basis=basis)
-            remedies.append(replace(one, finding=finding, as_set=self.as_set))
+            remedies.append(replace(one, finding=finding, as_set=one.as_set or self.as_set))
         return remedies
 
 
@@ -145,28 +148,15 @@ def replay_remedy(
     spread_ns = None
     if len(by_step) > 1:
         spread_ns = round(float(by_step.std(ddof=1)))
-        # Steps with nearly all of it, at most half of several, are named; less than its spread is
-        # not known. Of what a replay alone hardly changes, as where another cause masks it, neither
-        # is said.
-        largest_first = np.argsort(-by_step, kind="stable")
-        total = np.maximum(by_step, 0).sum()
-        few = next(
-            (
-                largest_first[:count]
-                for count in range(1, max(1, len(by_step) // 2) + 1)
-                if by_step[largest_first[:count]].sum() >= _NEARLY_ALL * total > 0
-            ),
-            largest_first[:0],
-        )
-        others = np.delete(np.abs(by_step), few)
-        if len(few) > 1 and by_step[few].min() < _APART * others.max():
-            few = few[:0]
+        # Steps with nearly all of it are named; less than its spread is not known. Of what a replay
+        # alone hardly changes, as where another cause masks it, neither is said.
+        dominant = _find_dominant_steps(by_step)
         least_ns = MIN_GAIN_SHARE * context.mean_ns
         if names_steps or len(by_step) < _SEVERAL or gain_ns < least_ns:
             pass
-        elif len(few):
-            named = units.format_number_list(sorted(numbers[i] for i in few.tolist()))
-            message += f"; nearly all of it in step{'s' if len(few) > 1 else ''} {named}"
+        elif len(dominant):
+            named = units.format_number_list(sorted(numbers[dominant].tolist()))
+            message += f"; nearly all of it in step{'s' if len(dominant) > 1 else ''} {named}"
             names_steps = True
         elif gain_ns < _SIGMAS * spread_ns / math.sqrt(len(by_step)):
             message += f"; within its spread between steps ({units.format_milliseconds(spread_ns)})"
@@ -191,3 +181,16 @@ def replay_remedy(
         ),
     )
     return Remedy(finding, change, is_doubtful=is_doubtful, names_steps=names_steps)
+
+
+def _find_dominant_steps(saved_ns: Float) -> Int64:
+    """The fewest steps with nearly all of a saving, at most half of them; none if it is spread out,
+    or if several are not well above all others. saved_ns has an element for each step."""
+    largest_first = np.argsort(-saved_ns, kind="stable")
+    total_ns = np.maximum(saved_ns, 0).sum()
+    for count in range(1, max(1, len(saved_ns) // 2) + 1):
+        steps, others = largest_first[:count], largest_first[count:]
+        if saved_ns[steps].sum() >= _NEARLY_ALL * total_ns > 0:
+            is_apart = saved_ns[steps].min() >= _APART * np.abs(saved_ns[others]).max()
+            return steps if count == 1 or is_apart else largest_first[:0]
+    return largest_first[:0]

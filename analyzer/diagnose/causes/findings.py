@@ -122,7 +122,16 @@ def find_bottlenecks(
             gain_ns = max(0, finding.gain_ns - own_ns)
             finding = replace(finding, gain_ns=gain_ns, message=f"{finding.message}; {text}")
         # What happened once may not happen again, whatever the cause.
-        if len(finding.steps or numbers) == 1 and not remedy.names_steps:
+        is_once = len(finding.steps or numbers) == 1 and not remedy.names_steps
+        if is_once and cause.of_peers and not on_device and not remedy.does_more:
+            if finding.gain_ns >= least_ns:
+                text = (
+                    f"{finding.message}: cannot tell whether this lasts, as on a CPU one step may"
+                    " take longer on a rank because another process runs; record more steps"
+                )
+                notes.append(Note("single_step", text))
+            continue
+        if is_once:
             finding = replace(finding, message=f"{finding.message}; from a single step")
         if finding.gain_ns >= least_ns:
             finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))

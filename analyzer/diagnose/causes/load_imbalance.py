@@ -7,6 +7,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, group_max, group_min
@@ -61,7 +62,7 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
         what = f"{kernels} of other {f'{known} or ' if known else ''}names"
         if more > usual:
             what = f"{more:,.0f} {kernels} instead of {usual:,.0f}"
-        yield replay_remedy(
+        remedy = replay_remedy(
             context,
             one.restore,
             bucket="skew",
@@ -77,6 +78,8 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
             events=one.longest,
             names_steps=True,
         )
+        # Ranks that all do more in one step, as of an evaluation, wait for each other there.
+        yield replace(remedy, as_set="loaded more than their peers")
 
 
 def _balance_ranks(
@@ -142,7 +145,7 @@ def _balance_ranks(
     if doubt:
         verb = "compute" if len(heavy) > 1 else "computes"
         message = f"load imbalance: {who} {verb} {more} longer than {than}: {doubt.text}"
-    return replay_remedy(
+    remedy = replay_remedy(
         context,
         balance,
         bucket="skew",
@@ -154,6 +157,7 @@ def _balance_ranks(
         would_settle=doubt.would_settle if doubt else (),
         is_doubtful=doubt is not None,
     )
+    return replace(remedy, does_more=doubt is None)
 
 
 def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
@@ -184,7 +188,7 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
         own = times[graph.kernels.step[kernels]]
         return scale_transfers(scale_work(graph, "compute", times), kernels, own)
 
-    yield replay_remedy(
+    remedy = replay_remedy(
         context,
         balance,
         bucket="bubble",
@@ -202,6 +206,7 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
         would_settle=doubt.would_settle if doubt else (),
         is_doubtful=doubt is not None,
     )
+    yield replace(remedy, does_more=doubt is None)
 
 
 def _measure_work(context: CauseContext) -> tuple[Float, Float]:

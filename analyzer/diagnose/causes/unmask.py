@@ -135,6 +135,7 @@ def _join_remedies(context: CauseContext, members: Sequence[Remedy], gain_ns: in
         lambda graph: _apply_all(graph, members),
         members[0].as_set,
         names_steps=members[0].names_steps,
+        does_more=all(member.does_more for member in members),
     )
 
 

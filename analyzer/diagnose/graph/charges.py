@@ -117,27 +117,19 @@ def find_significant(
     slow in all steps: of two equally slow ones each causes waits in some steps only, by chance. So
     do ranks that are known to lose time, in the steps in which they do.
     """
-    per_step = charges.table.sum(axis=2)
-    if per_step.shape[1] < 2:
-        return np.ones(per_step.shape, dtype=np.bool_)
+    caused = charges.table.sum(axis=2)
+    if caused.shape[1] < 2:
+        return np.ones(caused.shape, dtype=np.bool_)
+    # Work is known of all steps, charges only of those with waits.
     steps = np.unique(graph.steps.step)
+    with_waits = np.searchsorted(steps, charges.steps)
     work = _sum_work(graph, len(charges.ranks), steps)
     recorded: Bool = np.asarray(~np.isnan(work).all(axis=2))
-    charged = np.searchsorted(steps, charges.steps)
-    lasting = _find_lasting_causes(per_step, recorded[:, charged])
-    lasting |= _find_lasting_work(work, recorded)
-    lasting[np.isin(charges.ranks, sorted(slow_ranks)), :COMPUTES] = True
-    # Outliers: steps in which a rank has far more work than in its median step. The deviation is
-    # that of all ranks together, as one rank may have few steps.
-    beyond, has_steps = np.full(work.shape, np.nan), recorded.any(axis=1)
-    if has_steps.any():
-        usual = np.nanmedian(work[has_steps], axis=1, keepdims=True)
-        beyond[has_steps] = work[has_steps] - usual
-        deviation = SIGMA_OF_MAD * np.nanmedian(np.abs(beyond), axis=(0, 1))
-        outlier = beyond > _OUTLIER * deviation
-    else:
-        outlier = np.zeros(work.shape, dtype=np.bool_)
-    significant = np.asarray(lasting[:, np.newaxis] | outlier[:, charged])
+    in_all_steps = _find_lasting_causes(caused, recorded[:, with_waits])
+    in_all_steps |= _find_lasting_work(work, recorded)
+    in_all_steps[np.isin(charges.ranks, sorted(slow_ranks)), :COMPUTES] = True
+    in_one_step = _find_outliers(work, recorded)[:, with_waits]
+    significant = np.asarray(in_all_steps[:, np.newaxis] | in_one_step)
     for one in known:
         if one.rank in charges.ranks and one.step in charges.steps:
             at = charges.ranks.index(one.rank), charges.steps.index(one.step)
@@ -185,6 +177,18 @@ def _find_lasting_work(work: Float, recorded: Bool) -> Bool:
     own = np.array([cause != "transfer" for cause in BLAME_CAUSES])
     lasting[ranks] = (excess.mean(axis=1) > _SIGNIFICANCE * error) & is_large & own
     return lasting
+
+
+def _find_outliers(work: Float, recorded: Bool) -> Bool:
+    """Which (rank, step, cause) have far more work than the rank's median step. The deviation is
+    that of all ranks together, as one rank may have few steps."""
+    excess, has_steps = np.full(work.shape, np.nan), recorded.any(axis=1)
+    if not has_steps.any():
+        return np.zeros(work.shape, dtype=np.bool_)
+    usual = np.nanmedian(work[has_steps], axis=1, keepdims=True)
+    excess[has_steps] = work[has_steps] - usual
+    deviation = SIGMA_OF_MAD * np.nanmedian(np.abs(excess), axis=(0, 1))
+    return np.asarray(excess > _OUTLIER * deviation)
 
 
 def _divide(amount: Float, count: Int64) -> Float:

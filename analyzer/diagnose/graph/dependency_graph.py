@@ -268,7 +268,7 @@ def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> E
     ):
         at = main.find_cut(made.awaited_ns[made.hidden])
         # A kernel after the last step is no part of the timeline.
-        known = np.append(main.at_ns, _NEVER)[at] == made.awaited_ns[made.hidden]
+        known = np.append(main.at_ns, _AFTER_ALL)[at] == made.awaited_ns[made.hidden]
         ended.append(kernels.end[made.hidden[known] + first])
         found.append(at[known] + node)
         cut = main.find_cut(made.start_dep_ns)
@@ -318,7 +318,8 @@ def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
 
 # The ranks' timelines, cut at each dependency.
 
-_AFTER_ALL = np.iinfo(np.int64).max
+_BEFORE_ALL, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+"""Instants before and after all that is recorded."""
 
 _WORK_BUCKETS = [BUCKETS.index(name) for name in WORK]
 
@@ -476,8 +477,6 @@ _USUAL_GAP_NS = 3_000
 _WAIT_DIVISOR = 4
 """Work that starts within the soon limits, or within 1/4 of the wait, was waiting as well."""
 
-_ALWAYS, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-
 
 class CommCalls(Struct, frozen=True):
     """The events of a rank's calls in order of start; columns of equal length.
@@ -485,8 +484,8 @@ class CommCalls(Struct, frozen=True):
     of_call is the event of each call. Then, per event: the instant of the rank's timeline that its
     start depends on, the previous event on the same stream (-1 for none), the event of another
     stream after whose end it starts (-1 for none), whether it blocked the rank until its end, and,
-    if it ended before that, the instant at which a kernel started that waited for it (_NEVER if not
-    known).
+    if it ended before that, the instant at which a kernel started that waited for it (_AFTER_ALL if
+    not known).
     """
 
     call: Int64
@@ -502,7 +501,7 @@ class CommCalls(Struct, frozen=True):
     @property
     def hidden(self) -> Int64:
         """The events that had ended before the kernel that waited for them started."""
-        return np.flatnonzero(self.awaited_ns != _NEVER)
+        return np.flatnonzero(self.awaited_ns != _AFTER_ALL)
 
 
 def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
@@ -527,13 +526,13 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
     # An event of another stream that begins just before this one ends may have waited for it, so
     # it is taken to end when that one begins.
     after = np.searchsorted(start, np.maximum(end - _CLOSE_NS, start + 1), side="left")
-    begun = np.append(start, _NEVER)[after]
+    begun = np.append(start, _AFTER_ALL)[after]
     elsewhere = np.append(lane, -1)[after] != lane
     end = np.where(elsewhere, np.minimum(end, begun), end)
     behind = _find_previous(lane, start, end)
     # A message may end before the kernel that waits for it starts: it is hidden then, and that
     # kernel depends on it.
-    awaited = np.full(len(call), _NEVER)
+    awaited = np.full(len(call), _AFTER_ALL)
     received = np.unique(of_call[trace.calls.op == OP_CODE["recv"]])
     if trace.on_device and len(received):
         kernels = np.flatnonzero(trace.kinds.computes)
@@ -549,12 +548,12 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
         start_ns=start,
         end_ns=end,
         start_dep_ns=_find_start_dep_ns(
-            rank, call, start, np.where(behind >= 0, end[behind], _ALWAYS)
+            rank, call, start, np.where(behind >= 0, end[behind], _BEFORE_ALL)
         ),
         previous=behind,
         follows=_find_followed(trace, lane, start, end, behind),
         blocking=blocking,
-        awaited_ns=np.where(hidden, awaited, _NEVER),
+        awaited_ns=np.where(hidden, awaited, _AFTER_ALL),
     )
 
 
@@ -571,10 +570,10 @@ def _find_blocking(
     """
     gap = np.full(len(start), -1)
     gap[of_call[: len(rank.attribution.gap)]] = rank.attribution.gap
-    resumes = np.append(rank.clock.map_to_common_ns(rank.work.compute.start_ns), _NEVER)
+    resumes = np.append(rank.clock.map_to_common_ns(rank.work.compute.start_ns), _AFTER_ALL)
     # Of the events that ended just before their gap did.
     just = (gap >= 0) & (resumes[gap] - end <= LAUNCH_LATENCY_NS)
-    later = just & (awaited != _NEVER) & (awaited > resumes[gap])
+    later = just & (awaited != _AFTER_ALL) & (awaited > resumes[gap])
     gap[later & np.isin(gap, gap[just & ~later])] = -1
     rows = np.flatnonzero(gap >= 0)
     rows = rows[np.lexsort((end[rows], gap[rows]))]
@@ -583,7 +582,7 @@ def _find_blocking(
         # A host that has waited may need a while until it makes its next call.
         soon = np.maximum(_SOON_ON_HOST_NS, (end - start)[rows] // _WAIT_DIVISOR)
     after = np.searchsorted(start, end[rows], side="left")
-    begun = np.append(start, _NEVER)[after]
+    begun = np.append(start, _AFTER_ALL)[after]
     elsewhere = np.append(lane, -1)[after] != lane[rows]
     begins = (begun - end[rows] <= soon) & elsewhere
     last = np.append(gap[rows][1:] != gap[rows][:-1], True)[: len(rows)]
@@ -591,8 +590,8 @@ def _find_blocking(
         # The event that ended last is why the rank resumed if compute started soon after, relative
         # to the wait, or if the host was synchronizing with the device.
         own, compute = rank.clock.map_to_own_ns(end[rows]), rank.work.compute
-        begin = np.append(_ALWAYS // 2, compute.end_ns)[gap[rows]]
-        resume = np.append(compute.start_ns, _NEVER)[gap[rows]]
+        begin = np.append(_BEFORE_ALL // 2, compute.end_ns)[gap[rows]]
+        resume = np.append(compute.start_ns, _AFTER_ALL)[gap[rows]]
         waited, late = own - begin, resume - own
         events = rank.trace.events
         waits = events.is_category(Category.RUNTIME) & events.match_names(SYNCHRONIZES)

@@ -296,7 +296,7 @@ def list_late(report: Report) -> list[tuple[int, ...]]:
         (((20, 90), (90, 30), (10, 60), (70, 25)), []),  # in turn
         (((20, 25), (25, 20), (20, 600), (24, 22)), [(1,)]),  # in one step
         (((20, 90), (90, 80), (10, 95), (65, 20)), []),  # within the spread
-        (((20, 90),), [(1,)]),
+        (((20, 90),), []),  # one step of a CPU run does not tell
     ],
 )
 def test_a_rank_is_late_if_it_exceeds_its_spread(
@@ -308,10 +308,12 @@ def test_a_rank_is_late_if_it_exceeds_its_spread(
 
 
 def test_a_finding_from_a_single_step_says_so(tmp_path: Path) -> None:
-    """Whatever its cause, once and in the same words."""
-    found = pair(tmp_path, (20, 90)).findings
-    assert {"host_stall", "host_bound"} <= {one.code for one in found}
-    assert all(SINGLE_STEP.search(one.message) for one in found)
+    """What one rank does beyond its peers is a note there, as it may be of another process."""
+    report = pair(tmp_path, (20, 90))
+    assert "host_bound" in {one.code for one in report.findings}
+    assert all(SINGLE_STEP.search(one.message) for one in report.findings)
+    (note,) = [one for one in report.warnings if one.code == "single_step"]
+    assert note.message.startswith("rank 1 is host-bound")
 
 
 def test_two_single_steps_of_a_symmetric_job() -> None:

@@ -261,7 +261,7 @@ def find_forward_places(
     ]
     if len(messages_ns) and passes:
         # The microbatches of a stage have the same layers: where there are more of them, several
-        # passes were not told apart. What occurs once may have begun before the recording.
+        # passes were not separated. What occurs once may have begun before the recording.
         counts = Counter(max(layer for layer, _ in places) for _, _, places in passes)
         least = min((layers for layers, count in counts.items() if count > 1), default=None)
         passes = [one for one in passes if max(layer for layer, _ in one[2]) == least]

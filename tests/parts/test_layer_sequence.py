@@ -143,7 +143,7 @@ def test_the_microbatches_of_a_stage_are_no_further_layers(tmp_path: Path) -> No
     names = {"N": "aten::layer_norm", "G": "aten::linear",
              "A": "aten::scaled_dot_product_attention"}  # fmt: skip
     begin = 0
-    # Two forwards of two layers; then two that are not told apart.
+    # Two forwards of two layers; then two that nothing separates.
     for letters in ("NGAGNGG" * 2, "NGAGNGG" * 2, "NGAGNGG" * 4):
         for letter in letters:
             trace.op(names[letter], begin, begin + 5)

@@ -8,7 +8,6 @@ layer begins.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -206,7 +205,8 @@ def find_forward_places(
     trace: RankTrace, on_thread: Bool, messages_ns: Int64
 ) -> ForwardPlaces | None:
     """The layers of the forward passes on a thread, by the sequence of its ops; None without any
-    regular one. messages_ns are the instants at which the host issued messages of a pipeline."""
+    regular one. messages_ns are the instants at which the host issued messages of a pipeline, in
+    which the kinds alone are known if autograd has no ranges."""
     events = trace.events
     is_op = events.is_category(Category.OP)
     letters = [""] * len(events.names)
@@ -260,11 +260,10 @@ def find_forward_places(
         if (places := label_by_sizes("".join(sequence[low:high]), sizes[low:high])) is not None
     ]
     if len(messages_ns) and passes:
-        # The microbatches of a stage have the same layers: where there are more of them, several
-        # passes were not separated. What occurs once may have begun before the recording.
-        counts = Counter(max(layer for layer, _ in places) for _, _, places in passes)
-        least = min((layers for layers, count in counts.items() if count > 1), default=None)
-        passes = [one for one in passes if max(layer for layer, _ in one[2]) == least]
+        # Passes that follow each other without a message look like one of more layers.
+        passes = [
+            (low, high, [(NO_LAYER, kind) for _, kind in places]) for low, high, places in passes
+        ]
     for low, high, places in passes:
         edges += zip(start[low:high].tolist(), places, strict=True)
         for i in range(low + 1, high):

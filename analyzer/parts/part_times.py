@@ -120,7 +120,7 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
         ]
     if trace.on_device:
         _place_products_by_size(rank, event_part, numbers)
-    if scopes.n_layers:
+    if scopes.n_layers or scopes.by_sequence:
         evidence = "sequence" if scopes.by_sequence else "modules"
     call_parts = _place_calls(rank, scopes)
     exposed_part = call_parts[rank.attribution.exposed.call]

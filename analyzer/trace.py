@@ -189,7 +189,7 @@ class Events:
     def end_ns(self) -> Int64:
         return self.start_ns + self.dur_ns
 
-    def ends_of(self, rows: Int64 | Bool) -> Int64:
+    def ends_of(self, rows: Int64 | Int32 | Bool) -> Int64:
         """The end in ns of the events in these rows, or where the mask is true."""
         ends: Int64 = self.start_ns[rows] + self.dur_ns[rows]
         return ends
@@ -368,7 +368,7 @@ class Shapes:
             return ""
         return "grids" if of_grid[self.text_id].mean() > 1 / 2 else "shapes"
 
-    def find_ids(self, rows: Int64) -> Int32:
+    def find_ids(self, rows: Int64 | Int32) -> Int32:
         """The index of the shapes of each of these events in texts; -1 if unknown."""
         if not len(self):
             return np.full(len(rows), -1, dtype=np.int32)

@@ -104,7 +104,7 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
         compute, families = rank.kernels.compute, rank.kernels.families
         n_steps = max(1, len(compute.steps))
         rank_steps += n_steps
-        work, work_id = rank.kernels.work, rank.kernels.work_id
+        work, work_id = rank.kernels.work, rank.kernels.work_id.astype(np.int64)
         if not rank.trace.on_device:
             work, work_id, families = _drop_outer_shapes(rank)
         rows = [sums[key] for key in zip(work, families, strict=True)]
@@ -140,7 +140,8 @@ def _drop_outer_shapes(rank: RankSplit) -> tuple[tuple[KernelWork, ...], Int64, 
     """The work of ops, without the shapes of a product that runs another one: an op on DTensors has
     the shapes of all ranks, the one that it calls those of its own."""
     events, sums = rank.trace.events, rank.kernels
-    rows, work, work_id = sums.compute.row, sums.work, sums.work_id
+    rows, work = sums.compute.row.astype(np.int64), sums.work
+    work_id = sums.work_id.astype(np.int64)
     counts = np.array([is_product(one.name) for one in work], dtype=np.bool_)[work_id]
     products = np.flatnonzero(counts)
     start, end = events.start_ns[rows[products]], events.ends_of(rows[products])

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_distinct, number_distinct
 from stepsplit.analyzer.split.steps import Steps
-from stepsplit.analyzer.trace import EventKinds, Events, Int64, RankTrace
+from stepsplit.analyzer.trace import EventKinds, Events, Int32, Int64, RankTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class ComputeEvents(Struct, frozen=True):
     kinds: EventKinds
     steps: tuple[int, ...]
     step: Int64
-    row: Int64
-    name_id: Int64
+    row: Int32
+    name_id: Int32
     took_ns: Int64
 
 
@@ -104,8 +104,8 @@ def collect_compute(trace: RankTrace, steps: Steps) -> ComputeEvents:
         kinds=trace.kinds,
         steps=tuple(numbers.tolist()),
         step=numbers[at[inside]],
-        row=rows[inside],
-        name_id=events.name_id[rows[inside]].astype(np.int64),
+        row=rows[inside].astype(np.int32),
+        name_id=events.name_id[rows[inside]].astype(np.int32),
         took_ns=took[inside],
     )
 
@@ -147,7 +147,7 @@ class KernelWork(Struct, frozen=True):
     shapes: str | None
 
 
-def find_kernel_work(trace: RankTrace, rows: Int64) -> tuple[tuple[KernelWork, ...], Int64]:
+def find_kernel_work(trace: RankTrace, rows: Int64 | Int32) -> tuple[tuple[KernelWork, ...], Int64]:
     """(the distinct work of these events, the index of each event's in it)."""
     names, texts = trace.events.names, trace.shapes.texts
     shapes = len(texts) + 1
@@ -177,7 +177,7 @@ class KernelSums(Struct, frozen=True):
     compute: ComputeEvents
     work: tuple[KernelWork, ...]
     families: tuple[str, ...]
-    work_id: Int64
+    work_id: Int32
     count: list[int]
     total_ns: list[int]
 
@@ -192,7 +192,7 @@ class KernelSums(Struct, frozen=True):
             compute=compute,
             work=work,
             families=tuple(map(compute.kinds.find_family, name_of_work.tolist())),
-            work_id=work_id,
+            work_id=work_id.astype(np.int32),
             count=np.bincount(work_id, minlength=len(work)).tolist(),
             total_ns=np.bincount(work_id, compute.took_ns, len(work)).astype(np.int64).tolist(),
         )

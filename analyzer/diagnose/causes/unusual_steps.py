@@ -19,7 +19,7 @@ from stepsplit.analyzer.diagnose.graph.replay import (
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
-from stepsplit.analyzer.trace import Bool, Float, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int32, Int64
 
 _MIN_STEPS = 3
 """Of fewer steps, none is compared with the rank's others."""
@@ -201,7 +201,7 @@ def _describe(
 
 
 def _cut_excess(
-    context: ReplayContext, index: int, row: Int64, excess_ns: Float, target_ns: Float, pace: Float
+    context: ReplayContext, index: int, row: Int32, excess_ns: Float, target_ns: Float, pace: Float
 ) -> Int64:
     """For each node of the graph, by how much its kernels exceed their usual time in the rows that
     have no target and a pace; together what the row exceeds its pace by.

@@ -98,12 +98,14 @@ class Levels(Struct, frozen=True):
         edge = np.cumsum(np.append(0, counts), dtype=np.int32)
         at = np.repeat(first[:-1][node] - edge[:-1], counts)
         at += np.arange(len(at), dtype=np.int32)
-        source = row.astype(np.int64)[every[at]]
+        before_each = every[at]
         del at, every
+        source = row[before_each]
+        del before_each
         # What is in the same level or a later one, on a cycle, is not waited for.
         begin = np.append(0, np.cumsum(np.bincount(level)))
         source[source >= np.repeat(begin[level[node]].astype(np.int32), counts)] = len(node)
-        return cls(node, row[:-1], begin, edge, source)
+        return cls(node, row[:-1], begin, edge, source.astype(np.int64))
 
     @property
     def width(self) -> float:

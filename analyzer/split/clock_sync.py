@@ -161,7 +161,11 @@ class _ClockJoin:
         # does not end after its receive: of messages both ways this leaves what buffers hold.
         edges = self._take_send_ends(trace, *self._convert_to_common(trace, uncorrected))
         ended = self._message_ends.compute_bounds(self._find_rows(trace), *edges)
-        bounds = ended if ended.both else bounds
+        if ended.low_ns is not None and ended.high_ns is not None and ended.both:
+            # By how much ends are apart is known no better than that.
+            lacking = max(0, _APART_NS - (ended.high_ns - ended.low_ns) // 2)
+            wider = Bounds(ended.low_ns - lacking, ended.high_ns + lacking)
+            bounds = Bounds.intersect((bounds, wider))
         # A probe that contradicts the calls is from before a clock was set.
         if (probed := Bounds.intersect([bounds, *self._bound_by_probes(trace)])).both:
             bounds = probed

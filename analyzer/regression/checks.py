@@ -129,7 +129,10 @@ def build_budget(name: str, limit: str) -> Budget:
         text = f">={text}"
     bound, model = {1: "<=", -1: ">="}[metric.worse], {1: "model+", -1: "model-"}[metric.worse]
     if text.startswith(bound):
-        return Budget(name, text, "limit", amount=_parse_amount(metric, text[2:], name))
+        amount = _parse_amount(metric, text[2:], name)
+        if name == GOODPUT and amount > 1:
+            raise UsageError(f"{name}: no job has more than 100%; write for example {name}:95%")
+        return Budget(name, text, "limit", amount=amount)
     if text.startswith(model):
         return Budget(name, text, "model", ratio=_parse_ratio(text[len(model) :], name))
     parts = [part.strip() for part in text.split(",")]

@@ -205,7 +205,7 @@ INCOMPLETE = frozenset({
 GOODPUT = "goodput"
 
 GOODPUT_BOUND = "goodput_bound"
-"""Code of the doubt that a goodput is the most that it can be."""
+"""Code of a doubt by which a goodput may be lower than it is shown."""
 
 MIXED_STEPS = "steps_mixed"
 """Code of the warning that steps do unequal work and none of the kinds is usual."""

@@ -7,8 +7,6 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from stepsplit.analyzer.report.io import Document
-
 SCHEMA = "stepsplit.ledger/1"
 
 LEDGER_NAME = "ledger.json"
@@ -102,14 +100,6 @@ class Ledger(Struct, frozen=True, kw_only=True):
         return sum(row.gpu_hours for row in self.rows)
 
 
-_DOCUMENT = Document(Ledger, SCHEMA, "a stepsplit ledger", "analyze the folder of the watch again")
-
-
 def ledger_to_json(ledger: Ledger) -> bytes:
     """The ledger as JSON text."""
     return msgspec.json.format(msgspec.json.encode(ledger), indent=1) + b"\n"
-
-
-def ledger_from_json(text: bytes, source: object = "the ledger") -> Ledger:
-    """Decodes a ledger. Raises DataError if the text does not have this schema."""
-    return _DOCUMENT.decode(text, source)

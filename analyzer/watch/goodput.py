@@ -17,7 +17,6 @@ def build_goodput_metrics(ledger: Ledger) -> RunMetrics:
     """The metrics of a watched job: its goodput, over all of its starts."""
     newest = ledger.incarnations[-1]
     train = sum(row.count for row in ledger.rows if row.kind == "train")
-    text = "which steps were done again is not known, so that its goodput is at most this"
     return RunMetrics(
         name=ledger.run,
         setup=Setup(
@@ -37,6 +36,10 @@ def build_goodput_metrics(ledger: Ledger) -> RunMetrics:
         values=(Value(GOODPUT, ledger.goodput),),
         calls=None,
         times=(),
-        doubts=(Doubt(GOODPUT_BOUND, text, None),) if ledger.is_goodput_bound else (),
+        # Whatever is not known may have been no training.
+        doubts=tuple(
+            Doubt(GOODPUT_BOUND, f"its goodput is at most this: {lack}", None)
+            for lack in ledger.lacks
+        ),
         complete=train,
     )

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.ledger import ROW_KINDS, IncarnationLedger, Ledger, LedgerRow
 from stepsplit.collectors.formats.watch_notes import (
+    LEFT,
     LONG_STEP,
     Beat,
     Launch,
@@ -78,7 +80,8 @@ def read_ledger(place: str | Path) -> Ledger:
             if isinstance(one, RankStarted)
         }
         found = {key: beat for key in starts if (beat := read_beat(folder, *key)) is not None}
-        launches = read_launches(folder)
+        launches, lost_launches = read_launches(folder)
+        lost += lost_launches
     except OSError as error:
         raise DataError(folder, f"cannot be read: {error.strerror}", "check the folder") from None
     if not starts:
@@ -139,7 +142,11 @@ def build_ledger(
         lives = by_start[number]
         following = numbers[index + 1] if index + 1 < len(numbers) else None
         begin, end, is_ended = _find_extent(number, following, lives, launches)
-        gap_begin = begin if cursor is None else cursor
+        if cursor is None:
+            # A first command whose ranks have noted nothing is of the wall clock too.
+            earlier = (one.unix_ns for one in launches if one.incarnation <= number)
+            cursor = min([begin, *earlier])
+        gap_begin = cursor
         # A clock that was set back, or a second job in the folder, must not count time twice.
         begin = max(begin, gap_begin)
         end = max(end, begin)
@@ -152,6 +159,8 @@ def build_ledger(
             time = _RankTime(begin, end, spans[rank], of_any, reached)
             for place, life in enumerate(own):
                 time.take_life(life, place == 0, is_ended and place + 1 == len(own))
+                if life.started.steps_before is not None and life.last_step is not None:
+                    time.reached = max(life.last_step, -1 if time.reached is None else time.reached)
             time.finish()
             amounts[rank], counts[rank] = time.amounts, time.counts
             amounts[rank]["restart_gap"] += begin - gap_begin
@@ -161,11 +170,11 @@ def build_ledger(
         if begin > gap_begin:
             lowest["restart_gap"] += 1
         first = min(own[0].first_step for own in lives.values())
-        last = max((own[-1].last_step for own in lives.values() if own[-1].last_step is not None),
-                   default=None)  # fmt: skip
+        last = max((life.last_step for own in lives.values() for life in own
+                    if life.last_step is not None), default=None)  # fmt: skip
         is_known = all(life.started.steps_before is not None for own in lives.values()
                        for life in own)  # fmt: skip
-        if index and not is_known:
+        if (index or any(len(own) > 1 for own in lives.values())) and not is_known:
             is_bound = True
             missing.append(
                 f"start {number + 1}: which of its steps were done before is not known (the"
@@ -213,6 +222,7 @@ class _Life:
     spans: list[RankSpan] = field(default_factory=list)
     samples: list[SampleReport] = field(default_factory=list)
     ended: RankEnded | None = None
+    is_left: bool = False
     beat: Beat | None = None
 
     @property
@@ -249,9 +259,10 @@ def _split_lives(notes: Iterable[Note]) -> Iterator[_Life]:
     life: _Life | None = None
     for note in notes:
         if isinstance(note, RankStarted):
-            if life is not None:
+            # The same start again begins a new file.
+            if life is not None and life.started != note:
                 yield life
-            life = _Life(note)
+            life = life if life is not None and life.started == note else _Life(note)
         elif life is None:
             continue
         elif isinstance(note, RankWindow):
@@ -260,6 +271,8 @@ def _split_lives(notes: Iterable[Note]) -> Iterator[_Life]:
             life.spans.append(note)
         elif isinstance(note, SampleReport):
             life.samples.append(note)
+        elif isinstance(note, RankEnded) and note.text == LEFT:
+            life.is_left = True
         elif isinstance(note, RankEnded) and not note.text:
             life.ended = note
     if life is not None:
@@ -274,22 +287,30 @@ def _find_extent(
 ) -> tuple[int, int, bool]:
     """When a start of the job began and ended, and whether its ranks said that they end.
 
-    A command is the launcher of all starts from its own to the next command's.
+    A command is the launcher of all starts from its own to the next command's. Its end says nothing
+    of ranks that began later, as of a job that was attached to.
     """
-    begin = min(own[0].begin_unix_ns for own in lives.values())
+    begins = [own[0].begin_unix_ns for own in lives.values()]
+    begin, latest = min(begins), max(begins)
     end = max(own[-1].last_unix_ns for own in lives.values())
-    own_launches = [one for one in launches if one.incarnation == number]
-    if own_launches:
-        begin = min(begin, *(one.unix_ns for one in own_launches))
-    is_ended = all(own[-1].ended is not None for own in lives.values())
-    before = [one for one in launches if one.incarnation <= number]
-    newest = max((one.incarnation for one in before), default=None)
-    exits = [one.end_unix_ns for one in before if one.incarnation == newest]
+    is_ended = all(own[-1].ended is not None and not own[-1].is_left for own in lives.values())
+    # Of each host the newest command that was there when the processes began: an earlier one, whose
+    # ranks have noted nothing, has the same number.
+    by_host = {one.host: one for one in launches
+               if one.incarnation <= number and one.unix_ns <= latest}  # fmt: skip
+    newest = max((one.incarnation for one in by_host.values()), default=None)
+    commands = [
+        one
+        for one in by_host.values()
+        if one.incarnation == newest and (one.end_unix_ns is None or one.end_unix_ns >= begin)
+    ]
+    begin = min([begin, *(one.unix_ns for one in commands if one.incarnation == number)])
+    exits = [one.end_unix_ns for one in commands]
     is_last_of_it = following is None or any(number < one.incarnation <= following
                                              for one in launches)  # fmt: skip
     if is_last_of_it and exits and None not in exits:
         end = max(end, *(one for one in exits if one is not None))
-        is_ended = is_ended or all(one.status == 0 for one in before if one.incarnation == newest)
+        is_ended = is_ended or all(one.status == 0 for one in commands)
     return begin, end, is_ended
 
 
@@ -302,7 +323,7 @@ class _RankTime:
     """The time of a rank from begin to end, each instant of which is given to one kind of row.
 
     of_any: marked intervals of all ranks, for which this one may wait. reached: the newest step
-    that earlier starts have ended; None without one.
+    that earlier starts, or lives in this one, have ended; None without one.
     """
 
     def __init__(
@@ -313,7 +334,7 @@ class _RankTime:
         of_any: Sequence[_Interval],
         reached: int | None,
     ) -> None:
-        self._at, self._end, self._reached = begin, end, reached
+        self._at, self._end, self.reached = begin, end, reached
         self._of_any = of_any
         self.amounts: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -373,8 +394,8 @@ class _RankTime:
         self.counts["stall"] += len(stalls)
         self.amounts += waits
         repeated = 0
-        if self._reached is not None:
-            repeated = min(max(min(last, self._reached) - first + 1, 0), steps)
+        if self.reached is not None:
+            repeated = min(max(min(last, self.reached) - first + 1, 0), steps)
         self.counts["train"] += steps - repeated
         self.counts["redone"] += repeated
         # In a window in which the steps done again end, by their number.
@@ -414,6 +435,10 @@ class _RankTime:
         beat, ended, last = life.beat, life.ended, life.last_step
         if beat is not None and last is not None and number is not None and last >= number:
             self.take_steps(beat.step_unix_ns, number, last, usual_ns)
+        if life.is_left:
+            # The training goes on, or went on until the command ended.
+            self.take(self._end if is_ended else life.last_unix_ns, "unknown")
+            return
         if ended is not None or is_ended:
             # Without a beat, steps after the last window cannot be separated from the end.
             is_known = beat is not None or last is None or number is None or last < number
@@ -529,7 +554,7 @@ def _describe_lacks(
 ) -> Iterator[str]:
     """What is not known of the job, for the line under the first of the screen."""
     lives = _list_lives(by_start)
-    first, last = incarnations[0], incarnations[-1]
+    last = incarnations[-1]
     if not any(life.started.process_unix_ns for life in lives):
         yield "what was before the watch of a rank is not noted, so that the wall clock lacks it"
     if any(window.long_steps is None for life in lives for window in life.windows):
@@ -537,15 +562,22 @@ def _describe_lacks(
             "notes of an older version: of the long steps of a window only the longest is known,"
             " and checkpoints and evaluations are not"
         )
-    absent = sorted(set(range(first.incarnation, last.incarnation)) - set(by_start))
+    absent = list(islice((n for n in range(last.incarnation) if n not in by_start), 9))
     if absent:
         numbers = ", ".join(str(each + 1) for each in absent[:8]) + ", ..." * (len(absent) > 8)
-        yield f"starts without a note ({numbers}): ended within their first steps, in a restart gap"
+        yield (
+            f"starts without a note ({numbers}), in a restart gap: ended within their first steps,"
+            " or their notes are older than those that are kept"
+        )
     for one in incarnations:
         if len(one.ranks) < one.world_size:
             yield (
                 f"start {one.incarnation + 1}: notes of {len(one.ranks)} of {one.world_size} ranks;"
                 " GPU hours are theirs"
             )
-    if last.ending == "lost":
+    left = [one for one in incarnations if any(own[-1].is_left
+            for own in by_start[one.incarnation].values())]  # fmt: skip
+    for one in left:
+        yield f"start {one.incarnation + 1}: its watch was ended while it went on"
+    if last.ending == "lost" and last not in left:
         yield "the last start has not said that it ends: it still runs, or was killed"

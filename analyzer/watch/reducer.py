@@ -43,6 +43,7 @@ from stepsplit.analyzer.watch.records import (
 from stepsplit.analyzer.watch.samples import reduce_sample
 from stepsplit.collectors.formats.run_spec import Mesh
 from stepsplit.collectors.formats.watch_notes import (
+    LEFT,
     SAMPLES,
     Note,
     NoteCursor,
@@ -570,6 +571,9 @@ class _Draft:
 
     def _add_start(self, rank: int, note: RankStarted) -> None:
         known = self.ranks[rank]
+        if known.started == note:
+            # It begins a new file of the rank.
+            return
         if known.started is not None and not known.ended and self._is_own(rank):
             self._note_lost(rank, known)
         self.ranks[rank] = msgspec.structs.replace(known, started=note, ended=False)
@@ -604,6 +608,9 @@ class _Draft:
             self._add_event("pause", note.last_step, note.end_unix_ns, f"{text} in the median")
 
     def _add_end(self, rank: int, note: RankEnded) -> None:
+        if note.text == LEFT:
+            # The end of the watch follows.
+            return
         if note.text:
             self.interval_steps = None
             self._add_event("sampling_ended", note.step, note.unix_ns, note.text, rank)

@@ -139,13 +139,18 @@ class RankDropped:
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """The end of a rank, or of its samples: why there are no more; "" if the rank has ended."""
+    """The end of a rank, or of its samples: why there are no more; "" if the rank has ended.
+
+    One whose text is LEFT is followed by one without: the watch has ended, and not the rank.
+    """
 
     rank: int
     step: int
     unix_ns: int
     text: str = ""
 
+
+LEFT = "the watch has ended, the training goes on"
 
 Note = RankStarted | RankWindow | RankSpan | SampleReport | RankDropped | RankEnded
 
@@ -168,14 +173,24 @@ def build_notes_path(folder: Path, rank: int) -> Path:
 
 
 class NoteFile:
-    """Appends notes to a rank's file, from one background thread."""
+    """Appends notes to a rank's file, from one background thread.
+
+    A new file begins with the rank's start again, without which its notes are of an unknown one.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = build_notes_path(folder, rank)
+        self._started: RankStarted | None = None
+        self._is_moved = False
         make_owner_folder(self._path.parent)
 
     def write(self, notes: Sequence[Note]) -> None:
         """Appends the notes. Raises OSError."""
+        if self._is_moved and self._started is not None:
+            notes = [self._started, *notes]
+        for note in notes:
+            if isinstance(note, RankStarted):
+                self._started = note
         lines = [json.dumps({"kind": _NAMES[type(one)]} | asdict(one)) + "\n" for one in notes]
         try:
             with open(self._path, "ab", opener=create_private) as file:
@@ -185,7 +200,8 @@ class NoteFile:
             # A full disk is reported once for the folder of this file.
             error.filename = str(self._path)
             raise
-        if size > MAX_NOTES_BYTES:
+        self._is_moved = size > MAX_NOTES_BYTES
+        if self._is_moved:
             self._path.replace(_name_old(self._path))
 
 
@@ -262,10 +278,11 @@ def note_launch(folder: Path, launch: Launch) -> None:
         file.write(json.dumps(asdict(launch)).encode() + b"\n")
 
 
-def read_launches(folder: Path) -> list[Launch]:
-    """The commands of all hosts, each once, by their begin; lines that cannot be read are left
-    out."""
+def read_launches(folder: Path) -> tuple[list[Launch], int]:
+    """The commands of all hosts, each once, by their begin, and the number of lines that are torn
+    or have other values than those of a command. Raises OSError."""
     found: dict[tuple[str, int, int], Launch] = {}
+    lost = 0
     for path in sorted((folder / LAUNCHES).glob("*.jsonl")):
         with open_regular(path) as file:
             lines = file.read().splitlines()
@@ -273,11 +290,17 @@ def read_launches(folder: Path) -> list[Launch]:
             try:
                 body = select_known_fields(Launch, json.loads(line))
                 launch = Launch(**body)
-                key = launch.host, launch.pid, launch.unix_ns
-                found[key] = launch
             except (ValueError, TypeError, AttributeError, RecursionError):
+                lost += 1
                 continue
-    return sorted(found.values(), key=lambda one: one.unix_ns)
+            numbers = [launch.pid, launch.incarnation, launch.unix_ns]
+            numbers += [one for one in (launch.end_unix_ns, launch.status) if one is not None]
+            is_valid = all(type(one) is int and abs(one) < 1 << 62 for one in numbers)
+            if is_valid and isinstance(launch.host, str) and launch.incarnation >= 0:
+                found[launch.host, launch.pid, launch.unix_ns] = launch
+            else:
+                lost += 1
+    return sorted(found.values(), key=lambda one: one.unix_ns), lost
 
 
 # A request beside the ranks.
@@ -384,6 +407,19 @@ def _parse_note(line: bytes) -> Note | None:
 
 
 def count_incarnations(folder: Path) -> int:
-    """How many starts of the job the notes of a watch know of; 0 in a new folder."""
-    notes = [note for path in list_note_files(folder) for note in read_notes(path).notes]
-    return 1 + max((n.incarnation for n in notes if isinstance(n, RankStarted)), default=-1)
+    """How many starts of the job the folder of a watch knows of; 0 in a new folder.
+
+    The notes of a start may be lost in favour of newer ones; its files of beats are not, and a
+    later command has counted it. Raises OSError.
+    """
+    known = {
+        note.incarnation
+        for path in list_note_files(folder)
+        for note in read_all_notes(path).notes
+        if isinstance(note, RankStarted) and isinstance(note.incarnation, int)
+    }
+    for path in (folder / RANKS).glob("rank*-*.beat"):
+        number = path.stem.rpartition("-")[2]
+        known |= {int(number)} if number.isdecimal() and len(number) < 10 else set()
+    launches, _ = read_launches(folder)
+    return max([0, *(number + 1 for number in known), *(one.incarnation for one in launches)])

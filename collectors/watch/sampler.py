@@ -10,7 +10,7 @@ from typing import Any
 
 from stepsplit.collectors.formats.file_names import build_raw_path, build_trace_path
 from stepsplit.collectors.formats.run_spec import Mesh
-from stepsplit.collectors.formats.watch_notes import SAMPLES, SampleReport
+from stepsplit.collectors.formats.watch_notes import LEFT, SAMPLES, RankEnded, SampleReport
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.job.launcher import count_restarts
 from stepsplit.collectors.job.process_groups import list_groups, read_job
@@ -100,6 +100,9 @@ class Sampler:
         with warn_on_failure(self.rank, "the end of its watch"):
             self._end("the watch ended within the sample")
             close, window = self._link.close, self._ring.close()
+            # Else the end of the notes is taken for that of the rank.
+            step = self._steps_before + self._link.done
+            self._link.notes.put(RankEnded(self.rank, step, time.time_ns(), LEFT))
             threading.Thread(target=close, args=(window,), name="stepsplit-leave").start()
 
     def _end(self, reason: str) -> None:

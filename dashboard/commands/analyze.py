@@ -96,6 +96,15 @@ def analyze_command(
     if any(map(is_watch, places)):
         if len(places) > 1:
             raise UsageError("name the folder of a watch alone")
+        given = {
+            "--html": html_file, "--workers": workers, "--scheduler": scheduler, "--job": job,
+            "--write-job": job_out, "--mesh": mesh_text, "--parts": all_parts or None,
+            "--log-to": log_to or None, "--rules": rules_file,
+        }  # fmt: skip
+        if useless := [name for name, value in given.items() if value is not None]:
+            raise UsageError(
+                f"{', '.join(useless)}: not for the folder of a watch; analyze one of its samples"
+            )
         _show_ledger(places[0], json_file, out)
         return
     if html_file is not None:

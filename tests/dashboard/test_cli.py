@@ -14,6 +14,7 @@ from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer.report.io import read_report
 from stepsplit.analyzer.report.tables import read_tables
+from stepsplit.collectors.formats.watch_notes import NoteFile, RankStarted
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -36,6 +37,23 @@ def test_analyze_prints_the_split_of_the_step(
 def test_analyze_takes_a_stated_mesh(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["analyze", str(trace), "--mesh", "tp=1"]) == 0
     assert "mesh: stated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--html", "a.html"], ["--mesh", "dp=2"], ["--rules", "a.toml"], ["--log-to", "wandb"],
+     ["--workers", "2"], ["--job", "auto"], ["--write-job", "job.toml"], ["--parts"],
+     ["--scheduler", "tcp://127.0.0.1:1"]],
+)  # fmt: skip
+def test_options_that_are_not_for_a_watch_are_refused(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    NoteFile(tmp_path, 0).write([RankStarted(0, 1, "h", 1, 0, 0.005, 1)])
+    assert cli.run(["analyze", str(tmp_path), *options]) == 2
+    printed, error = capsys.readouterr()
+    assert (printed, error.count("\n")) == ("", 1)
+    assert f"{options[0]}: not for the folder of a watch" in error
+    assert cli.run(["analyze", str(tmp_path)]) == 0
 
 
 def test_json_on_standard_output_is_json_alone(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.regression.checks import parse_budgets
 from stepsplit.analyzer.regression.judge import check_candidate
-from stepsplit.analyzer.report.ledger import Ledger, ledger_from_json, ledger_to_json
+from stepsplit.analyzer.report.ledger import Ledger, ledger_to_json
 from stepsplit.analyzer.watch.goodput import build_goodput_metrics
 from stepsplit.analyzer.watch.ledger import build_ledger, read_ledger
+from stepsplit.collectors.formats import watch_notes
 from stepsplit.collectors.formats.watch_notes import (
+    LAUNCHES,
+    LEFT,
     Beat,
     BeatFile,
     Launch,
@@ -26,6 +31,7 @@ from stepsplit.collectors.formats.watch_notes import (
     RankStarted,
     RankWindow,
     build_notes_path,
+    count_incarnations,
     note_launch,
 )
 
@@ -107,7 +113,7 @@ def test_each_second_of_a_killed_and_restarted_job_has_its_row() -> None:
     assert ledger.goodput == pytest.approx(7.2 / 41.3)
     assert [one.ending for one in ledger.incarnations] == ["lost", "ended"]
     assert ledger.lacks == ()
-    assert ledger_from_json(ledger_to_json(ledger)) == ledger
+    assert msgspec.json.decode(ledger_to_json(ledger), type=Ledger) == ledger
 
 
 def test_a_rank_that_waits_for_the_checkpoint_of_another_one_does_not_stall() -> None:
@@ -132,6 +138,54 @@ def test_the_time_before_an_attach_is_not_of_the_watch() -> None:
     assert ledger.wall_ns == 2 * S
     assert _show(ledger) == {"train": (2.0, 20)}
     assert "before the watch" in ledger.lacks[0]
+
+
+def test_an_earlier_command_does_not_end_a_job_that_was_attached_to() -> None:
+    before: list[Note] = [_start(0, 1.0), _window(4, 6.3, 8.3), RankEnded(0, 24, T0 + 9 * S)]
+    attached = RankStarted(0, 1, "h", 1, 1, 0.005, T0 + 100 * S)
+    launches = [Launch("h", 7, 0, T0, T0 + 10 * S, 0)]
+    ledger = build_ledger("w", {0: [*before, attached, _window(500, 100, 102)]}, {}, launches)
+    assert [one.ending for one in ledger.incarnations] == ["ended", "lost"]
+    assert any("still runs" in lack for lack in ledger.lacks)
+
+
+def test_a_watch_that_was_left_is_not_the_end_of_the_job() -> None:
+    notes: list[Note] = [
+        RankStarted(0, 1, "h", 1, 0, 0.005, T0), _window(500, 0, 2),
+        RankEnded(0, 520, T0 + 3 * S, LEFT), RankEnded(0, 520, T0 + 3 * S),
+    ]  # fmt: skip
+    ledger = build_ledger("w", {0: notes})
+    assert ledger.incarnations[0].ending == "lost"
+    assert _show(ledger) == {"train": (2.0, 20), "unknown": (1.0, 0)}
+    assert any("while it went on" in lack for lack in ledger.lacks)
+
+
+def test_commands_and_starts_without_notes_are_a_gap() -> None:
+    # A command that fails before its ranks note anything; the next one a day later has its number.
+    day = 86_400
+    launches = [
+        Launch("h", 7, 0, T0, T0 + 10 * S, 1),
+        Launch("h", 8, 0, T0 + day * S, T0 + (day + 20) * S, 0),
+    ]
+    notes: list[Note] = [_start(0, day + 1.0), _window(4, day + 6.3, day + 8.3)]
+    rows = _show(build_ledger("w", {0: notes}, {}, launches))
+    assert (rows["restart_gap"], rows["launcher"]) == ((day, 1), (1.0, 0))
+
+    # A launcher whose first ranks die early, and that starts them again.
+    notes = [_start(1, 41.0), _window(4, 46.3, 48.3)]
+    ledger = build_ledger("w", {0: notes}, {}, [Launch("h", 7, 0, T0, T0 + 50 * S, 0)])
+    assert ledger.wall_ns == 50 * S
+    assert _show(ledger)["restart_gap"] == (41.0, 1)
+    assert "(1)" in ledger.lacks[0]
+
+
+def test_steps_that_one_start_does_twice_are_done_again() -> None:
+    notes: list[Note] = [
+        _start(0, 0.0), _window(4, 5.3, 7.3), _start(0, 10.0, 4), _window(8, 15.3, 17.3),
+    ]  # fmt: skip
+    rows = _show(build_ledger("w", {0: notes}))
+    # Of 20 steps and the 3 before them 19 were done already.
+    assert (rows["redone"][1], rows["train"][1]) == (19, 3 + 20 + 4)
 
 
 def test_rows_add_up_whatever_happens() -> None:
@@ -202,6 +256,25 @@ def test_a_goodput_is_checked_without_a_baseline_and_without_statistics() -> Non
     bound = build_goodput_metrics(build_ledger("w", {0: again}))
     result = check_candidate([bound], [], parse_budgets(["goodput:1%"]))
     assert result.answer == "inconclusive" and "at most" in result.gated[0].note
+    for rule in ("goodput:150%", "goodput:>=100.1%"):
+        with pytest.raises(UsageError, match="more than 100%"):
+            parse_budgets([rule])
+
+
+@pytest.mark.parametrize("lack", ["ranks", "end", "attach", "lines", "start"])
+def test_a_goodput_of_which_something_is_not_known_does_not_pass(lack: str) -> None:
+    number = 1 if lack == "start" else 0
+    started = _start(number, 0.0)
+    if lack == "ranks":
+        started = replace(started, world_size=8)
+    if lack == "attach":
+        started = RankStarted(0, 1, "h", 1, 0, 0.005, T0)
+    notes: list[Note] = [started, _window(4, 5.3, 9.3)]
+    notes += [] if lack == "end" else [RankEnded(0, 24, T0 + 10 * S)]
+    lacks = ["3 lines of notes are torn"] if lack == "lines" else []
+    run = build_goodput_metrics(build_ledger("w", {0: notes}, lacks=lacks))
+    assert check_candidate([run], [], parse_budgets(["goodput:1%"])).answer == "inconclusive"
+    assert check_candidate([run], [], parse_budgets(["goodput:99%"])).answer == "regressed"
 
 
 # Folders.
@@ -222,6 +295,56 @@ def test_a_folder_is_read_also_when_lines_are_damaged(tmp_path: Path) -> None:
     ledger = read_ledger(tmp_path)
     assert ledger.rows == whole.rows
     assert ledger.lacks[0].startswith("3 lines")
+
+
+def test_a_start_is_known_also_when_its_first_notes_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_notes, "MAX_NOTES_BYTES", 64 << 10)
+    notes = NoteFile(tmp_path, 0)
+    notes.write([_start(0, 0.0)])
+    BeatFile(tmp_path, 0, 0).write(Beat(23, T0 + 7 * S, T0 + 7 * S))
+    windows = [_window(4 + 20 * n, 5.3 + 2 * n, 7.3 + 2 * n) for n in range(900)]
+    for at in range(0, len(windows), 20):
+        notes.write(windows[at : at + 20])
+    kept = sum(path.stat().st_size for path in (tmp_path / "ranks").glob("*.jsonl*"))
+    assert kept < 2.2 * (64 << 10)
+    ledger = read_ledger(tmp_path)
+    assert len(ledger.incarnations) == 1
+    assert ledger.wall_ns == int(1805.3 * S)
+    rows = _show(ledger)
+    assert rows["startup"][1] == 1 and rows["unknown"][0] > 100 and rows["train"][0] > 100
+    assert count_incarnations(tmp_path) == 1
+
+    # The notes of a start are all gone; its beats are not.
+    for path in (tmp_path / "ranks").glob("*.jsonl*"):
+        path.unlink()
+    assert count_incarnations(tmp_path) == 1
+
+
+def test_a_start_whose_notes_have_moved_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_notes, "MAX_NOTES_BYTES", 64 << 10)
+    NoteFile(tmp_path, 0).write([_start(0, 0.0), *[_window(4, 5.3, 7.3)] * 400])
+    assert not build_notes_path(tmp_path, 0).exists()
+    build_notes_path(tmp_path, 0).touch()
+    assert count_incarnations(tmp_path) == 1
+
+
+def test_launches_with_other_values_are_lost_lines(tmp_path: Path) -> None:
+    _write(tmp_path)
+    path = tmp_path / LAUNCHES / "h.jsonl"
+    body = json.loads(path.read_text())
+    wrong = [{"unix_ns": "x"}, {"unix_ns": None}, {"incarnation": [1]}, {"end_unix_ns": 1.5},
+             {"status": "0"}, {"pid": 10**30}, {"host": 3}, {"incarnation": -1}]  # fmt: skip
+    with path.open("a") as file:
+        for one in wrong:
+            file.write(json.dumps(body | {"pid": 2} | one) + "\n")
+    ledger = read_ledger(tmp_path)
+    assert ledger.lacks[0].startswith(f"{len(wrong)} lines")
+    assert _show(ledger)["launcher"] == (1.0, 0)
+    assert count_incarnations(tmp_path) == 1
 
 
 def test_a_folder_without_a_start_is_an_error_of_one_line(tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import WatchBatch, WatchEvent, decode_batch, encode_batch
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder, read_state
 from stepsplit.analyzer.watch.samples import SPOILS
+from stepsplit.collectors.formats import watch_notes
 from stepsplit.collectors.formats.watch_notes import (
+    LEFT,
+    RANKS,
     NoteFile,
     RankDropped,
     RankEnded,
@@ -211,6 +214,22 @@ def test_a_restart_is_another_incarnation_and_names_the_rank_that_was_lost(
     kinds = [(each.kind, each.rank, each.step) for each in batch.events]
     assert kinds == [("restarted", None, 24), ("lost_rank", 1, 23)]
     assert count_incarnations(folder.path) == 2
+
+
+def test_a_new_file_of_a_rank_is_no_restart(
+    folder: WatchFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_notes, "MAX_NOTES_BYTES", 1000)
+    file, reducer, kinds = NoteFile(folder.path, 0), Reducer(folder), []
+    for note_ in (started(0, world_size=1), *(window(0, 4 + 20 * n) for n in range(20))):
+        file.write([note_])
+        batch = reducer.collect()
+        kinds += [each.kind for each in batch.events] if batch is not None else []
+    assert (folder.path / RANKS / "rank0.jsonl.old").exists()
+    file.write([RankEnded(0, 404, 3 * S, LEFT), RankEnded(0, 404, 3 * S)])
+    batch = reducer.collect()
+    assert batch is not None
+    assert [*kinds, *(each.kind for each in batch.events)] == ["started", "ended"]
 
 
 def test_a_long_step_is_a_pause_and_the_end_of_samples_has_its_reason(folder: WatchFolder) -> None:

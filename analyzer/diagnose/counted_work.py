@@ -34,7 +34,7 @@ _LEAST_UNEVEN = 1.02
 
 _LEAST_APART = log(MIN_RATIO)
 
-_MIN_STEPS = 3
+MIN_STEPS = 3
 """A rank of fewer steps is not compared by its work."""
 
 _MIN_SIGMAS = 4.0
@@ -65,6 +65,8 @@ class WorkLaw(Struct, frozen=True):
         uneven: the rows of stages and steps whose ranks have different work.
         slow: the ranks, by index, that take so many times as long as others for equal work, the
             least ratio that any possible law leaves.
+        unjudged: the ranks, by index, of stages with too few steps for a law, and how many times as
+            long as the peer with the least work each may take: by the square of its work.
     """
 
     summary: WorkSummary
@@ -72,11 +74,15 @@ class WorkLaw(Struct, frozen=True):
     factor: Float
     uneven: Bool
     slow: dict[int, float]
+    unjudged: dict[int, float]
 
-    def explains(self, index: int, of_rank: Int64) -> bool:
-        """Whether the rank has other work than its peers in some step; of_rank is the index of the
-        rank of each row."""
-        return bool(self.uneven[of_rank == index].any())
+    def bound_times(self, index: int, of_rank: Int64) -> float:
+        """How many times as long as its peers the rank may take by its work alone: inf where its
+        steps say by a law what exceeds it. 1 if it has the same work in each step; of_rank is the
+        index of the rank of each row."""
+        if not self.uneven[of_rank == index].any():
+            return 1.0
+        return self.unjudged.get(index, float("inf"))
 
 
 class CountedWork(Struct, frozen=True):
@@ -108,25 +114,21 @@ def read_counted_work(
     ]
     counted = full if full.any() else np.ones_like(full)
     numbers = np.array([rank.trace.rank for rank in split.ranks])
-    of_row, unit, lacking = np.zeros(0), _UNITS[0], {}
+    of_row, unit, lacking = np.zeros(0), _UNITS[0], list[str]()
     for unit in _UNITS:
         amount = {(row.rank, row.step): getattr(row, unit) for row in rows}
         found = [amount.get((rank.trace.rank, s.step)) for rank in split.ranks for s in rank.steps]
         of_row = np.array([np.nan if one is None else float(one) for one in found])
         unknown = np.isnan(of_row) & counted
         if not unknown.any():
-            break
-        if not np.isnan(of_row[counted]).all():
-            lacking[unit] = np.unique(numbers[of_rank[unknown]]).tolist()
+            if of_row[counted].any():
+                break
+            lacking.append(f"all {WORK_NOUNS[unit]} are 0")
+        elif not np.isnan(of_row[counted]).all():
+            ranks = units.format_number_list(np.unique(numbers[of_rank[unknown]]).tolist())
+            lacking.append(f"{WORK_NOUNS[unit]} are unknown in steps of ranks {ranks}")
     else:
-        parts = [
-            f"{WORK_NOUNS[unit]} are unknown in steps of ranks {units.format_number_list(ranks)}"
-            for unit, ranks in lacking.items()
-        ]
-        text = f"times are not compared by work: {'; '.join(parts) or 'no full step has any'}"
-        return CountedWork(tuple(rows), None, (Note("work_unknown", text),))
-    if not of_row[counted].any():
-        text = f"times are not compared by work: all {WORK_NOUNS[unit]} are 0"
+        text = f"times are not compared by work: {'; '.join(lacking) or 'no full step has any'}"
         return CountedWork(tuple(rows), None, (Note("work_unknown", text),))
     origin = ", ".join(sorted({work.origin for work in counted_by.values()}))
     return CountedWork(tuple(rows), _fit_law(split, of_rank, counted, of_row, unit, origin))
@@ -140,7 +142,9 @@ def _number_as_split(rank: RankSplit, work: RecordedWork | None) -> Iterator[Ste
     by_mark = {one.step + rank.windows.shift: one for one in work.steps}
     before = None
     for window in rank.windows.windows:
-        first = window.step if before is None else before + 1
+        # The steps at the edges of a recording may have fewer marks.
+        first = window.step - rank.windows.marks + 1
+        first = first if before is None else max(first, before + 1)
         before = window.step
         parts = [by_mark.get(number) for number in range(first, window.step + 1)]
         known = [one for one in parts if one is not None]
@@ -208,13 +212,25 @@ def _fit_law(
         power_low=low,
         power_high=high,
     )
-    slow: dict[int, float] = {}
+    slow, unjudged = dict[int, float](), dict[int, float]()
+    least_work = np.full(len(count), np.inf)
+    np.minimum.at(least_work, label, np.where(known, work, np.inf))
     for one in np.unique(stage[uneven & counted]).tolist():
         members = fits & (stage == one)
-        slow |= _find_slow(of_rank, members, work, compute, (low, high))
-    extra = {index for index in slow if _has_other_work(split, of_rank, counted, work, index)}
+        indices, steps = np.unique(of_rank[members], return_counts=True)
+        if steps.min(initial=MIN_STEPS) >= MIN_STEPS:
+            slow |= _find_slow(of_rank, members, work, compute, (low, high))
+            continue
+        for index in indices.tolist():
+            mine = counted & known & (of_rank == index)
+            least = least_work[label[mine]]
+            more = np.divide(work[mine], least, out=np.full(len(least), np.inf), where=least > 0)
+            unjudged[index] = float(more.max(initial=1.0)) ** _MAX_POWER
+    extra = {
+        index for index in slow if _has_other_work(split, of_rank, counted, work, stages, index)
+    }
     slow = {index: ratio for index, ratio in slow.items() if index not in extra}
-    return WorkLaw(summary, work, factor, uneven, slow)
+    return WorkLaw(summary, work, factor, uneven, slow, unjudged)
 
 
 def _estimate_power(of_rank: Int64, rows: Bool, work: Float, compute: Float) -> tuple[float, float]:
@@ -315,7 +331,7 @@ def _find_slow(
     ranks = np.unique(of_rank[rows]).tolist()
     x = [np.log(work[rows & (of_rank == one)]) for one in ranks]
     y = [np.log(compute[rows & (of_rank == one)]) for one in ranks]
-    if len(ranks) < 2 or min(map(len, x)) < _MIN_STEPS:
+    if len(ranks) < 2:
         return {}
     # What the ranks' own steps say of the law holds as far as their work varies; beyond, and for a
     # rank with always more work than the others, all laws are possible.
@@ -352,17 +368,17 @@ _SIGMA_OF_MEDIAN = 1.2533
 
 
 def _has_other_work(
-    split: RunSplit, of_rank: Int64, counted: Bool, work: Float, index: int
+    split: RunSplit, of_rank: Int64, counted: Bool, work: Float, stages: Int64, index: int
 ) -> bool:
-    """Whether the rank runs more kernels than the others, also for its work: an evaluation, or
-    layers that only it has, are in no count."""
+    """Whether the rank runs more kernels than the others of its stage, also for its work: an
+    evaluation, or layers that only it has, are in no count. Another stage has other layers."""
     kernels, done = np.zeros(len(split.ranks)), np.zeros(len(split.ranks))
     for other, rank in enumerate(split.ranks):
         mine = counted & (of_rank == other)
         numbers = np.array(rank.numbers)[mine[of_rank == other]]
         kernels[other] = np.isin(rank.kernels.compute.step, numbers).sum() / max(len(numbers), 1)
         done[other] = work[mine].mean() if mine.any() else 0.0
-    others = np.arange(len(split.ranks)) != index
+    others = (stages == stages[index]) & (np.arange(len(split.ranks)) != index)
     per_work = kernels / np.maximum(done, 1e-9)
     more = (one[index] / max(float(np.median(one[others])), 1e-9) for one in (kernels, per_work))
     return bool(min(more) > _MAX_MORE_KERNELS)

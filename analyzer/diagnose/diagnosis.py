@@ -36,15 +36,14 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     if law is not None:
         # Of ranks with different work, kernels are equal only by their shapes: a grid may be that
         # of a kernel that takes more tokens in a longer time.
-        explained = {
-            rank.trace.rank
+        times = {
+            rank.trace.rank: law.bound_times(index, graph.steps.rank)
             for index, rank in enumerate(split.ranks)
-            if law.explains(index, graph.steps.rank)
         }
         slow_kernels = tuple(
             one
             for one in slow_kernels
-            if one.rank not in explained or sum_slow_ranks([one])[0].equal == "shapes"
+            if one.ratio > times[one.rank] or sum_slow_ranks([one])[0].equal == "shapes"
         )
     _return_freed_memory()
     bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels, law)
@@ -52,6 +51,9 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
     slow_ranks = frozenset(one.rank for one in slow_kernels)
     if law is not None:
         slow_ranks |= {split.ranks[index].trace.rank for index in law.slow}
+        unjudged = {split.ranks[index].trace.rank for index in law.unjudged}
+        found = [one.ranks for one in bottlenecks.findings if one.code == "slow_rank"]
+        slow_ranks |= unjudged.intersection({rank for ranks in found for rank in ranks})
     # What a finding says of a rank is no variation in the blame.
     known = [
         KnownDelay(rank, step, one.bucket)

@@ -123,7 +123,7 @@ _GPUS = {
     "b300": "b300-sxm", "v100": "v100-sxm-32gb", "h20": "h20-sxm", "h800": "h800-sxm",
     "a800": "a800-sxm-80gb", "a100-80gb": "a100-sxm-80gb", "a100-40gb": "a100-sxm-40gb",
     "h100-80gb": "h100-sxm", "h100-sxm-80gb": "h100-sxm", "v100-32gb": "v100-sxm-32gb",
-    "v100-16gb": "v100-sxm-16gb",
+    "v100-16gb": "v100-sxm-16gb", "h100-80gb-hbm2e": "h100-pcie",
 }  # fmt: skip
 """Presets of GPUs that are usually meant by these names."""
 
@@ -140,8 +140,13 @@ def _read_gpu(value: object) -> Mapping[str, object]:
     name = "-".join(words).removeprefix("nvidia-")
     if name in list_hardware_names() or name in _GPUS:
         return {"preset": _GPUS.get(name, name)}
-    known = find_preset(" ".join(words)) if len(value) <= LONGEST_NAME else None
-    return {"preset": known or name}
+    if len(value) <= LONGEST_NAME and (known := find_preset(" ".join(words))) is not None:
+        return {"preset": known}
+    # The kind of memory of a datasheet, and the socket of a driver, are in no preset's name.
+    short = re.sub(r"-hbm\w*$", "", re.sub(r"-sxm\d\b", "-sxm", name))
+    if short in list_hardware_names() or short in _GPUS:
+        return {"preset": _GPUS.get(short, short)}
+    return {"preset": name}
 
 
 SEQUENCE_LENGTHS = (

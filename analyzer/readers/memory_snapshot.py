@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import sub
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -33,6 +33,14 @@ _UNUSED_KEYS = frozenset({"cpp_frames", "forward_frames", "external_annotations"
 
 MOST_STACKS, _MOST_FRAMES, _MOST_FRAME_CHARACTERS = 32, 24, 240
 """Stacks that are kept of a device, their innermost frames, and characters of each."""
+
+_LIBRARY = re.compile(r"-packages/|/lib/(?=python3\.\d+/)")
+"""Before the path of a file in an installed package or in the standard library."""
+
+_HOME = re.compile(r"\A(?:[A-Za-z]:)?/(?:(?:home|Users)/[^/]+|root)/")
+
+_MOST_PATH_PARTS = 2
+"""The name of a file and of its folder."""
 
 # map and unmap are those of expandable segments.
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -232,34 +240,53 @@ class _Life(Struct, frozen=True):
 
 def _sum_stacks(lives: Sequence[_Life], peak: int) -> tuple[AllocationStack, ...]:
     """What lived after so many events by its stack, largest first; () if no stack is known."""
-    sums: dict[tuple[str, ...], list[int]] = {}
-    words: dict[tuple[object, ...], str] = {}
+    sums: dict[tuple[tuple[str, object, object], ...], list[int]] = {}
     for one in lives:
         if not one.begin < peak <= one.end:
             continue
-        stack = []
+        stack = list[tuple[str, object, object]]()
         for frame in one.frames[:_MOST_FRAMES] if isinstance(one.frames, (list, tuple)) else ():
             if not isinstance(frame, dict):
                 continue
             key = frame.get("filename"), frame.get("line"), frame.get("name")
-            if not all(isinstance(part, (str, int)) for part in key):
-                continue
-            if key not in words:
-                # Of a library its path; else the folders that tell files of one name apart, and
-                # not whose they are.
-                path = str(key[0]).replace("\\", "/")
-                _, library, file = path.rpartition("-packages/")
-                file = file if library else "/".join(path.split("/")[-3:])
-                text = f"{file}:{key[1]} {key[2]}"
-                words[key] = " ".join(text.split())[:_MOST_FRAME_CHARACTERS]
-            stack.append(words[key])
+            if all(isinstance(part, (str, int)) for part in key):
+                stack.append((str(key[0]), key[1], key[2]))
         own = sums.setdefault(tuple(stack), [0, 0])
         own[0] += one.size_bytes
         own[1] += 1
     if not any(sums):
         return ()
-    largest = sorted(sums.items(), key=lambda item: (-item[1][0], item[0]))
+    # Paths of the stacks that are kept, and of the others, which tell more of the folder of all.
+    files = _shorten_paths({file for stack in sums for file, _, _ in stack})
+    by_text: dict[tuple[str, ...], list[int]] = {}
+    for stack, (size_bytes, count) in sums.items():
+        lines = (" ".join(f"{files[file]}:{line} {name}".split()) for file, line, name in stack)
+        own = by_text.setdefault(tuple(text[:_MOST_FRAME_CHARACTERS] for text in lines), [0, 0])
+        own[0] += size_bytes
+        own[1] += count
+    largest = sorted(by_text.items(), key=lambda item: (-item[1][0], item[0]))
     return tuple(AllocationStack(stack, *own) for stack, own in largest[:MOST_STACKS])
+
+
+def _shorten_paths(paths: Collection[str]) -> dict[str, str]:
+    """What is shown of each file: of a library its path in it; of others its folder, if not that of
+    all of them, and its name: not where the program lies, which may say whose it is."""
+    short, others, folders = dict[str, str](), dict[str, list[str]](), list[list[str]]()
+    for path in paths:
+        unified = path.replace("\\", "/")
+        library = _LIBRARY.split(unified)
+        if len(library) > 1:
+            short[path] = library[-1]
+        else:
+            others[path] = _HOME.sub("", unified).split("/")
+            # "??" and "<string>" are in no folder.
+            folders += [others[path][:-1]] if "/" in unified else []
+    levels = zip(*folders, strict=False)
+    common = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
+    return short | {
+        path: "/".join((parts[common:] if len(parts) > 1 else parts)[-_MOST_PATH_PARTS:])
+        for path, parts in others.items()
+    }
 
 
 def _accumulate_backwards(end: int, last_to_first: Sequence[int]) -> list[int]:

@@ -17,6 +17,7 @@ from stepsplit.analyzer.redact.forms import (
     CALL,
     CATEGORY,
     COLLECTIVE,
+    COUNTER,
     DESCRIPTION,
     DETAIL,
     DEVICE,
@@ -136,6 +137,7 @@ RECORD_FIELDS: Fields = {
         "place": NUMBERS,
         "gc_pauses": [_number("at_unix_ns", "took_ns", "generation")],
     },
+    "work": {"origin": COUNTER, "steps": [_number("step", "tokens", "samples", "flops")]},
 }  # fmt: skip
 
 # Traces: the fields around the entries, the entries, and their arguments.

@@ -209,6 +209,7 @@ TRACK = Form("track", "names that profilers give; else `thread1`", _copy_track)
 CATEGORY = Form("category", "made of public words; else what it counts as", _copy_category)
 AXIS = enumerate_words("axis", "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 STATE = enumerate_words("state", "scheduled", "started", "completed")
+COUNTER = enumerate_words("counter", "run.step", "torchtitan", "transformers")
 DETAIL = enumerate_words("detail", "full", "thin", "none")
 UNIT = enumerate_words("unit", "ms", "ns")
 PHASE = Form(

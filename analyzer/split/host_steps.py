@@ -39,7 +39,8 @@ class MarkedSteps:
 
     partial has the numbers of the steps that the recording may have cut off; whole: the trace is
     one step. restarts has the numbers of the steps before which the loop was left: what ran
-    between is of no step. by_profiler: ProfilerStep marks them.
+    between is of no step. by_profiler: ProfilerStep marks them. marks is how many marks a step has:
+    more than one where those of microbatches are merged.
     """
 
     steps: tuple[HostStep, ...]
@@ -48,6 +49,7 @@ class MarkedSteps:
     whole: bool = False
     restarts: tuple[int, ...] = ()
     by_profiler: bool = False
+    marks: int = 1
 
 
 def read_marked_steps(trace: RankTrace) -> MarkedSteps | None:
@@ -198,6 +200,7 @@ def _merge_microbatches(trace: RankTrace, found: MarkedSteps) -> MarkedSteps:
         notes=notes,
         partial=tuple(sorted(partial)),
         restarts=tuple(restarts),
+        marks=period,
     )
 
 

@@ -84,4 +84,4 @@ def _shift_numbers(steps: Steps, votes: Mapping[int, int]) -> Steps:
     renumbered: tuple[StepWindow, ...] = tuple(
         replace(w, step=w.step + shift) for w in steps.windows
     )
-    return Steps(renumbered, (*steps.notes, note), shift)
+    return replace(steps, windows=renumbered, notes=(*steps.notes, note), shift=shift)

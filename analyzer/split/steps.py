@@ -58,11 +58,13 @@ class StepWindow:
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The windows of a rank in order, without overlap and adjacent within a loop; notes list the
-    assumptions made. shift was added to the numbers of the rank's own marks."""
+    assumptions made. shift was added to the numbers of the rank's own marks; marks is how many of
+    them a step has, of which the last has its number."""
 
     windows: tuple[StepWindow, ...]
     notes: tuple[Note, ...]
     shift: int = 0
+    marks: int = 1
 
     @property
     def counted(self) -> tuple[StepWindow, ...]:
@@ -157,7 +159,8 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
         if w.end_ns <= w.start_ns
     ]
     windows = [w for w in windows if w.end_ns > w.start_ns]
-    return Steps(tuple(windows), (*notes, *_note_between_loops(trace.rank, windows)))
+    notes += _note_between_loops(trace.rank, windows)
+    return Steps(tuple(windows), tuple(notes), marks=host.marks)
 
 
 def _note_between_loops(rank: int, windows: Sequence[StepWindow]) -> list[Note]:

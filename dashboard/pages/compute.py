@@ -327,7 +327,9 @@ def _build_allocations(
         rows.append(
             [
                 Cell(name), build_memory_cell(row.size_bytes),
-                build_share_cell(row.size_bytes / peak_bytes), build_count_cell(row.count),
+                # A damaged snapshot may have stacks and no peak.
+                build_share_cell(row.size_bytes / peak_bytes if peak_bytes > 0 else 0.0),
+                build_count_cell(row.count),
             ]
         )  # fmt: skip
     rest = peak_bytes - sum(row.size_bytes for row in own)

@@ -50,11 +50,15 @@ def record_job(
     for trace in traces:
         trace.write(folder)
         of_rank = [counts(trace.rank, step) for step in range(1, steps + 1)]
-        known = tuple(one for one in of_rank if one is not None)
-        info = RankInfo(trace.rank, 0, "host0", 1, "Test GPU")
-        work = RecordedWork("run.step", known) if known else None
-        write_record(folder, RankRecord("job", info, ranks, "nccl", work=work))
+        write_work(folder, trace.rank, ranks, tuple(one for one in of_rank if one is not None))
     return analyze(folder)
+
+
+def write_work(folder: Path, rank: int, ranks: int, counts: tuple[StepWork, ...]) -> None:
+    """Writes the record of a rank that says what its steps processed."""
+    info = RankInfo(rank, 0, "host0", 1, "Test GPU")
+    work = RecordedWork("run.step", counts) if counts else None
+    write_record(folder, RankRecord("job", info, ranks, "nccl", work=work))
 
 
 def draw_tokens(seed: int) -> Callable[[int, int], int]:
@@ -172,6 +176,105 @@ def test_layers_that_only_one_rank_runs_are_no_slow_device(tmp_path: Path) -> No
     )
     assert "slow_rank" not in [one.code for one in report.findings]
     assert ("uneven_ranks", (0,)) in find_codes(report)
+
+
+@pytest.mark.parametrize(("tokens", "is_slow"), [(1030, True), (1500, False)])
+def test_of_two_steps_a_rank_is_slow_beyond_the_square_of_its_tokens(
+    tmp_path: Path, tokens: int, is_slow: bool
+) -> None:
+    """Too few steps for a law: twice the time is more than 1.03 x 1.03, and not than 1.5 x 1.5."""
+    report = record_job(
+        tmp_path,
+        lambda rank, step: layers(2000, 2.0 if rank == 1 else 1.0),
+        lambda rank, step: StepWork(step, tokens=tokens if rank == 1 else 1000),
+        steps=2,
+    )
+    slow = [one for one in report.findings if one.code == "slow_rank"]
+    assert [one.ranks for one in slow] == [(1,)] * is_slow
+    # As in the kernels of both: 2,100 us of layers and 10 us of the optimizer, which is not slow.
+    ratio = (2 * 2100 + 10) / (2100 + 10) / 1.03**2
+    assert [f"take {ratio:.2f}x as long" in one.message for one in slow] == [True] * is_slow
+    assert list_blamed_for_compute(report) == ({1} if is_slow else set())
+
+
+def test_a_single_step_says_nothing_of_others(tmp_path: Path) -> None:
+    tokens = draw_tokens(7)
+    report = record_job(
+        tmp_path,
+        lambda rank, step: layers(tokens(rank, step)),
+        lambda rank, step: StepWork(step, tokens=tokens(rank, step)),
+        steps=1,
+    )
+    (said,) = [one.message for one in report.findings if one.code == "uneven_work"]
+    assert "(from a single step)" in said and "differ: too few steps to tell" in said
+
+
+def test_a_stage_of_more_kernels_is_no_other_work_of_its_ranks(tmp_path: Path) -> None:
+    """Two stages of two ranks; the second has four kernels more, and one slow rank."""
+    tokens = draw_tokens(5)
+    groups = [(str(at), name, ranks) for at, (name, ranks) in enumerate(
+        [("mesh_dp", [0, 1]), ("mesh_dp", [2, 3]), ("mesh_pp", [0, 2]), ("mesh_pp", [1, 3])]
+    )]  # fmt: skip
+    traces = [GpuTrace(rank, 4, groups=[g for g in groups if rank in g[2]]) for rank in range(4)]
+    begin = 0.0
+    for step in range(1, 9):
+        parts = []
+        for rank in range(4):
+            own = list(layers(tokens(rank, step), 1.4 if rank == 3 else 1.0))
+            parts.append(own + [("head", tokens(rank, step) / 20)] * (4 if rank > 1 else 0))
+        ready = [begin + sum(took for _, took in part) for part in parts]
+        ends = [max(ready[:2]) + 10] * 2 + [max(ready[2:]) + 10] * 2
+        last = max(ends)
+        for trace, part, end in zip(traces, parts, ends, strict=True):
+            trace.step(step, begin, last + 20)
+            at = begin
+            for name, took in part:
+                trace.kernel(name, at, at + took, grid=[8, 1, 1])
+                at += took
+            trace.all_reduce(at, end, group="0" if trace.rank < 2 else "1")
+            trace.kernel("adam", last, last + 10, grid=[8, 1, 1])
+        begin = last + 20
+    for trace in traces:
+        counts = tuple(StepWork(step, tokens=tokens(trace.rank, step)) for step in range(1, 9))
+        trace.write(tmp_path)
+        write_work(tmp_path, trace.rank, 4, counts)
+    slow = [one.ranks for one in analyze(tmp_path).findings if one.code == "slow_rank"]
+    assert slow == [(3,)]
+
+
+def test_the_first_of_merged_steps_has_the_work_of_all_its_microbatches(tmp_path: Path) -> None:
+    """run.step after each of two microbatches; no step has more tokens than another."""
+    traces = [GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]) for rank in range(2)]
+    for trace in traces:
+        own = 700.0 if trace.rank else 1000.0
+        for mark in range(1, 13):
+            begin = 1100.0 * (mark - 1)
+            trace.step(mark, begin, begin + 1100).kernel("gemm", begin, begin + own, grid=[8, 1, 1])
+            if mark % 2 == 0:
+                trace.all_reduce(begin + own, begin + 1020)
+                trace.annotation("Optimizer.step#AdamW.step", begin + 1025, begin + 1060)
+                trace.kernel("adam", begin + 1030, begin + 1050, grid=[8, 1, 1])
+        trace.write(tmp_path)
+        counts = tuple(StepWork(mark, tokens=int(own)) for mark in range(1, 13))
+        write_work(tmp_path, trace.rank, 2, counts)
+    report = analyze(tmp_path)
+    rows = {(one.rank, one.step): one.tokens for one in report.step_work}
+    steps = range(2, 13, 2)
+    assert rows == {(rank, at): 1400 if rank else 2000 for rank in (0, 1) for at in steps}
+    assert report.work and report.work.power is None
+    assert "slow_rank" not in [one.code for one in report.findings]
+
+
+def test_tokens_are_compared_where_all_flops_are_0(tmp_path: Path) -> None:
+    tokens = draw_tokens(1)
+    report = record_job(
+        tmp_path,
+        lambda rank, step: layers(tokens(rank, step)),
+        lambda rank, step: StepWork(step, tokens=tokens(rank, step), flops=0),
+    )
+    assert report.work and report.work.unit == "tokens"
+    assert [one.code for one in report.findings] == ["uneven_work"]
+    assert "work_unknown" not in [one.code for one in report.warnings]
 
 
 # What is missing, or no work at all.

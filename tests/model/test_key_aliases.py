@@ -521,6 +521,10 @@ def test_what_is_not_understood_is_one_mistake(before: str, after: str, problem:
         ("NVIDIA GH200 480GB", "gh200"),
         ("AMD Instinct MI300X", "mi300x"),
         ("nvidia_h100_80gb_hbm3", "h100-sxm"),
+        # With the memory of datasheets; that of the H100 PCIe is HBM2e.
+        ("a100-80gb-hbm2e", "a100-sxm-80gb"),
+        ("a100-40gb-hbm2", "a100-sxm-40gb"),
+        ("H100 80GB HBM2e", "h100-pcie"),
         # These have no preset, and are not those of nearly the same name.
         ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA H200 NVL", "h200-nvl"),

@@ -133,7 +133,7 @@ def test_the_peak_is_divided_by_stack(tmp_path: Path) -> None:
     lost = events(("free_requested", 6 * MIB, 512))
     content["device_traces"][0] = [*trace[:6], *lost, *trace[6:]]
     (device,) = record_of(tmp_path, content).devices
-    linear, line = "torch/nn/functional.py:{} linear", "me/job/model.py:7 forward"
+    linear, line = "torch/nn/functional.py:{} linear", "model.py:7 forward"
     known = [(one.size_bytes, one.count, one.stack) for one in device.stacks]
     assert sum(one[0] for one in known) == device.peak_allocated_bytes
     assert known == [
@@ -141,6 +141,30 @@ def test_the_peak_is_divided_by_stack(tmp_path: Path) -> None:
         (1024, 1, (linear.format(11), line)),
         (512, 1, ()),
     ]
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        (["/home/alice/train.py"], ["train.py"]),
+        (["/scratch/alice/train.py", "/scratch/alice/net/a/b.py"], ["train.py", "a/b.py"]),
+        (["/home/alice/train.py", "/opt/megatron/core/x.py"], ["train.py", "core/x.py"]),
+        (["C:\\Users\\alice\\train.py", "/root/y.py"], ["train.py", "y.py"]),
+        (
+            ["/usr/lib/python3.11/queue.py", "/home/alice/train.py"],
+            ["python3.11/queue.py", "train.py"],
+        ),
+        (["??", "<string>", "/Users/alice/job/train.py"], ["??", "<string>", "train.py"]),
+    ],
+)
+def test_a_stack_does_not_say_whose_program_it_is(
+    tmp_path: Path, files: list[str], shown: list[str]
+) -> None:
+    content = snapshot()
+    for one in content["device_traces"][0]:
+        one["frames"] = [{"name": "f", "filename": file, "line": 1} for file in files]
+    (device,) = record_of(tmp_path, content).devices
+    assert {one.stack for one in device.stacks} - {()} == {tuple(f"{one}:1 f" for one in shown)}
 
 
 def test_stacks_that_are_none_are_unknown(tmp_path: Path) -> None:

@@ -20,6 +20,13 @@ from stepsplit.analyzer.readers.kernel_rules import read_rules
 from stepsplit.analyzer.readers.nccl.records import NcclLog
 from stepsplit.analyzer.redact import redact_recording
 from stepsplit.analyzer.report.io import read_report
+from stepsplit.collectors.formats.rank_record import (
+    RankRecord,
+    RecordedWork,
+    StepWork,
+    read_record,
+    write_record,
+)
 from stepsplit.collectors.formats.run_spec import (
     GroupInfo,
     HostInfo,
@@ -111,6 +118,9 @@ def write_private_recording(folder: Path) -> Path:
     hosts = tuple(HostInfo(f"login{n}", "Xeon", 8) for n in (7, 8))
     group = GroupInfo("0", "default_pg", (0, 1))
     spec = RunSpec("acme-gpt", 2, "nccl", ranks=ranks, groups=(group,), hosts=hosts)
+    for info, origin in zip(ranks, ("run.step", "titan"), strict=True):
+        counted = RecordedWork(origin, (StepWork(1, tokens=512), StepWork(2, samples=8, flops=9)))
+        write_record(folder, RankRecord("acme-gpt", info, 2, "nccl", work=counted))
     path = write_run_json(folder, spec)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"argv": ["--password", "hunter2"]}))
     frame = {"name": "titan", "filename": "/home/alice/acme/train.py", "line": 7}
@@ -148,10 +158,19 @@ def test_no_private_word_is_left_in_any_field(tmp_path: Path) -> None:
         "flight0_rank0.json.gz",
         "job.toml",
         "nccl0.log",
+        "rank0_record.json",
         "rank0_trace.json.gz",
+        "rank1_record.json",
         "rank1_trace.json.gz",
         "run.json",
     ]
+    # A script may name itself as who counted.
+    files = [tmp_path / "copy" / f"rank{rank}_record.json" for rank in (0, 1)]
+    copies = [read_record(file.read_bytes()) for file in files]
+    counted = (StepWork(1, tokens=512), StepWork(2, samples=8, flops=9))
+    assert [one.work and one.work.steps for one in copies] == [counted, counted]
+    origins = [one.work.origin if one.work else "" for one in copies]
+    assert origins[0] == "run.step" and origins[1].startswith("text")
     assert [(Path(place).name, why) for place, why in done.left_out] == [
         ("notes.txt", "not a file of a recording"),
         ("login7.acme.log", "2 lines that are no known message"),

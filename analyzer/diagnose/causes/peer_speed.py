@@ -15,6 +15,7 @@ from stepsplit.analyzer.diagnose.causes.expert_load import (
 from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
 from stepsplit.analyzer.diagnose.slow_devices import find_slow_devices
+from stepsplit.analyzer.diagnose.slow_kernels import MIN_RATIO
 from stepsplit.analyzer.trace import Float
 
 
@@ -60,6 +61,10 @@ def measure_peer_speed(context: ReplayContext, law: WorkLaw | None = None) -> Fl
     # Where ranks have different work, only what exceeds it is the device's.
     if law is not None:
         for index in range(len(context.ranks)):
-            if law.explains(index, of_row):
-                ratio[of_row == index] = 1 / law.slow.get(index, 1.0)
+            mine = of_row == index
+            if index in law.slow:
+                ratio[mine] = 1 / law.slow[index]
+            elif (times := law.bound_times(index, of_row)) > 1:
+                beyond = np.minimum(ratio[mine] * times, 1.0)
+                ratio[mine] = np.where(beyond <= 1 / MIN_RATIO, beyond, 1.0)
     return ratio

@@ -13,6 +13,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
+from stepsplit.analyzer.diagnose.counted_work import MIN_STEPS
 from stepsplit.analyzer.diagnose.graph.replay import scale_work
 from stepsplit.analyzer.report.work_rows import WORK_NOUNS
 
@@ -39,12 +40,15 @@ def find_uneven_work(context: CauseContext) -> Iterator[Remedy]:
     summary, compute = law.summary, context.select_bucket_ns("compute")
     noun = WORK_NOUNS[summary.unit]
     more = units.format_percent(summary.most_ratio - 1)
-    which = f"mostly rank {rank}" if always else "another one from step to step"
+    n_steps = len(np.unique(steps.step[most]))
+    which = "another one from step to step" if n_steps > 1 else "from a single step"
+    which = f"mostly rank {rank}" if always else which
     known = summary.power is not None
     law_text = (
         f"compute grows as {noun} to the power {summary.power:.2f}"
         if known
-        else f"as if {noun} were all that makes them differ: those of a rank hardly vary"
+        else f"as if {noun} were all that makes them differ: "
+        + ("those of a rank hardly vary" if n_steps >= MIN_STEPS else "too few steps to tell")
     )
     yield replay_remedy(
         context,

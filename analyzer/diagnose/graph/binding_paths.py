@@ -93,6 +93,9 @@ def _list_workloads(split: RunSplit, law: WorkLaw | None, of_rank: Int64) -> Flo
     both: Float = np.concatenate([np.stack((one.slower, one.more), axis=1) for one in loads])
     if law is not None:
         slower = 1 - 1 / np.array([law.slow.get(index, 1.0) for index in of_rank.tolist()])
+        # Of ranks that the law does not judge, what exceeds the most that their work explains.
+        times = np.array([law.unjudged.get(index, np.inf) for index in of_rank.tolist()])
+        slower = np.maximum(slower, np.clip(1 - (1 - both[:, 0]) * times, 0, None))
         more = np.clip(1 - law.factor, 0, None) * (1 - slower)
         both[law.uneven] = np.stack((slower, more), axis=1)[law.uneven]
     return both

@@ -259,8 +259,8 @@ def _sum_stacks(lives: Sequence[_Life], peak: int) -> tuple[AllocationStack, ...
     # Paths of the stacks that are kept, and of the others, which tell more of the folder of all.
     files = _shorten_paths({file for stack in sums for file, _, _ in stack})
     by_text: dict[tuple[str, ...], list[int]] = {}
-    for stack, (size_bytes, count) in sums.items():
-        lines = (" ".join(f"{files[file]}:{line} {name}".split()) for file, line, name in stack)
+    for frames, (size_bytes, count) in sums.items():
+        lines = (" ".join(f"{files[file]}:{line} {name}".split()) for file, line, name in frames)
         own = by_text.setdefault(tuple(text[:_MOST_FRAME_CHARACTERS] for text in lines), [0, 0])
         own[0] += size_bytes
         own[1] += count

@@ -97,7 +97,7 @@ class Agent:
         if step == _UNSTEADY_STEPS:
             self._steps_before = self._counter.find_steps_before(step + 1)
         if self._sampler is None:
-            SPANS.steps += 1
+            SPANS.end_step()
         # Steps before are not like those to come: they allocate, compile and load.
         if step >= _UNSTEADY_STEPS and self._watch is not None:
             # This rank is sampled for as long as it runs, or until an attach ends that.

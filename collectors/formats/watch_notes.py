@@ -227,12 +227,22 @@ class BeatFile:
     def __init__(self, folder: Path, rank: int, incarnation: int) -> None:
         path = _build_beat_path(folder, rank, incarnation)
         make_owner_folder(path.parent)
+        self._path = path
         self._file = create_private(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def write(self, beat: Beat) -> None:
         """Overwrites the last one. Raises OSError."""
         line = f"{beat.step} {beat.step_unix_ns} {beat.unix_ns}\n"
-        os.pwrite(self._file, line.rjust(_BEAT_BYTES).encode(), 0)
+        try:
+            os.pwrite(self._file, line.rjust(_BEAT_BYTES).encode(), 0)
+        except OSError as error:
+            # A full disk is reported once for the folder of this file.
+            error.filename = str(self._path)
+            raise
+
+    def close(self) -> None:
+        """Closes the file, which stays: the end of a start is read from it."""
+        os.close(self._file)
 
 
 def _build_beat_path(folder: Path, rank: int, incarnation: int) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from inspect import getattr_static
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,7 +56,8 @@ def _find_trainer() -> Any:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(getattr(owner, "ntokens_seen", None), int):
+        # Any caller's object is looked at: none of its code may run.
+        if isinstance(getattr_static(owner, "ntokens_seen", None), int):
             return owner
         frame = frame.f_back
     return None

@@ -44,6 +44,8 @@ class StepsplitCallback(_Callback):  # type: ignore[misc]
         """Begins the recording; process groups exist and the model is on its device."""
         model: Any = kwargs.get("model")
         self._run.begin(lambda: _read_trainer_spec(args, state, model))
+        # A training that failed has had no end.
+        self._remove_hook()
         # Trainer's own counter is the sum of all ranks. Compiled code would be compiled again for
         # each count of the hook.
         if not args.torch_compile and getattr(model, "main_input_name", "") == "input_ids":
@@ -57,10 +59,13 @@ class StepsplitCallback(_Callback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends the recording."""
+        self._remove_hook()
+        self._run.end()
+
+    def _remove_hook(self) -> None:
         hook, self._hook = self._hook, None
         if hook is not None:
             hook.remove()
-        self._run.end()
 
     def _count_tokens(self, model: Any, args: Any, kwargs: Any) -> None:
         """Adds the tokens of a microbatch, with padding; an evaluation is no part of the work."""

@@ -13,8 +13,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from stepsplit.collectors.guard import warn_lost
@@ -49,15 +50,23 @@ class SpanLog:
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._open: dict[str, int] = {}
-        self._evaluated: dict[int, tuple[weakref.ref[Any], int, int]] = {}
-        self._depth = 0
+        # Since the last step: the modules to be evaluated, and those to train.
+        self.evaluated: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._trained: dict[int, int] = {}
+        self._steps_at_mode = 0
+        self._thread = threading.main_thread().ident
         self.is_on = False
         self.steps = 0
+
+    def end_step(self) -> None:
+        """Counts a step. The thread that ends it is the one whose spans count."""
+        self.steps += 1
+        self._thread = threading.get_ident()
 
     def begin(self, mark: str) -> int:
         """Begins a span. Returns its begin; 0 within a span of the same mark, or in another thread,
         which holds up no step."""
-        if not self.is_on or threading.current_thread() is not threading.main_thread():
+        if not self.is_on or threading.get_ident() != self._thread:
             return 0
         self._open[mark] = depth = self._open.get(mark, 0) + 1
         return time.perf_counter_ns() if depth == 1 else -1
@@ -77,26 +86,39 @@ class SpanLog:
             end = time.time_ns()
             self._spans.append(Span(mark, end - took_ns, end))
 
-    def note_mode(self, module: Any, mode: bool) -> None:
+    def note_mode(self, module: Any, mode: bool, outermost: Any) -> None:
         """Notes that a module is to train or to be evaluated: an evaluation is the time between
-        these, if no step ended in it. A teacher that is never to train is none."""
-        if not self.is_on or threading.current_thread() is not threading.main_thread():
+        these, if no step ended in it. A teacher that is never to train is none.
+
+        outermost: the module whose train() or eval() the script has called.
+        """
+        if not self.is_on or threading.get_ident() != self._thread:
             return
-        known = self._evaluated
-        if known and next(iter(known.values()))[2] != self.steps:
-            known.clear()
+        # close() runs on another thread: the dicts are replaced, and never iterated.
+        if self._steps_at_mode != self.steps:
+            self._steps_at_mode, self.evaluated, self._trained = self.steps, {}, {}
+        evaluated, trained, now = self.evaluated, self._trained, time.perf_counter_ns()
         if not mode:
-            if len(known) < _MOST_EVALUATED and id(module) not in known:
-                known[id(module)] = weakref.ref(module), time.perf_counter_ns(), self.steps
-        elif (found := known.pop(id(module), None)) is not None and found[0]() is module:
-            self.add("evaluation", time.perf_counter_ns() - found[1])
+            if len(evaluated) < _MOST_MODULES and id(module) not in evaluated:
+                evaluated[id(module)] = weakref.ref(module), now
+            return
+        if module is outermost and len(trained) < _MOST_MODULES:
+            trained.setdefault(id(module), now)
+        found, begin = evaluated.pop(id(module), (None, 0))
+        if found is None or found() is not module or not self.steps:
+            return
+        # A part that is set to eval() each time after the whole is set to train() is frozen.
+        is_after = trained.get(id(outermost), now) < begin
+        if module is outermost or not is_after or _is_wrapper(outermost, module):
+            self.add("evaluation", now - begin)
 
     def close(self) -> None:
-        """Ends an evaluation after which the script does not train again."""
-        last = [begin for _, begin, steps in self._evaluated.values() if steps == self.steps]
-        self._evaluated.clear()
-        if last and self.steps:
-            self.add("evaluation", time.perf_counter_ns() - min(last))
+        """Ends an evaluation after which the script does not train again. May be called from
+        another thread."""
+        evaluated, self.evaluated = self.evaluated, {}
+        begins = [begin for _, begin in list(evaluated.values())]
+        if begins and self.steps and self._steps_at_mode == self.steps:
+            self.add("evaluation", time.perf_counter_ns() - min(begins))
 
     def take(self) -> list[Span]:
         """The spans since the last call. May be called from another thread."""
@@ -106,18 +128,36 @@ class SpanLog:
         return found
 
 
-_MOST_EVALUATED = 100
+_MOST_MODULES = 100
+_MOST_WRAPPERS = 10
+
+
+def _is_wrapper(outer: Any, module: Any) -> bool:
+    """Whether outer has nothing but the module in it, like DistributedDataParallel."""
+    for _ in range(_MOST_WRAPPERS):
+        if len(parts := outer._modules) != 1:
+            break
+        (outer,) = parts.values()
+        if outer is module:
+            return True
+    return False
+
 
 SPANS = SpanLog()
 """Those of this process."""
+
+
+_is_compiling: Callable[[], bool] = bool
+"""torch.compiler.is_compiling once imported, until then False. Compiled code has no clocks."""
 
 
 @contextmanager
 def mark(name: str) -> Iterator[None]:
     """Marks what the training thread does in the block, for the ledger of a watched job.
 
-    Without a watch it does nothing. What the watch finds by itself (torch.save and DCP, compilation
-    of torch.compile, model.eval() to model.train(), init_process_group) needs no mark.
+    Without a watch, and in code that torch.compile compiles, it does nothing. What the watch finds
+    by itself (torch.save and DCP, compilation of torch.compile, model.eval() to model.train(),
+    init_process_group) needs no mark.
 
     Args:
         name: "evaluation", "checkpoint", "quorum", "heal", "commit" or another one of MARKS;
@@ -127,7 +167,10 @@ def mark(name: str) -> Iterator[None]:
         with mark("evaluation"):
             evaluate(model)
     """
-    known = name if name in MARKS else "other"
+    if _is_compiling():
+        yield
+        return
+    known = name if isinstance(name, str) and name in MARKS else "other"
     begin_ns = SPANS.begin(known)
     try:
         yield
@@ -142,21 +185,20 @@ def mark(name: str) -> Iterator[None]:
 class SpanFunction:
     """A function, or a method of owner, whose calls are spans.
 
-    places: other modules that have the function by the same name. is_early: whether only calls
-    before the first step count, as those of torch.load: a data loader calls it later.
+    is_early: whether only calls before the first step count, as those of torch.load: a data loader
+    calls it later.
     """
 
     mark: str
     module: str
     name: str
     owner: str = ""
-    places: tuple[str, ...] = ()
     is_early: bool = False
 
 
 SPAN_FUNCTIONS = (
-    SpanFunction("checkpoint", "torch.serialization", "save", places=("torch",)),
-    SpanFunction("load", "torch.serialization", "load", places=("torch",), is_early=True),
+    SpanFunction("checkpoint", "torch.serialization", "save"),
+    SpanFunction("load", "torch.serialization", "load", is_early=True),
     SpanFunction("checkpoint", "torch.distributed.checkpoint.state_dict_saver", "save"),
     SpanFunction("checkpoint", "torch.distributed.checkpoint.state_dict_saver", "async_save"),
     SpanFunction("load", "torch.distributed.checkpoint.state_dict_loader", "load", is_early=True),
@@ -182,8 +224,13 @@ def watch_spans() -> None:
     if SPANS.is_on:
         return
     SPANS.is_on = True
+    timed: dict[int, Any] = {}
     for entry in SPAN_FUNCTIONS:
-        when_imported(entry.module, functools.partial(_guard, functools.partial(_wrap, entry)))
+        wrap = functools.partial(_wrap, entry, timed)
+        when_imported(entry.module, functools.partial(_guard, wrap))
+    if timed:
+        _guard(functools.partial(_replace_names, timed))
+    when_imported("torch.compiler", functools.partial(_guard, _follow_tracing))
     when_imported("torch.nn.modules.module", functools.partial(_guard, _wrap_modes))
     when_imported("torch._dynamo.callback", functools.partial(_guard, _follow_compilation))
 
@@ -195,7 +242,8 @@ def _guard(install: Callable[[], None]) -> None:
         warn_lost(0, f"some spans of its ledger: {error!r}")
 
 
-def _wrap(entry: SpanFunction) -> None:
+def _wrap(entry: SpanFunction, wrapped: dict[int, Any]) -> None:
+    """Wraps the function, and notes in `wrapped` by what its id is to be replaced."""
     module = sys.modules[entry.module]
     owner: Any = getattr(module, entry.owner, None) if entry.owner else module
     original = getattr(owner, "__dict__", {}).get(entry.name)
@@ -213,32 +261,53 @@ def _wrap(entry: SpanFunction) -> None:
             SPANS.end(entry.mark, begin_ns)
 
     setattr(owner, entry.name, timed)
-    for place in map(sys.modules.get, entry.places):
-        if getattr(place, entry.name, None) is original:
-            setattr(place, entry.name, timed)
+    if not entry.owner:
+        wrapped[id(original)] = timed
+
+
+def _replace_names(wrapped: dict[int, Any]) -> None:
+    """Replaces the functions in modules that have imported them before, by whatever name."""
+    for place in list(sys.modules.values()):
+        if isinstance(place, ModuleType):
+            # vars() would load a lazy module.
+            names = object.__getattribute__(place, "__dict__")
+            for name, value in list(names.items()):
+                if id(value) in wrapped:
+                    names[name] = wrapped[id(value)]
+
+
+def _follow_tracing() -> None:
+    global _is_compiling
+    _is_compiling = sys.modules["torch.compiler"].is_compiling
 
 
 def _wrap_modes() -> None:
     """Follows model.train() and model.eval(), which calls train(False)."""
     module_type = sys.modules["torch.nn.modules.module"].Module
     original = module_type.train
-    depth = 0
+    outermost: Any = None
 
     @functools.wraps(original)
-    def train(module: Any, mode: bool = True) -> Any:
-        nonlocal depth
+    def train(self: Any, mode: bool = True) -> Any:
+        nonlocal outermost
+        # First, so that torch.compile and torch.export see nothing of the rest.
+        if _is_compiling():
+            return original(self, mode)
         # A module passes it on to those in it: of eval() the outermost one counts, of train() each,
         # since a wrapper may train what the script evaluates within it.
-        if mode or not depth:
-            SPANS.note_mode(module, mode)
-        depth += 1
+        if outermost is not None:
+            if mode and SPANS.evaluated:
+                with suppress(Exception):
+                    SPANS.note_mode(self, mode, outermost)
+            return original(self, mode)
+        outermost = self
         try:
-            return original(module, mode)
+            with suppress(Exception):
+                SPANS.note_mode(self, mode, self)
+            return original(self, mode)
         finally:
-            depth -= 1
+            outermost = None
 
-    # Keeps torch.compile out of it.
-    train._torchdynamo_disable = True  # type: ignore[attr-defined]
     module_type.train = train
 
 
@@ -252,7 +321,20 @@ def _follow_compilation() -> None:
         begin_ns = time.perf_counter_ns()
 
     def note_end(*_: Any) -> None:
-        SPANS.add("compile", time.perf_counter_ns() - begin_ns)
+        nonlocal begin_ns
+        took_ns, begin_ns = time.perf_counter_ns() - begin_ns if begin_ns else 0, 0
+        SPANS.add("compile", took_ns)
 
-    handler.register_start_callback(note_begin)
-    handler.register_end_callback(note_end)
+    def follow() -> None:
+        handler.register_start_callback(note_begin)
+        handler.register_end_callback(note_end)
+
+    def clear() -> None:
+        # torch._dynamo.reset() calls it.
+        try:
+            forget()
+        finally:
+            follow()
+
+    follow()
+    forget, handler.clear = handler.clear, clear

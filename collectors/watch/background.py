@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -103,6 +104,8 @@ class WatchThread:
         self._heard = 0
         self._values: SharedValues | None = None
         self._description: RankDescription | None = None
+        self._beats: BeatFile | None = None
+        self._is_beat_lost = False
         self._traces: deque[tuple[Path, int]] = deque()
         self._begin_s = time.monotonic()
         self._closing = threading.Event()
@@ -122,7 +125,8 @@ class WatchThread:
         if window is not None:
             self.notes.put(window)
         step = self._steps_before + self.done
-        SPANS.close()
+        with warn_on_failure(self._rank, "its last evaluation"):
+            SPANS.close()
         self.notes.put(RankEnded(self._rank, step, time.time_ns()))
         self._closing.set()
         self._thread.join(_END_S)
@@ -144,21 +148,28 @@ class WatchThread:
             )
             folder = Path(self._plan.out)
             file = NoteFile(folder, self._rank)
-            beats = BeatFile(folder, self._rank, self._plan.incarnation)
             has_samples = True
             while not self._closing.wait(self._poll_s):
                 has_samples = has_samples and self._try_to_agree()
                 self._write(file)
-                self._beat(beats)
+                self._beat()
             self._write(file)
-            self._beat(beats)
+            self._beat()
+        if self._beats is not None:
+            self._beats.close()
 
-    def _beat(self, file: BeatFile) -> None:
+    def _beat(self) -> None:
         """Writes the newest step that has ended, which tells a kill from a hang: 64 bytes at
-        each poll, in place."""
-        done, since_ns = self.done, time.perf_counter_ns() - self.last_ns
-        now = time.time_ns()
-        file.write(Beat(self._steps_before + done - 1, now - since_ns, now))
+        each poll, in place. A failure is said once, and tried again."""
+        is_lost, self._is_beat_lost = self._is_beat_lost, True
+        with suppress(Exception) if is_lost else warn_on_failure(self._rank, "its newest step"):
+            if self._beats is None:
+                folder = Path(self._plan.out)
+                self._beats = BeatFile(folder, self._rank, self._plan.incarnation)
+            done, since_ns = self.done, time.perf_counter_ns() - self.last_ns
+            now = time.time_ns()
+            self._beats.write(Beat(self._steps_before + done - 1, now - since_ns, now))
+            self._is_beat_lost = False
 
     def _try_to_agree(self) -> bool:
         """Whether samples go on; without the store, step times still do."""

@@ -77,7 +77,7 @@ class Sampler:
             return
         now = time.perf_counter_ns()
         took, self._last_ns = now - (self._last_ns or now), now
-        SPANS.steps += 1
+        SPANS.end_step()
         self._is_over = True
         with warn_on_failure(self.rank, "the rest of its watch"):
             self._link.done, self._link.last_ns = step + 1, now

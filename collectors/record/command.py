@@ -9,7 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -41,13 +41,21 @@ def make_folder(out: Path) -> None:
         raise CollectError(f"{out}: {error.strerror}; choose another --out") from None
 
 
-def run_command(command: Sequence[str], out: Path, variables: Mapping[str, str]) -> int:
+def run_command(
+    command: Sequence[str],
+    out: Path,
+    variables: Mapping[str, str],
+    note_begin: Callable[[], None] = lambda: None,
+) -> int:
+    """Runs the command with these environment variables, and returns its exit status; note_begin is
+    called once it runs. Raises CollectError, and leaves no new folder, if it cannot be started."""
     try:
         process = subprocess.Popen(command, env=dict(os.environ) | dict(variables))
     except OSError as error:
         remove_if_empty(out)
         raise CollectError(f"{command[0]}: {error.strerror}; is it on PATH?") from None
     with _forward_signals(process):
+        note_begin()
         return process.wait()
 
 

@@ -35,9 +35,13 @@ def run_watched(command: Sequence[str], plan: WatchPlan) -> int:
     # With the start of this process, which the job has waited for.
     begin = read_process_start() or time.time_ns()
     launch = Launch(socket.gethostname(), os.getpid(), numbered.incarnation, begin)
-    with warn_on_failure(0, "the begin of the command"):
-        note_launch(out, launch)
-    status = run_command(command, out, variables | {WATCH_VARIABLE: numbered.format_json()})
+
+    def note_begin() -> None:
+        with warn_on_failure(0, "the begin of the command"):
+            note_launch(out, launch)
+
+    variables[WATCH_VARIABLE] = numbered.format_json()
+    status = run_command(command, out, variables, note_begin)
     with warn_on_failure(0, "the end of the command"):
         note_launch(out, replace(launch, end_unix_ns=time.time_ns(), status=status))
     return status

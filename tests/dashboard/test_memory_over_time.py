@@ -112,7 +112,7 @@ def test_the_page_names_the_lines_that_allocated_the_peak(tmp_path: Path) -> Non
     assert tables.allocations == made.tables.allocations
     words = read_text(build_memory_page(View("run", made.report, tables, "0123456789ab")))
     words = words[words.index("Largest allocations") :]
-    assert "me/train/model.py:42 <b>forward" in words and "3 MiB" in words
+    assert " model.py:42 <b>forward" in words and "3 MiB" in words
     assert "torch/nn/modules/linear.py:125 f" in words and "/opt" not in words
     assert words.index("model.py:42") < words.index("model.py:57") and "60.0 %" in words
 

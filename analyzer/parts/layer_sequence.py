@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import mode
 
 import numpy as np
@@ -20,7 +20,7 @@ from stepsplit.analyzer.arrays import is_inside
 from stepsplit.analyzer.parts.part import NO_LAYER, PartKind
 from stepsplit.analyzer.parts.scope_names import INDUCTOR, find_fused_kind
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
-from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans
+from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans, has_engine
 from stepsplit.analyzer.split.host_threads import STEP
 from stepsplit.analyzer.split.kernel_shapes import parse_gemm
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
@@ -165,8 +165,8 @@ def label_by_sizes(letters: str, sizes: Sequence[Size | None]) -> list[Place] | 
     """
     usual = label_pass(letters)
     before = letters[: max(letters.find(CORE), 0)].count(GEMM)
-    for projections in (None, *range(before - 1, 0, -1)):
-        places = label_pass(letters, projections=projections)
+    fewer = (label_pass(letters, projections=count) for count in range(before - 1, 0, -1))
+    for places in chain((usual,), fewer):
         kinds: dict[Size, set[PartKind]] = {}
         for letter, size, place in zip(letters, sizes, places or (), strict=False):
             if letter == GEMM and size is not None:
@@ -238,7 +238,7 @@ def find_forward_places(
         for name in events.names
     ]
     is_mark = events.name_mask(tuple(a or b for a, b in zip(marks, forwards, strict=True)))
-    if any(name.startswith(ENGINE) for name in events.names):
+    if has_engine(events):
         messages_ns = messages_ns[:0]
     marked_ns = np.sort(np.concatenate((events.start_ns[is_mark], messages_ns)))
     number = np.searchsorted(marked_ns, start, side="right").tolist()

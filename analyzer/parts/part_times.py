@@ -26,10 +26,11 @@ from stepsplit.analyzer.parts.layer_sequence import Size, find_size
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.scope_names import find_fused_kind, find_said_kind
 from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_launches
-from stepsplit.analyzer.split.call_purposes import ENGINE, find_issue_ns, is_in_gradient_hook
+from stepsplit.analyzer.split.call_purposes import find_issue_ns, has_engine, is_in_gradient_hook
 from stepsplit.analyzer.split.kernel_shapes import is_backward
 from stepsplit.analyzer.split.kernels import find_kernel_work
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.work import mask_families
 from stepsplit.analyzer.trace import Category, EventKind, Int32, Int64
 
 Evidence = Literal["modules", "sequence", "ranges", "none"]
@@ -83,7 +84,6 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     """The parts of a rank, and whether its layers have the numbers of the model."""
     numbers = PartNumbers()
     trace, band = rank.trace, rank.attribution.band
-    slots = rank.slots.slots
     scopes = find_host_scopes(trace, numbers)
     event_part = _place_events(rank, scopes)
     evidence: Evidence = "ranges"
@@ -91,33 +91,8 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
         rows, parts = find_kernel_parts(rank)
         event_part[rows] = [numbers[part] for part in parts]
         evidence = "sequence" if parts else evidence
-    has_autograd = any(name.startswith(ENGINE) for name in trace.events.names)
-    is_unsure = not scopes.n_layers or (scopes.by_sequence and not has_autograd)
-    if trace.on_device and slots and is_unsure:
-        # What nothing places in a pass is of the pass that the schedule runs at that time; an op's
-        # name alone does not say of which one it is, that of a kernel may.
-        unsure = [PartPhase.OTHER]
-        if not has_autograd and not any(map(is_backward, trace.events.names)):
-            unsure.append(PartPhase.FORWARD)
-        outside = [
-            place for place, one in enumerate(list(numbers))
-            if one.phase in unsure and one.kind not in OUTSIDE_PASSES
-        ]  # fmt: skip
-        rows = np.flatnonzero(trace.kinds.computes & np.isin(event_part, outside))
-        begins = np.array([slot.start_ns for slot in slots], dtype=np.int64)
-        ends = np.array([slot.end_ns for slot in slots], dtype=np.int64)
-        at = begins.searchsorted(trace.events.start_ns[rows], side="right") - 1
-        inside = (at >= 0) & (trace.events.ends_of(rows) <= ends[at])
-        phases = [
-            PartPhase.FORWARD if slot.phase == "forward" else PartPhase.BACKWARD for slot in slots
-        ]
-        known = list(numbers)
-        event_part[rows[inside]] = [
-            numbers[structs.replace(known[place], phase=phases[slot])]
-            for place, slot in zip(
-                event_part[rows[inside]].tolist(), at[inside].tolist(), strict=True
-            )
-        ]
+    if trace.on_device and (not scopes.n_layers or scopes.by_sequence):
+        _place_in_slots(rank, event_part, numbers, is_unplaced=not scopes.n_layers)
     if trace.on_device:
         _place_products_by_size(rank, event_part, numbers)
     if scopes.n_layers or scopes.by_sequence:
@@ -225,29 +200,66 @@ def _refine_by_name(rank: RankSplit, rows: Int64, part: Int64, numbers: PartNumb
     return np.array(refined, dtype=np.int64)[inverse]
 
 
+def _place_in_slots(
+    rank: RankSplit, event_part: Int64, numbers: PartNumbers, is_unplaced: bool
+) -> None:
+    """Gives what nothing places in a pass that of the pipeline's schedule at its time.
+
+    is_unplaced: whether no layer is known; else only without autograd's ranges. An op's name alone
+    does not say of which pass it is, that of a kernel may.
+    """
+    trace, slots, has_autograd = rank.trace, rank.slots.slots, has_engine(rank.trace.events)
+    if not slots or (has_autograd and not is_unplaced):
+        return
+    unsure = [PartPhase.OTHER]
+    if not has_autograd and not any(map(is_backward, trace.events.names)):
+        unsure.append(PartPhase.FORWARD)
+    parts = list(numbers)
+    outside = [
+        place
+        for place, one in enumerate(parts)
+        if one.phase in unsure and one.kind not in OUTSIDE_PASSES
+    ]
+    rows = np.flatnonzero(trace.kinds.computes & np.isin(event_part, outside))
+    begins = np.array([slot.start_ns for slot in slots], dtype=np.int64)
+    ends = np.array([slot.end_ns for slot in slots], dtype=np.int64)
+    at = begins.searchsorted(trace.events.start_ns[rows], side="right") - 1
+    inside = (at >= 0) & (trace.events.ends_of(rows) <= ends[at])
+    phases = [
+        PartPhase.FORWARD if slot.phase == "forward" else PartPhase.BACKWARD for slot in slots
+    ]
+    event_part[rows[inside]] = [
+        numbers[structs.replace(parts[place], phase=phases[slot])]
+        for place, slot in zip(event_part[rows[inside]].tolist(), at[inside].tolist(), strict=True)
+    ]
+
+
 def _place_products_by_size(rank: RankSplit, event_part: Int64, numbers: PartNumbers) -> None:
     """Places the products of a backward that nothing else does: torch.compile makes one node of a
     whole backward, and names only what it fuses. The two products of a gradient have the sizes of
     their forward's in another order, so they are of its kind if all forwards of these sizes are."""
-    trace, parts = rank.trace, list(numbers)
+    parts = list(numbers)
     is_plain = [one.kind == PartKind.OTHER and one.phase == PartPhase.BACKWARD for one in parts]
-    families = [trace.kinds.find_family(name) == "gemm" for name in range(len(trace.events.names))]
-    rows = np.flatnonzero(trace.kinds.computes & trace.events.name_mask(tuple(families)))
+    rows = np.flatnonzero(mask_families(rank.trace, {"gemm"}))
     if not np.array(is_plain)[event_part[rows]].any():
         return
-    work, work_id = find_kernel_work(trace, rows)
+    work, work_id = find_kernel_work(rank.trace, rows)
     sizes = [find_size(one.shapes) for one in work]
+    # Many products are of one work in one part.
+    codes, code = number_distinct(work_id * len(parts) + event_part[rows], len(work) * len(parts))
+    pairs = [divmod(one, len(parts)) for one in codes.tolist()]
     kinds: dict[Size, set[PartKind]] = {}
-    pairs = list(zip(rows.tolist(), work_id.tolist(), event_part[rows].tolist(), strict=True))
-    for _, number, place in pairs:
+    for number, place in pairs:
         size = sizes[number]
         if size is not None and parts[place].phase == PartPhase.FORWARD:
             kinds.setdefault(size, set()).add(parts[place].kind)
-    for row, number, place in pairs:
+    placed = []
+    for number, place in pairs:
         found = kinds.get(sizes[number] or (), set())
         if is_plain[place] and len(found) == 1:
-            (kind,) = found
-            event_part[row] = numbers[structs.replace(parts[place], kind=kind)]
+            place = numbers[structs.replace(parts[place], kind=next(iter(found)))]
+        placed.append(place)
+    event_part[rows] = np.array(placed, dtype=np.int64)[code]
 
 
 def _place_calls(rank: RankSplit, scopes: HostScopes) -> Int64:

@@ -131,6 +131,11 @@ _MIN_THREAD_SHARE = 0.05
 workers launch copies; the gradients of a pass take at least half of it."""
 
 
+def has_engine(events: Events) -> bool:
+    """Whether autograd's own ranges were recorded."""
+    return any(name.startswith(ENGINE) for name in events.names)
+
+
 def find_backward_spans(trace: RankTrace) -> Intervals:
     """When the host ran backwards: the ranges of autograd, else the launches of autograd's thread.
 

@@ -52,7 +52,7 @@ class _ClockJoin:
         self._ends = collect_ends(traces, matched, self._wall)
         self._known = KnownEnds(self._ends)
         self._causality, self._message_ends = Causality(matched), Causality(matched)
-        self._is_single_send = find_single_sends(traces, matched)
+        self._is_single_send = _find_single_sends(traces, matched)
         self.left = find_clock_domains(traces, matched, self._ends, self._wall)
         self._own = {body.traces: body.compute_ends_ns(self._ends) for body in self.left}
         self._domain = np.empty(len(traces), dtype=np.int64)
@@ -156,11 +156,11 @@ class _ClockJoin:
         else the wall clock, clamped to the bounds."""
         own_trace, wall = self._traces[trace], int(self._wall[trace])
         uncorrected = Clock(own_trace.rank, own_trace.host, 0, wall)
-        bounds = self._compute_bounds(trace, uncorrected)
+        rows, edges = self._find_rows(trace), self._convert_to_common(trace, uncorrected)
+        bounds = self._causality.compute_bounds(rows, *edges)
         # A rank that always comes first is bound on one side only by when messages start. A send
         # does not end after its receive: of messages both ways this leaves what buffers hold.
-        edges = self._take_send_ends(trace, *self._convert_to_common(trace, uncorrected))
-        ended = self._message_ends.compute_bounds(self._find_rows(trace), *edges)
+        ended = self._message_ends.compute_bounds(rows, *self._take_send_ends(trace, *edges))
         if ended.low_ns is not None and ended.high_ns is not None and ended.both:
             # By how much ends are apart is known no better than that.
             lacking = max(0, _APART_NS - (ended.high_ns - ended.low_ns) // 2)
@@ -213,7 +213,7 @@ _APART_NS = 10_000
 those of a collective (clock_fit.py)."""
 
 
-def find_single_sends(traces: Sequence[RankTrace], matched: MatchedCalls) -> Bool:
+def _find_single_sends(traces: Sequence[RankTrace], matched: MatchedCalls) -> Bool:
     """Which rows are sends of a kernel on a device that holds no other message."""
     found: Bool = np.asarray(matched.op == OP_CODE["send"])
     for index, trace in enumerate(traces):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
@@ -24,12 +24,6 @@ class Needs(Struct, frozen=True):
 
     first: Int32
     source: Int32
-
-    @classmethod
-    def build(cls, needs: Sequence[Sequence[int]]) -> Needs:
-        """From the nodes that each node needs."""
-        first = np.cumsum([0, *map(len, needs)], dtype=np.int32)
-        return cls(first, np.fromiter(chain.from_iterable(needs), np.int32, int(first[-1])))
 
     def of_node(self, node: int) -> list[int]:
         """The nodes that this node needs."""

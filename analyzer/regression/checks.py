@@ -14,7 +14,6 @@ from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError, UsageError, read_toml
 from stepsplit.analyzer.regression.metrics import (
-    GOODPUT,
     METRICS,
     PART,
     Metric,
@@ -124,13 +123,13 @@ def build_budget(name: str, limit: str) -> Budget:
         if not metric.exact:
             raise UsageError(f"{name} is a measured metric and cannot be exact; write 5%")
         return Budget(name, text, "baseline")
-    if name == GOODPUT and text.endswith("%") and text[:1].isdigit() and "," not in text:
-        # A goodput is asked for by itself: of two jobs with other faults none is the baseline.
+    if metric.of_job and text.endswith("%") and text[:1].isdigit() and "," not in text:
+        # It is asked for by itself: of two jobs with other faults none is the baseline.
         text = f">={text}"
     bound, model = {1: "<=", -1: ">="}[metric.worse], {1: "model+", -1: "model-"}[metric.worse]
     if text.startswith(bound):
         amount = _parse_amount(metric, text[2:], name)
-        if name == GOODPUT and amount > 1:
+        if metric.of_job and amount > 1:
             raise UsageError(f"{name}: no job has more than 100%; write for example {name}:95%")
         return Budget(name, text, "limit", amount=amount)
     if text.startswith(model):

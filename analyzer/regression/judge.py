@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -30,7 +30,6 @@ from stepsplit.analyzer.regression.kinds import (
 from stepsplit.analyzer.regression.mesh_alignment import align_meshes
 from stepsplit.analyzer.regression.metrics import (
     FEW_STEPS,
-    GOODPUT,
     GOODPUT_BOUND,
     INCOMPLETE,
     METRICS,
@@ -74,12 +73,8 @@ def check_candidate(
     short = candidate if baseline and all(are_long) and all(is_short) else ()
     doubts = _Doubts(
         list_incomplete(baseline, candidate),
-        [
-            _describe_doubt(run, {JOB_MISMATCH})
-            for run in of_other_job
-            if _find_doubts(run, {JOB_MISMATCH})
-        ],
-        [_describe_doubt(run, {FEW_STEPS}) for run in short],
+        _describe_doubts(of_other_job, {JOB_MISMATCH}),
+        _describe_doubts(short, {FEW_STEPS}),
         _list_other_steps(baseline, candidate),
     )
     pairs = pair_kinds(baseline, candidate)
@@ -93,7 +88,7 @@ def check_candidate(
     if mesh_difference is not None and mesh_difference not in warnings:
         inferred = "inferred from the calls; groups are compared by their ranks"
         warnings = (f"{mesh_difference}, {inferred}", *warnings)
-    has_noise = not all(one.meaning.exact or one.metric == GOODPUT for one in budgets)
+    has_noise = not all(one.meaning.exact or one.meaning.of_job for one in budgets)
     return CheckResult(
         answer=next((one for one in _WORST_FIRST if one in answers), "pass"),
         baseline=_build_side(baseline) if baseline else None,
@@ -154,16 +149,11 @@ def _check_budgets(
             reasons = doubts.mixed or reasons
             if budget.metric == "mean_step" and unequal_mix is not None:
                 reasons = [unequal_mix]
-        if budget.metric == GOODPUT and budget.against == "limit":
-            # A ledger has all of a job, which is no sample of anything.
+        if budget.meaning.of_job and budget.against == "limit":
             is_within = checked.candidate is not None and checked.candidate >= budget.amount
             checked = replace(checked, answer="pass" if is_within else "regressed", note="")
-        if budget.metric == GOODPUT and checked.answer == "pass":
-            reasons = [
-                _describe_doubt(run, {GOODPUT_BOUND})
-                for run in candidate
-                if _find_doubts(run, {GOODPUT_BOUND})
-            ]
+        if budget.meaning.of_job and checked.answer == "pass":
+            reasons = _describe_doubts(candidate, {GOODPUT_BOUND})
         if reasons:
             checked = replace(checked, answer="inconclusive", note=reasons[0])
         gated.append(checked)
@@ -258,17 +248,14 @@ def list_incomplete(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetri
     unlike = {
         code for code, runs in having.items() if runs and (not baseline or len(runs) < len(known))
     }
-    return [_describe_doubt(run, unlike) for run in known if _find_doubts(run, unlike)]
+    return _describe_doubts(known, unlike)
 
 
 def _list_other_steps(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[str]:
     """Why the headline's steps of both sides are not known to be of one kind."""
     if not baseline:
         return []
-    codes = {MIXED_STEPS}
-    mixed = [
-        _describe_doubt(run, codes) for run in (*baseline, *candidate) if _find_doubts(run, codes)
-    ]
+    mixed = _describe_doubts((*baseline, *candidate), {MIXED_STEPS})
     swapped = find_swapped_headline(baseline, candidate)
     return mixed if swapped is None else [*mixed, swapped]
 
@@ -277,12 +264,16 @@ def _find_doubts(run: RunMetrics, codes: Collection[str]) -> list[Doubt]:
     return [one for one in run.doubts or () if one.code in codes]
 
 
-def _describe_doubt(run: RunMetrics, codes: Collection[str]) -> str:
-    doubts = _find_doubts(run, codes)
-    first = doubts[0]
-    whose = "" if first.rank is None else f"rank {first.rank}: "
-    more = f" (and {len(doubts) - 1} more)" if len(doubts) > 1 else ""
-    return f"{run.name}: {whose}{first.message}{more}"
+def _describe_doubts(runs: Iterable[RunMetrics], codes: Collection[str]) -> list[str]:
+    """The first doubt with these codes of each run that has any."""
+    described = []
+    for run in runs:
+        if doubts := _find_doubts(run, codes):
+            first, others = doubts[0], len(doubts) - 1
+            whose = "" if first.rank is None else f"rank {first.rank}: "
+            more = f" (and {others} more)" if others else ""
+            described.append(f"{run.name}: {whose}{first.message}{more}")
+    return described
 
 
 # Counted metrics: calls and bytes per step, compared without statistics.

@@ -489,7 +489,7 @@ EXPOSED = ("collective", "p2p", "skew")
 class Metric:
     """A metric. worse: +1 if larger values are worse, -1 if smaller ones are; exact: equal in all
     runs of the same job; by_axis: also available per axis; is_short: a time of microseconds, and
-    shown in them."""
+    shown in them; of_job: a share of all of a job, which is no sample of anything."""
 
     name: str
     description: str
@@ -498,6 +498,7 @@ class Metric:
     exact: bool = False
     by_axis: bool = False
     is_short: bool = False
+    of_job: bool = False
 
 
 METRICS = (
@@ -517,7 +518,9 @@ METRICS = (
     Metric("mfu", "model FLOPs utilization", "share", worse=-1),
     Metric("hfu", "hardware FLOPs utilization", "share", worse=-1),
     Metric("peak_memory", "peak memory of the fullest rank", "bytes"),
-    Metric(GOODPUT, "wall clock of a watched job in steps that count", "share", worse=-1),
+    Metric(
+        GOODPUT, "wall clock of a watched job in steps that count", "share", worse=-1, of_job=True
+    ),
     Metric("calls", "collectives and messages per step", "count", exact=True, by_axis=True),
     Metric("bytes", "message bytes per step", "bytes", exact=True, by_axis=True),
     Metric("step_per_token", "step per token of the mean rank, where counted", "ns", is_short=True),

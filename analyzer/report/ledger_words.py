@@ -1,57 +1,33 @@
-"""The words and colors of the rows of a ledger, for the terminal and the pages."""
+"""The words of a ledger for people."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.ledger import ROW_KINDS, Ledger
 
-
-@dataclass(frozen=True, slots=True)
-class RowWords:
-    """A kind of row: its name, what it is in a sentence, and its color."""
-
-    name: str
-    text: str
-    color: str
-
-
-ROW_WORDS = {
-    "train": RowWords("steps that count", "training steps, each number once", "#2f7d4f"),
-    "redone": RowWords(
-        "steps done again", "steps with a number that an earlier start had reached", "#c0563f"
-    ),
-    "evaluation": RowWords(
-        "evaluation", "from model.eval() to model.train(), or marked", "#4a78b5"
-    ),
-    "checkpoint": RowWords("checkpoint", "torch.save, DCP or marked", "#7b62a8"),
-    "compile": RowWords("compile", "torch.compile, also within a step", "#b08a2e"),
-    "launcher": RowWords("launcher", "from the command to the rank's process", "#8f8f8f"),
-    "imports": RowWords(
-        "imports", "from the process to the import of torch's optimizers", "#a3a3a3"
-    ),
-    "process_group": RowWords("process group", "init_process_group", "#6d8a96"),
-    "load": RowWords("load", "torch.load and DCP before the first step", "#9a83c2"),
-    "startup": RowWords(
-        "other start-up", "model, data and the first step, until that has ended", "#b9b9b9"
-    ),
-    "quorum": RowWords("quorum", "marked", "#5f9ea0"),
-    "heal": RowWords("heal", "marked", "#cd853f"),
-    "commit": RowWords("commit", "marked", "#708090"),
-    "stall": RowWords(
-        "stalls and hangs", "what steps over five times the usual one have beyond it", "#d9822b"
-    ),
-    "restart_gap": RowWords(
-        "restart gaps", "from the last word of a start to the begin of the next", "#9c2f2f"
-    ),
-    "shutdown": RowWords("shutdown", "from the last step to the end", "#777777"),
-    "other": RowWords("other", "marked as such", "#5c6670"),
-    "unknown": RowWords("unknown", "no note accounts for it", "#d0d0d0"),
+ROW_NAMES = {
+    "train": "steps that count",
+    "redone": "steps done again",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+    "compile": "compile",
+    "launcher": "launcher",
+    "imports": "imports",
+    "process_group": "process group",
+    "load": "load",
+    "startup": "other start-up",
+    "quorum": "quorum",
+    "heal": "heal",
+    "commit": "commit",
+    "stall": "stalls and hangs",
+    "restart_gap": "restart gaps",
+    "shutdown": "shutdown",
+    "other": "other",
+    "unknown": "unknown",
 }
 """By kind; docs/ledger.md has the definitions."""
 
-assert tuple(ROW_WORDS) == ROW_KINDS, "a word for each kind of row"
+assert tuple(ROW_NAMES) == ROW_KINDS, "a name for each kind of row"
 
 
 def format_wall(ns: int) -> str:

@@ -30,7 +30,6 @@ from stepsplit.collectors.formats.watch_notes import (
     RankSpan,
     RankStarted,
     RankWindow,
-    SampleReport,
     list_note_files,
     read_all_notes,
     read_beat,
@@ -220,7 +219,6 @@ class _Life:
     started: RankStarted
     windows: list[RankWindow] = field(default_factory=list)
     spans: list[RankSpan] = field(default_factory=list)
-    samples: list[SampleReport] = field(default_factory=list)
     ended: RankEnded | None = None
     is_left: bool = False
     beat: Beat | None = None
@@ -269,8 +267,6 @@ def _split_lives(notes: Iterable[Note]) -> Iterator[_Life]:
             life.windows.append(note)
         elif isinstance(note, RankSpan):
             life.spans.append(note)
-        elif isinstance(note, SampleReport):
-            life.samples.append(note)
         elif isinstance(note, RankEnded) and note.text == LEFT:
             life.is_left = True
         elif isinstance(note, RankEnded) and not note.text:

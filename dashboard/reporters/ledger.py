@@ -8,7 +8,7 @@ from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.ledger import IncarnationLedger, Ledger, LedgerRow
-from stepsplit.analyzer.report.ledger_words import ROW_WORDS, format_goodput, format_wall
+from stepsplit.analyzer.report.ledger_words import ROW_NAMES, format_goodput, format_wall
 from stepsplit.dashboard.reporters.console import Text
 
 _MOST_STARTS = 8
@@ -51,7 +51,7 @@ def _build_rows(ledger: Ledger) -> Table:
     for row in ledger.rows:
         share = row.ns / ledger.wall_ns if ledger.wall_ns else 0.0
         table.add_row(
-            Text(ROW_WORDS[row.kind].name),
+            Text(ROW_NAMES[row.kind]),
             format_wall(row.ns),
             units.format_percent(share),
             units.format_count(row.count) if row.count else "",
@@ -75,7 +75,7 @@ def _build_starts(starts: tuple[IncarnationLedger, ...]) -> Table:
         rest: list[LedgerRow] = sorted(
             (row for row in one.rows if row.kind != "train"), key=lambda row: -row.ns
         )
-        most = f"{ROW_WORDS[rest[0].kind].name} {format_wall(rest[0].ns)}" if rest else ""
+        most = f"{ROW_NAMES[rest[0].kind]} {format_wall(rest[0].ns)}" if rest else ""
         steps = "none" if one.last_step is None else f"{one.first_step} to {one.last_step}"
         table.add_row(
             str(one.incarnation + 1),

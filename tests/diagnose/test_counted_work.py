@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.builders import GpuTrace
+from support.data_parallel_job import data_parallel_job
 
 from stepsplit.analyzer import Report, analyze, check_runs
 from stepsplit.collectors.formats.rank_record import (
@@ -32,21 +33,7 @@ def record_job(
 ) -> Report:
     """The report of ranks that run these kernels (name, us) of each (rank, step), all-reduce
     together and run an optimizer; counts is what each (rank, step) says that it processed."""
-    group = list(range(ranks))
-    traces = [GpuTrace(rank, ranks, groups=[("0", "mesh_dp", group)]) for rank in group]
-    begin = 0.0
-    for step in range(1, steps + 1):
-        own = [kernels(rank, step) for rank in group]
-        ends = [begin + sum(took for _, took in part) for part in own]
-        end = max(ends) + 10
-        for trace, part, ready in zip(traces, own, ends, strict=True):
-            trace.step(step, begin, end + 10)
-            at = begin
-            for name, took in part:
-                trace.kernel(name, at, at + took, grid=[8, 1, 1])
-                at += took
-            trace.all_reduce(ready, end).kernel("adam", end, end + 10, grid=[8, 1, 1])
-        begin = end + 10
+    traces = data_parallel_job(kernels, steps, ranks)
     for trace in traces:
         trace.write(folder)
         of_rank = [counts(trace.rank, step) for step in range(1, steps + 1)]

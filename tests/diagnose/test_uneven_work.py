@@ -4,7 +4,7 @@ what exceeds the others alone."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,38 +12,14 @@ import pytest
 from cuda_simulator.jobs import Cause, ExtraKernels, Job, MoreWork, SlowKernel, Throttling
 from cuda_simulator.simulate import simulate
 from support.builders import CpuTrace, GpuTrace
+from support.data_parallel_job import data_parallel_job
 from support.required import shared_repro
 
 from stepsplit.analyzer import Finding, analyze
 
-GRID = {"grid": [8, 1, 1]}
-
 
 def findings(folder: Path, traces: Sequence[GpuTrace]) -> tuple[Finding, ...]:
     return analyze(*(trace.write(folder) for trace in traces)).findings
-
-
-def data_parallel_job(
-    kernels: Callable[[int, int], Sequence[tuple[str, float]]], steps: int = 4, ranks: int = 2
-) -> list[GpuTrace]:
-    """Ranks that run these kernels (name, us) of each (rank, step), and then reduce together:
-    10 us after the last one has come, and 10 of optimizer."""
-    group = list(range(ranks))
-    traces = [GpuTrace(rank, ranks, groups=[("0", "mesh_dp", group)]) for rank in group]
-    begin = 0.0
-    for step in range(1, steps + 1):
-        own = [kernels(rank, step) for rank in group]
-        ends = [begin + sum(took for _, took in part) for part in own]
-        end = max(ends) + 10
-        for trace, part, ready in zip(traces, own, ends, strict=True):
-            trace.step(step, begin, end + 10)
-            at = begin
-            for name, took in part:
-                trace.kernel(name, at, at + took, **GRID)
-                at += took
-            trace.all_reduce(ready, end).kernel("adam", end, end + 10, **GRID)
-        begin = end + 10
-    return traces
 
 
 LAYERS = [("gemm", 20.0), ("flash", 10.0), ("norm", 10.0), ("gelu", 10.0)]

@@ -76,8 +76,8 @@ class Ledger(Struct, frozen=True, kw_only=True):
         run: The name of the watch's folder.
         wall_ns: From the begin of the first command to the end of the last one, or the last word.
         goodput: The part of it in steps that count, 0..1.
-        is_goodput_bound: Whether it is the most that it can be, since it is not known which steps
-            were done again.
+        is_goodput_bound: Whether it is the most that it can be, since something of the job is not
+            known (lacks).
         hosts: The hosts with notes.
         rows: The sum of those of the starts; they add up to wall_ns.
         incarnations: The starts, in order.

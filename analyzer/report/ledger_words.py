@@ -43,6 +43,6 @@ def format_wall(ns: int) -> str:
 
 
 def format_goodput(ledger: Ledger) -> str:
-    """The goodput, with "at most" where steps done again are not known."""
+    """The goodput, with "at most" where something of the job is not known."""
     share = units.format_percent(ledger.goodput)
     return f"at most {share}" if ledger.is_goodput_bound else share

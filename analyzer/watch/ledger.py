@@ -136,7 +136,6 @@ def build_ledger(
     incarnations: list[IncarnationLedger] = []
     cursor: int | None = None
     reached: int | None = None
-    is_bound = False
     for index, number in enumerate(numbers):
         lives = by_start[number]
         following = numbers[index + 1] if index + 1 < len(numbers) else None
@@ -174,7 +173,6 @@ def build_ledger(
         is_known = all(life.started.steps_before is not None for own in lives.values()
                        for life in own)  # fmt: skip
         if (index or any(len(own) > 1 for own in lives.values())) and not is_known:
-            is_bound = True
             missing.append(
                 f"start {number + 1}: which of its steps were done before is not known (the"
                 " optimizer keeps no count), so that all count"
@@ -204,7 +202,7 @@ def build_ledger(
         run=run,
         wall_ns=wall_ns,
         goodput=train_ns / wall_ns if wall_ns else 0.0,
-        is_goodput_bound=is_bound,
+        is_goodput_bound=bool(missing),
         hosts=len({life.started.host for life in _list_lives(by_start)}),
         rows=rows,
         incarnations=tuple(incarnations),

@@ -252,6 +252,10 @@ def test_a_goodput_is_checked_without_a_baseline_and_without_statistics() -> Non
     assert answers == {
         "goodput:40%": "pass", "goodput:>=40%": "pass", "goodput:95%": "regressed"
     }  # fmt: skip
+    assert not ledger.is_goodput_bound
+    # The screen says no more than the check.
+    still = build_ledger("w", {0: notes[:2]})
+    assert still.lacks and still.is_goodput_bound
     again: list[Note] = [_start(0, 0.0, None), _window(4, 5.3, 9.3), _start(1, 9.3, None)]
     bound = build_goodput_metrics(build_ledger("w", {0: again}))
     result = check_candidate([bound], [], parse_budgets(["goodput:1%"]))

@@ -97,7 +97,8 @@ def draw_busy_grid(
             z=np.round(theme.convert_to_ms(excess), 4),
             x=[theme.escape_text(one.label) for one in columns],
             y=np.arange(shape[0]),
-            customdata=rank,
+            # Lists: the Plotly.js of plotly 6.0 finds no value of a cell in typed arrays.
+            customdata=rank.tolist(),
             colorscale=_EXCESS_SCALE,
             zmid=0,
             colorbar={"title": {"text": "ms"}, "thickness": 12},

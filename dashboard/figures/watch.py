@@ -317,7 +317,8 @@ def draw_rank_grid(
             z=np.round(rows.largest_ns / 1e6, 4).astype(np.float32),
             x=_convert_to_dates(start_unix_s + bin_s / 2),
             y=rows.labels,
-            customdata=rows.rank.astype(np.int32),
+            # Lists: the Plotly.js of plotly 6.0 finds no value of a cell in typed arrays.
+            customdata=rows.rank.tolist(),
             colorscale=_WAIT_SCALE,
             zmin=0,
             # Above, so that the times are below those of the other charts.

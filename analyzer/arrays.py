@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -218,3 +219,24 @@ def view_numbers(column: pa.Array) -> npt.NDArray[Any]:
         raise ValueError("a column with gaps")
     kind = np.dtype(str(column.type))
     return np.frombuffer(column.buffers()[1], kind, len(column), column.offset * kind.itemsize)
+
+
+def wrap_numbers(column: npt.NDArray[Any]) -> pa.Array:
+    """The numbers as a column, without a copy and without pandas; the inverse of `view_numbers`."""
+    import pyarrow as pa
+
+    column = np.ascontiguousarray(column)
+    kind = pa.from_numpy_dtype(column.dtype)
+    return pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])
+
+
+def wrap_texts(texts: Sequence[str]) -> pa.Array:
+    """The texts as a column of Arrow's; its own conversion of a list would import pandas."""
+    import pyarrow as pa
+
+    encoded = [one.encode() for one in texts]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    array = pa.LargeStringArray.from_buffers(
+        len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))
+    )
+    return array.cast(pa.string())

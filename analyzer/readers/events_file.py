@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import view_numbers
+from stepsplit.analyzer.arrays import view_numbers, wrap_numbers
 from stepsplit.analyzer.trace import Calls, CallsWithGroups, Events, EventWaits, Group, Lane, Shapes
 from stepsplit.collectors.safe_io.atomic_file import whole_file
 
@@ -102,13 +102,8 @@ def write_events(
 def _build_table(events: Events, shapes: Shapes) -> pa.Table:
     shape = np.full(len(events), -1, dtype=np.int32)
     shape[shapes.event] = shapes.text_id
-    columns = [np.ascontiguousarray(getattr(events, name)) for name in _SCHEMA.names[:-1]]
-    columns.append(shape)
-    arrays = [
-        pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])
-        for kind, column in zip(_SCHEMA.types, columns, strict=True)
-    ]
-    return pa.Table.from_arrays(arrays, schema=_SCHEMA)
+    columns = [*(getattr(events, name) for name in _SCHEMA.names[:-1]), shape]
+    return pa.Table.from_arrays([*map(wrap_numbers, columns)], schema=_SCHEMA)
 
 
 # Calls and waits as bytes per column.

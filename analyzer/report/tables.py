@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import view_numbers
+from stepsplit.analyzer.arrays import view_numbers, wrap_numbers, wrap_texts
 from stepsplit.analyzer.buckets import WAITS, Bucket
 from stepsplit.analyzer.parts.breakdown import Breakdown
 from stepsplit.analyzer.parts.kernel_table import KernelRow
@@ -397,7 +397,9 @@ def write_tables(folder: Path, tables: Tables) -> None:
     made += [tables.memory] if len(tables.memory.rank) else []
     for table in made:
         path = _find_path(folder, type(table))
-        columns = {column.name: getattr(table, column.name) for column in fields(table)}
+        columns = {
+            column.name: _wrap_column(getattr(table, column.name)) for column in fields(table)
+        }
         with whole_file(path, SHARED) as file:
             pq.write_table(pa.table(columns), file, compression="zstd")
     _write_rows(folder / KERNELS_NAME, KernelRow, tables.kernels)
@@ -434,6 +436,7 @@ _Row = TypeVar("_Row", KernelRow, AllocationRow)
 def _write_rows(path: Path, kind: type[_Row], rows: Sequence[_Row]) -> None:
     """The rows with their fields as columns."""
     import pyarrow as pa
+    import pyarrow.json as pj
     import pyarrow.parquet as pq
 
     # The types of the fields: Arrow infers none for a column without values.
@@ -445,9 +448,14 @@ def _write_rows(path: Path, kind: type[_Row], rows: Sequence[_Row]) -> None:
     schema = pa.schema(
         [(name, kinds[str(one).removesuffix(" | None")]) for name, one in annotations]
     )
+    # By way of JSON: Arrow's conversion of Python's own values would import pandas.
+    lines = msgspec.json.Encoder().encode_lines(rows)
+    table = pa.Table.from_batches([], schema)
+    if rows:
+        whole = pj.ReadOptions(use_threads=False, block_size=len(lines))
+        table = pj.read_json(pa.BufferReader(lines), whole, pj.ParseOptions(explicit_schema=schema))
     with whole_file(path, SHARED) as file:
-        values = [msgspec.structs.asdict(row) for row in rows]
-        pq.write_table(pa.Table.from_pylist(values, schema=schema), file, compression="zstd")
+        pq.write_table(table, file, compression="zstd")
 
 
 def _read_rows(path: Path, kind: type[_Row]) -> tuple[_Row, ...]:
@@ -479,6 +487,10 @@ def _read(folder: Path, kind: type[_T]) -> _T:
     with pq.ParquetFile(path, read_dictionary=texts) as file:
         table = file.read()
     return kind(**{name: _read_column(table, name) for name in names})
+
+
+def _wrap_column(column: npt.NDArray[Any]) -> pa.Array:
+    return wrap_texts(column.tolist()) if column.dtype.kind == "U" else wrap_numbers(column)
 
 
 def _read_column(table: pa.Table, name: str) -> npt.NDArray[Any]:
@@ -643,10 +655,15 @@ def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
         for rank in slices:
             own = slices[rank]
             columns = {
-                "rank": np.full(len(own.lane), rank, dtype=np.int32),
-                "lane": pa.DictionaryArray.from_arrays(own.lane, pa.array(own.lanes, pa.string())),
-                "name": pa.DictionaryArray.from_arrays(own.name, pa.array(own.names, pa.string())),
-                **{name: getattr(own, name) for name in _NUMBER_COLUMNS},
+                "rank": wrap_numbers(np.full(len(own.lane), rank, dtype=np.int32)),
+                **{
+                    name: pa.DictionaryArray.from_arrays(wrap_numbers(code), wrap_texts(texts))
+                    for name, code, texts in (
+                        ("lane", own.lane, own.lanes),
+                        ("name", own.name, own.names),
+                    )
+                },
+                **{name: wrap_numbers(getattr(own, name)) for name in _NUMBER_COLUMNS},
             }
             table = pa.table(columns, schema=_build_slice_schema())
             if len(table):

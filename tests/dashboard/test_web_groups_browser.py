@@ -80,7 +80,7 @@ def test_runs_are_selected_and_compared_with_the_keyboard(shared: Shared, browse
     a, b, c = reversed(shared.ids["gpt"][-3:])
     page.wait_for_url(f"**/compare?runs={c},{b},{a}")
     page.locator(".matrix table").first.wait_for()
-    assert page.title() == "Compare - stepsplit"
+    page.wait_for_function("document.title === 'Compare - stepsplit'")
     heads = page.locator(".matrix").first.locator("thead th").all_inner_texts()
     assert [head.split()[:2] for head in heads[1:]] == [
         ["1", "gpt-09"], ["2", "gpt-10"], ["3", "gpt-11"],

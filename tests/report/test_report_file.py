@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,24 @@ def test_a_report_is_indented_unless_it_is_very_long() -> None:
     assert to_json(report).startswith(b'{\n "schema": ')
     assert to_json(longer).startswith(b'{"schema":')
     assert [from_json(to_json(one)) for one in (report, longer)] == [report, longer]
+
+
+def test_saving_and_loading_leaves_pandas_alone(tmp_path: Path) -> None:
+    """Its import takes a quarter of a second, and a page of the dashboard that is made in another
+    thread meanwhile would fail on the half-imported module."""
+    program = """
+import sys
+from pathlib import Path
+from stepsplit import analyzer
+from stepsplit.analyzer.report.io import load_tables, save
+
+sample, out = map(Path, sys.argv[1:])
+made = analyzer.examine([sample])
+save(out, made.report, made.tables)
+load_tables(out / "tables")
+print("pandas" in sys.modules)
+"""
+    sample = Path(__file__).parents[2] / "sample_traces" / "tp2_pp2_dp2"
+    command = [sys.executable, "-c", program, str(sample), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -168,69 +168,129 @@ def _fit_law(
     numbers = np.array([step.step for rank in split.ranks for step in rank.steps])
     stages = np.array([split.layout.find_stage(rank.trace.rank) for rank in split.ranks])
     stage = stages[of_rank]
-    known = ~np.isnan(work)
-    # The ranks that could share the work of a row: those of its stage in its step.
     label = group_ids(stage, numbers)
-    count = np.maximum(np.bincount(label, known), 1)
-    mean = (np.bincount(label, np.where(known, work, 0)) / count)[label]
-    most = np.zeros(len(count))
-    np.maximum.at(most, label, np.where(known, work, 0))
-    ratio = most[label] / np.where(mean > 0, mean, 1)
-    uneven = known & (ratio > _LEAST_UNEVEN)
-    first = np.unique(label[counted], return_index=True)[1]
-    power, error = _estimate_power(of_rank, counted & known, work, compute)
+    rows = _Rows(of_rank, stage, counted, work, compute)
+    peers = _compare_peers(label, work)
+    power, error = _estimate_power(of_rank, rows.known, work, compute)
     low, high = (
         float(np.clip(power + sign * _POWER_SIGMAS * error, 0, _MAX_POWER)) for sign in (-1, 1)
     )
-    has_uneven, is_known = bool((uneven & counted).any()), error <= _KNOWN_POWER
-    fits = counted & known & (work > 0) & (compute > 0)
-    factor = np.ones(len(work))
-    for one in np.unique(stage[uneven]).tolist():
-        mine, own = uneven & (stage == one), fits & (stage == one)
-        if not own.any():
-            continue
-        if is_known:
-            law = _fit_curve(
-                of_rank[own], work[own], compute[own], float(np.clip(power, low, high))
-            )
-        else:
-            # Of ranks whose work does not vary: the law that makes them differ least.
-            law = _Curve.of_power(_compare_ranks(of_rank[own], work[own], compute[own], low, high))
-        # By ratios, which keep what else makes a row longer; a row without work gets the usual
-        # time.
-        at_own, at_mean = law.compute(work[mine]), law.compute(mean[mine])
-        usual = float(np.median(compute[own] / law.compute(work[own])))
-        spent = np.where(work[mine] > 0, at_own, compute[mine] / usual)
-        factor[mine] = np.divide(at_mean, spent, out=np.ones(len(spent)), where=spent > 0)
+    used = float(np.clip(power, low, high)) if error <= _KNOWN_POWER else None
+    has_uneven = bool((peers.uneven & counted).any())
+    # A stage counts once in each of its steps, however many ranks it has.
+    once = np.unique(label[counted], return_index=True)[1]
     summary = WorkSummary(
         unit=unit,
         origin=origin,
         mean=float(work[counted].mean()),
-        most_ratio=float(ratio[counted][first].mean()) if has_uneven else 1.0,
+        most_ratio=float(peers.most_ratio[counted][once].mean()) if has_uneven else 1.0,
         ns_per_unit=float(step_ns[counted].mean() / work[counted].mean()),
-        power=float(np.clip(power, low, high)) if has_uneven and is_known else None,
+        power=used if has_uneven else None,
         power_low=low,
         power_high=high,
     )
+    factor = _scale_to_mean_work(rows, peers, used, (low, high))
+    slow, unjudged = _judge_ranks(rows, peers, (low, high))
+    slow = {
+        index: ratio
+        for index, ratio in slow.items()
+        if not _has_other_work(split, of_rank, counted, work, stages, index)
+    }
+    return WorkLaw(summary, work, factor, peers.uneven, slow, unjudged)
+
+
+class _Rows(Struct, frozen=True):
+    """The steps of all ranks, in order: the index of the rank, its stage, whether the step enters
+    the mean, its work (nan where unknown) and its compute in ns."""
+
+    of_rank: Int64
+    stage: Int64
+    counted: Bool
+    work: Float
+    compute: Float
+
+    @property
+    def known(self) -> Bool:
+        """The rows of the mean whose work is known."""
+        return self.counted & ~np.isnan(self.work)
+
+    @property
+    def fits(self) -> Bool:
+        """The rows that a law between work and compute can be fitted to."""
+        return self.known & (self.work > 0) & (self.compute > 0)
+
+
+class _PeerWork(Struct, frozen=True):
+    """For each row the work of its peers, the ranks that could share its work: those of its stage
+    in its step. most_ratio is the most over the mean."""
+
+    mean: Float
+    most_ratio: Float
+    least: Float
+    uneven: Bool
+
+
+def _compare_peers(label: Int64, work: Float) -> _PeerWork:
+    """The work of the rows with the same label; a row whose own is unknown is not uneven."""
+    known = ~np.isnan(work)
+    count = np.maximum(np.bincount(label, known), 1)
+    mean = (np.bincount(label, np.where(known, work, 0)) / count)[label]
+    most, least = np.zeros(len(count)), np.full(len(count), np.inf)
+    np.maximum.at(most, label, np.where(known, work, 0))
+    np.minimum.at(least, label, np.where(known, work, np.inf))
+    ratio = most[label] / np.where(mean > 0, mean, 1)
+    return _PeerWork(mean, ratio, least[label], known & (ratio > _LEAST_UNEVEN))
+
+
+def _scale_to_mean_work(
+    rows: _Rows, peers: _PeerWork, power: float | None, powers: tuple[float, float]
+) -> Float:
+    """The factor that makes the compute of each row that of its peers' mean work.
+
+    By ratios of a law, which keep what else makes a row longer. power is that of the law if it is
+    known, powers are its ends.
+    """
+    factor = np.ones(len(rows.work))
+    for stage in np.unique(rows.stage[peers.uneven]).tolist():
+        mine, fits = peers.uneven & (rows.stage == stage), rows.fits & (rows.stage == stage)
+        if not fits.any():
+            continue
+        of_rank, work, compute = rows.of_rank[fits], rows.work[fits], rows.compute[fits]
+        if power is not None:
+            curve = _fit_curve(of_rank, work, compute, power)
+        else:
+            # Of ranks whose work does not vary: the law that makes them differ least.
+            curve = _Curve.of_power(_compare_ranks(of_rank, work, compute, *powers))
+        # A row without work gets the usual time.
+        usual = float(np.median(compute / curve.compute(work)))
+        spent = np.where(
+            rows.work[mine] > 0, curve.compute(rows.work[mine]), rows.compute[mine] / usual
+        )
+        at_mean = curve.compute(peers.mean[mine])
+        factor[mine] = np.divide(at_mean, spent, out=np.ones(len(spent)), where=spent > 0)
+    return factor
+
+
+def _judge_ranks(
+    rows: _Rows, peers: _PeerWork, powers: tuple[float, float]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """The ranks that are slow and those that cannot be judged, as in WorkLaw, of stages whose
+    ranks have different work."""
     slow, unjudged = dict[int, float](), dict[int, float]()
-    least_work = np.full(len(count), np.inf)
-    np.minimum.at(least_work, label, np.where(known, work, np.inf))
-    for one in np.unique(stage[uneven & counted]).tolist():
-        members = fits & (stage == one)
-        indices, steps = np.unique(of_rank[members], return_counts=True)
+    for stage in np.unique(rows.stage[peers.uneven & rows.counted]).tolist():
+        members = rows.fits & (rows.stage == stage)
+        indices, steps = np.unique(rows.of_rank[members], return_counts=True)
         if steps.min(initial=MIN_STEPS) >= MIN_STEPS:
-            slow |= _find_slow(of_rank, members, work, compute, (low, high))
+            slow |= _find_slow(rows.of_rank, members, rows.work, rows.compute, powers)
             continue
         for index in indices.tolist():
-            mine = counted & known & (of_rank == index)
-            least = least_work[label[mine]]
-            more = np.divide(work[mine], least, out=np.full(len(least), np.inf), where=least > 0)
+            mine = rows.known & (rows.of_rank == index)
+            least = peers.least[mine]
+            more = np.divide(
+                rows.work[mine], least, out=np.full(len(least), np.inf), where=least > 0
+            )
             unjudged[index] = float(more.max(initial=1.0)) ** _MAX_POWER
-    extra = {
-        index for index in slow if _has_other_work(split, of_rank, counted, work, stages, index)
-    }
-    slow = {index: ratio for index, ratio in slow.items() if index not in extra}
-    return WorkLaw(summary, work, factor, uneven, slow, unjudged)
+    return slow, unjudged
 
 
 def _estimate_power(of_rank: Int64, rows: Bool, work: Float, compute: Float) -> tuple[float, float]:

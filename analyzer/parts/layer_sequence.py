@@ -8,7 +8,7 @@ layer begins.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from statistics import mode
@@ -24,7 +24,7 @@ from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans, has_engin
 from stepsplit.analyzer.split.host_threads import STEP
 from stepsplit.analyzer.split.kernel_shapes import parse_gemm
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
-from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
 Place = tuple[int, PartKind]
 """The layer, NO_LAYER for none, and the kind of an item of a sequence."""
@@ -176,24 +176,6 @@ def label_by_sizes(letters: str, sizes: Sequence[Size | None]) -> list[Place] | 
     return usual
 
 
-_RESIDUAL, _SQUARE = re.compile(r"^aten::add_?$"), re.compile(r"^aten::(pow|square)$")
-
-_PERMUTATION = re.compile(r"^aten::(argsort|sort|one_hot|nonzero|index_select|index)$")
-"""What puts the tokens of each expert together."""
-
-
-def _find_between(
-    starts_ns: Int64, after_ns: Int64, before_ns: Int64, place: Place
-) -> list[tuple[int, Place]]:
-    """The first of these starts between two instants, as an edge; none without one."""
-    at = int(np.searchsorted(starts_ns, after_ns))
-    is_between = at < len(starts_ns) and starts_ns[at] < before_ns
-    return [(int(starts_ns[at]), place)] if is_between else []
-
-
-_MARKERS = tuple(prefix for prefixes in MARKERS for prefix in prefixes)
-
-
 class ForwardPlaces(Struct, frozen=True):
     """Where the forward of a thread is from each instant on, in order."""
 
@@ -208,83 +190,138 @@ def find_forward_places(
     regular one. messages_ns are the instants at which the host issued messages of a pipeline, in
     which the kinds alone are known if autograd has no ranges."""
     events = trace.events
-    is_op = events.is_category(Category.OP)
-    letters = [""] * len(events.names)
-    used = np.unique(events.name_id[is_op & on_thread])
-    for number in used.tolist():
-        letters[number] = find_letter(events.names[number])
-    is_softmax = [_SOFTMAX.search(name) is not None for name in events.names]
-    if any(a == CORE and not b for a, b in zip(letters, is_softmax, strict=True)):
-        letters = ["" if b else a for a, b in zip(letters, is_softmax, strict=True)]
-    rows = np.flatnonzero(
-        is_op & on_thread & np.array([bool(letter) for letter in letters])[events.name_id]
-    )
-    rows = rows[~is_inside(find_spans(events, ENGINE, "Optimizer."), events.start_ns[rows])]
-    if not len(rows):
+    on_host = on_thread & events.is_category(Category.OP)
+    rows, letters = _find_layer_ops(events, on_host)
+    if not letters:
         return None
-    # Of nested ops, the outermost.
-    rows = rows[np.lexsort((-events.dur_ns[rows], events.start_ns[rows]))]
-    reach = np.maximum.accumulate(events.ends_of(rows))
-    rows = rows[np.append(True, events.start_ns[rows[1:]] >= reach[:-1])]
     start, end = events.start_ns[rows], events.ends_of(rows)
-    sequence = [letters[number] for number in events.name_id[rows].tolist()]
     texts, shape_ids = trace.shapes.texts, trace.shapes.find_ids(rows).tolist()
     sizes = [find_size(texts[number]) if number >= 0 else None for number in shape_ids]
-    # A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next
-    # embedding; where autograd has no ranges, at messages, which may also be issued within a pass.
-    marks = [name.startswith((STEP, ENGINE)) for name in events.names]
-    forwards = [
-        name.startswith(_MARKERS) and any(m.phase == "forward" for m in parse_marks(name, 0))
-        for name in events.names
-    ]
-    is_mark = events.name_mask(tuple(a or b for a, b in zip(marks, forwards, strict=True)))
     if has_engine(events):
         messages_ns = messages_ns[:0]
-    marked_ns = np.sort(np.concatenate((events.start_ns[is_mark], messages_ns)))
-    number = np.searchsorted(marked_ns, start, side="right").tolist()
-    first = [0]
-    for i in range(1, len(sequence)):
-        letter, before = sequence[i], sequence[i - 1]
-        begins = number[i] != number[i - 1] or (before == LOSS != letter)
-        if begins or (letter == EMBEDDING and CORE in sequence[first[-1] : i]):
-            first.append(i)
-    added, squared, sorted_by_expert = (
-        np.sort(events.start_ns[is_op & on_thread & events.match_names(pattern)])
-        for pattern in (_RESIDUAL, _SQUARE, _PERMUTATION)
+    begins = _find_pass_begins(events, letters, start, messages_ns)
+    between = _OpsBetween(
+        *(
+            np.sort(events.start_ns[on_host & events.match_names(pattern)])
+            for pattern in (_RESIDUAL, _SQUARE, _PERMUTATION)
+        )
     )
-    edges: list[tuple[int, Place]] = []
-    nowhere = NO_LAYER, PartKind.OTHER
-    passes = [
-        (low, high, places)
-        for low, high in pairwise([*first, len(sequence)])
-        if (places := label_by_sizes("".join(sequence[low:high]), sizes[low:high])) is not None
+    # A norm op by op is an item by its rsqrt, after which it scales.
+    is_whole_norm = [
+        letter == NORM and "rsqrt" not in events.names[number]
+        for letter, number in zip(letters, events.name_id[rows].tolist(), strict=True)
     ]
-    if len(messages_ns) and passes:
-        # Passes that follow each other without a message look like one of more layers.
-        passes = [
-            (low, high, [(NO_LAYER, kind) for _, kind in places]) for low, high, places in passes
+    edges: list[tuple[int, Place]] = []
+    for low, high in pairwise([*begins, len(letters)]):
+        one = slice(low, high)
+        places = label_by_sizes(letters[one], sizes[one])
+        if places is None:
+            continue
+        if len(messages_ns):
+            # Passes that follow each other without a message look like one of more layers.
+            places = [(NO_LAYER, kind) for _, kind in places]
+        edges += zip(start[one].tolist(), places, strict=True)
+        edges += between.list_edges(letters[one], places, start[one], end[one])
+        # What follows a norm belongs to what comes next; what follows the pass to no layer.
+        following = [*places[1:], (NO_LAYER, PartKind.OTHER)]
+        edges += [
+            (int(end[i]), following[i - low])
+            for i in range(low, high)
+            if is_whole_norm[i] or i == high - 1
         ]
-    for low, high, places in passes:
-        edges += zip(start[low:high].tolist(), places, strict=True)
-        for i in range(low + 1, high):
-            layer, kind = places[i - 1 - low]
-            if kind == PartKind.ROUTER:
-                edges += _find_between(sorted_by_expert, end[i - 1], start[i], places[i - low])
-            if sequence[i] != NORM:
-                continue
-            # Between two parts the residual is added; a norm op by op begins with squares.
-            if kind in (PartKind.ATTENTION, PartKind.MLP, PartKind.EXPERTS):
-                edges += _find_between(added, end[i - 1], start[i], (layer, PartKind.OTHER))
-            edges += _find_between(squared, end[i - 1], start[i], places[i - low])
-        for i in range(low, high):
-            # What follows a norm belongs to what comes next.
-            is_norm = sequence[i] == NORM and "rsqrt" not in events.names[events.name_id[rows[i]]]
-            if i == high - 1 or is_norm:
-                following = nowhere if i == high - 1 else places[i + 1 - low]
-                edges.append((int(end[i]), following))
     if not edges:
         return None
     edges.sort(key=lambda edge: edge[0])
     return ForwardPlaces(
         np.array([at for at, _ in edges], dtype=np.int64), tuple(place for _, place in edges)
     )
+
+
+def _find_layer_ops(events: Events, on_host: Bool) -> tuple[Int64, str]:
+    """The outermost ops of these that say something of the layers, and their letters; those of the
+    optimizer and of autograd's engine are not of a forward."""
+    letter_of = [""] * len(events.names)
+    for number in np.unique(events.name_id[on_host]).tolist():
+        letter_of[number] = find_letter(events.names[number])
+    is_softmax = [_SOFTMAX.search(name) is not None for name in events.names]
+    if any(a == CORE and not b for a, b in zip(letter_of, is_softmax, strict=True)):
+        letter_of = ["" if b else a for a, b in zip(letter_of, is_softmax, strict=True)]
+    has_letter = np.array([bool(letter) for letter in letter_of], dtype=bool)
+    rows = np.flatnonzero(on_host & has_letter[events.name_id])
+    rows = rows[~is_inside(find_spans(events, ENGINE, "Optimizer."), events.start_ns[rows])]
+    if not len(rows):
+        return rows, ""
+    rows = rows[np.lexsort((-events.dur_ns[rows], events.start_ns[rows]))]
+    reach = np.maximum.accumulate(events.ends_of(rows))
+    rows = rows[np.append(True, events.start_ns[rows[1:]] >= reach[:-1])]
+    return rows, "".join(letter_of[number] for number in events.name_id[rows].tolist())
+
+
+_MARKERS = tuple(prefix for prefixes in MARKERS for prefix in prefixes)
+
+
+def _find_pass_begins(
+    events: Events, letters: str, start_ns: Int64, messages_ns: Int64
+) -> list[int]:
+    """The first item of each forward pass.
+
+    A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next
+    embedding; where autograd has no ranges, at messages, which may also be issued within a pass.
+    """
+    is_mark = events.name_mask(
+        tuple(
+            name.startswith((STEP, ENGINE))
+            or (
+                name.startswith(_MARKERS)
+                and any(mark.phase == "forward" for mark in parse_marks(name, 0))
+            )
+            for name in events.names
+        )
+    )
+    marked_ns = np.sort(np.concatenate((events.start_ns[is_mark], messages_ns)))
+    number = np.searchsorted(marked_ns, start_ns, side="right").tolist()
+    begins = [0]
+    for i, (before, letter) in enumerate(pairwise(letters), 1):
+        is_apart = number[i] != number[i - 1] or (before == LOSS != letter)
+        if is_apart or (letter == EMBEDDING and CORE in letters[begins[-1] : i]):
+            begins.append(i)
+    return begins
+
+
+_RESIDUAL, _SQUARE = re.compile(r"^aten::add_?$"), re.compile(r"^aten::(pow|square)$")
+
+_PERMUTATION = re.compile(r"^aten::(argsort|sort|one_hot|nonzero|index_select|index)$")
+"""What puts the tokens of each expert together."""
+
+
+class _OpsBetween(Struct, frozen=True):
+    """The starts of ops that are no items, but begin or end a part between two items."""
+
+    residual_ns: Int64
+    square_ns: Int64
+    permutation_ns: Int64
+
+    def list_edges(
+        self, letters: str, places: Sequence[Place], start_ns: Int64, end_ns: Int64
+    ) -> Iterator[tuple[int, Place]]:
+        """Where a pass of these items changes its place between two of them."""
+        for i in range(1, len(letters)):
+            layer, kind = places[i - 1]
+            gap = int(end_ns[i - 1]), int(start_ns[i])
+            if kind == PartKind.ROUTER:
+                yield from _find_first(self.permutation_ns, gap, places[i])
+            if letters[i] != NORM:
+                continue
+            # Between two parts the residual is added; a norm op by op begins with squares.
+            if kind in (PartKind.ATTENTION, PartKind.MLP, PartKind.EXPERTS):
+                yield from _find_first(self.residual_ns, gap, (layer, PartKind.OTHER))
+            yield from _find_first(self.square_ns, gap, places[i])
+
+
+def _find_first(
+    starts_ns: Int64, gap: tuple[int, int], place: Place
+) -> Iterator[tuple[int, Place]]:
+    """The first of these starts in a gap, as an edge to the place; none without one."""
+    at = int(np.searchsorted(starts_ns, gap[0]))
+    if at < len(starts_ns) and starts_ns[at] < gap[1]:
+        yield int(starts_ns[at]), place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -235,8 +236,7 @@ def wrap_texts(texts: Sequence[str]) -> pa.Array:
     import pyarrow as pa
 
     encoded = [one.encode() for one in texts]
-    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    array = pa.LargeStringArray.from_buffers(
+    ends = np.array([0, *accumulate(map(len, encoded))], dtype=np.int32)
+    return pa.StringArray.from_buffers(
         len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))
     )
-    return array.cast(pa.string())

@@ -188,6 +188,12 @@ def _find_backwards(
     found = [unit for unit in units if unit.backward]
     if place.is_first:
         template = _find_template(found, work)
+        if len(found) > 1 and not work.has_backwards:
+            # Kernels at the end of a step that no other backward has are the optimizer's.
+            known = {name for unit in found[:-1] for name in _list_names(unit, work)}
+            last = found[-1]
+            while last.after > last.first + 1 and int(work.name[last.after - 1]) not in known:
+                last.after -= 1
         return [one for unit in found for one in _split_repeats(unit, template, work)], []
     template = _find_template([unit for unit in found if unit.sent], work)
     backwards: list[_Unit] = []

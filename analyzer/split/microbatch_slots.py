@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import is_inside, list_distinct, union
+from stepsplit.analyzer.arrays import group_max, is_inside, list_distinct, union
 from stepsplit.analyzer.split.call_purposes import find_backward_spans, find_issue_ns
 from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.message_patterns import runs_both_ways
@@ -26,6 +26,7 @@ from stepsplit.analyzer.split.message_slots import (
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
 from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, mask_families
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Int64, RankTrace
+from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +285,16 @@ def _collect_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
     launched = events.find_launch_ns(rows) if trace.on_device else events.start_ns[rows]
     step = _find_host_step(launched, steps)
     counts = (launched >= 0) & (step >= 0) & ~_is_launched_in(events, "Optimizer.", launched)
+    backwards = find_backward_spans(trace)
+    if not len(backwards):
+        # No range of autograd ends the last backward. Kernels of optimizers are not part of it, and
+        # the last reduction of gradients over replicas comes after it.
+        counts &= ~mask_families(trace, {"optimizer"})[rows]
+        end_ns = _find_reduction_ns(trace, layout, steps, int(step.max(initial=-1)) + 1)
+        counts[counts] = launched[counts] < end_ns[step[counts]]
     order = np.argsort(launched, kind="stable")
     order = order[counts[order]]
     rows, launched = rows[order], launched[order]
-    backwards = find_backward_spans(trace)
     return _Work(
         row=rows,
         launch_ns=launched,
@@ -297,6 +304,21 @@ def _collect_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
         autograd=is_inside(backwards, launched),
         has_backwards=len(backwards) > 0,
     )
+
+
+def _find_reduction_ns(trace: RankTrace, layout: RankLayout, steps: Int64, count: int) -> Int64:
+    """When each of so many steps issued its last reduction over replicas, if after all of its
+    messages; else the largest int64."""
+    calls, issued, never = trace.calls, find_issue_ns(trace), np.iinfo(np.int64).max
+    axes = [layout.find_axes(group) for group in trace.groups]
+    replicas = np.array([*(bool(a) and a <= set(DATA_PARALLEL) for a in axes), False])
+    reduces = np.isin(calls.op, [OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]])
+    step = _find_host_step(issued, steps)
+    last = {}
+    for name, mask in (("message", calls.is_message), ("sum", reduces & replicas[calls.group_id])):
+        rows = np.flatnonzero(mask & (step >= 0) & (step < count))
+        last[name] = group_max(step[rows], issued[rows], count)
+    return np.where(last["sum"] > last["message"], last["sum"], never)
 
 
 def _find_slot_kernels(trace: RankTrace, layout: RankLayout) -> Bool:

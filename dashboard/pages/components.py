@@ -63,6 +63,12 @@ COMPUTE, COLLECTIVE = ("compute",), ("collective", "p2p", "skew")
 BUBBLE, OTHER = ("bubble",), ("copy", "idle")
 
 
+def format_mean_step(step_ns: int) -> str:
+    """A mean step as its card has it."""
+    unit_ns = choose_part_unit_ns(step_ns)
+    return format_parts(round_parts([step_ns], unit_ns)[0], unit_ns)
+
+
 def build_cards(report: Report) -> html.Div:
     """Cards with the mean step, its four shares, and the bubble fraction of a pipeline."""
     summary = summarize(report.steps, report.exposed)
@@ -72,7 +78,6 @@ def build_cards(report: Report) -> html.Div:
     note = f"over {_format_count(summary.steps, 'step')}" + ("" if full else ", none full")
     note += f"; median {format_milliseconds(summary.median_ns)}"
     unit_ns = choose_part_unit_ns(summary.step_ns)
-    (step,) = round_parts([summary.step_ns], unit_ns)
     # Rounded together, so that the four shares add up to the step.
     means_ns = [row.mean_ns for row in summary.buckets]
     shares = dict(zip(BUCKETS, round_shares(means_ns), strict=True))
@@ -85,7 +90,7 @@ def build_cards(report: Report) -> html.Div:
     if shares["p2p"] > shares["collective"]:
         waits = f"of which p2p {format_share('p2p')}, skew {format_share('skew')}"
     shown = [
-        build_card("mean step", format_parts(step, unit_ns), note),
+        build_card("mean step", format_mean_step(summary.step_ns), note),
         build_card("compute", format_share(*COMPUTE), compute_ns, COLOR["compute"]),
         build_card("collective", format_share(*COLLECTIVE), waits, COLOR["collective"]),
         build_card(

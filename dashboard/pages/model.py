@@ -18,6 +18,7 @@ from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.prediction_process import predict_in_process
 from stepsplit.analyzer.model.preset_names import list_hardware_names
 from stepsplit.analyzer.model.unstated import SHOWN, describe_unstated
+from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import ComparedStage, Gap, JobTables
 from stepsplit.analyzer.units import (
@@ -39,6 +40,7 @@ from stepsplit.dashboard.pages.components import (
     build_link,
     build_menu,
     build_section,
+    format_mean_step,
 )
 from stepsplit.dashboard.pages.overview import build_caveats, build_mismatch, build_model_comparison
 from stepsplit.dashboard.pages.page import RunPage
@@ -76,7 +78,7 @@ def build_model_page(view: View, chosen: AddressQuery) -> list[Component]:
     bars = [NamedSplit("measured", gap.measured), NamedSplit("predicted", gap.predicted)]
     return [
         _build_controls(view, job, report.gap, chosen, changed),
-        *_build_outcome(changed, bars, gap),
+        *_build_outcome(changed, bars, gap, compute_mean_step_ns(report.steps)),
         *build_plan(view, changed, chosen),
     ]
 
@@ -145,18 +147,18 @@ def _build_open_menus(changed: ChangedJob, chosen: AddressQuery) -> list[Compone
 
 
 def _build_outcome(
-    changed: ChangedJob, bars: list[NamedSplit], gap: ComparedStage
+    changed: ChangedJob, bars: list[NamedSplit], gap: ComparedStage, mean_step_ns: int
 ) -> list[Component]:
     if changed.prediction is None or changed.job is None:
         return [build_empty_card("Invalid job", changed.error)]
     prediction, job = changed.prediction, changed.job
     return [
-        _build_cards(prediction, job, gap),
+        _build_cards(prediction, job, gap, mean_step_ns),
         html.Div(
             [
                 build_section(
                     "Step",
-                    "slowest stage",
+                    f"slowest stage; measured: its median step, step {gap.step} of rank {gap.rank}",
                     build_graph(
                         "splits", draw_splits([*bars, NamedSplit("changed", prediction.split)])
                     ),
@@ -203,12 +205,14 @@ def _build_bound_card(prediction: Prediction) -> list[html.Div]:
     return [build_card("bound", format_milliseconds(bound.ns), words)]
 
 
-def _build_cards(prediction: Prediction, job: JobConfig, gap: ComparedStage) -> html.Div:
+def _build_cards(
+    prediction: Prediction, job: JobConfig, gap: ComparedStage, mean_step_ns: int
+) -> html.Div:
     step, peak = prediction.split.step_ns, max(one.total_bytes for one in prediction.memory)
     # How far the model is off is taken to be the same with the changes.
     ratio = step / gap.predicted.step_ns if gap.predicted.step_ns else 1.0
-    measured_ns = gap.measured.step_ns
-    note = f"of your {format_milliseconds(measured_ns)}: {format_milliseconds(measured_ns * ratio)}"
+    note = f"of the mean step of {format_mean_step(mean_step_ns)}"
+    note += f": {format_mean_step(round(mean_step_ns * ratio))}"
     plural = "" if job.microbatches == 1 else "es"
     shown = [
         build_card("step", format_signed_percent(ratio - 1), f"{note}, by the model's ratio"),

@@ -16,20 +16,24 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule_graph import Costs
 from stepsplit.analyzer.model.schedule_time import PipelineTime, compute_pipeline_time
-from stepsplit.analyzer.report.headline import compute_mean_step_ns, round_parts
+from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.units import (
-    choose_part_unit_ns,
     format_milliseconds,
-    format_parts,
     format_percent,
     format_signed_milliseconds,
     format_signed_percent,
 )
 from stepsplit.dashboard.pages.address import AddressQuery
-from stepsplit.dashboard.pages.components import View, build_card, build_menu, build_section
+from stepsplit.dashboard.pages.components import (
+    View,
+    build_card,
+    build_menu,
+    build_section,
+    format_mean_step,
+)
 
 # The measured pipeline as a schedule with a cost for each stage.
 
@@ -277,10 +281,7 @@ _MOST_STRAGGLERS = 4
 
 def _build_change_cards(report: Report, now: PipelineTime, new: PipelineTime) -> list[html.Div]:
     step_ns, gain_ns = compute_mean_step_ns(report.steps), new.makespan_ns - now.makespan_ns
-    unit_ns = choose_part_unit_ns(step_ns)
-    # As the card of the overview shows it.
-    whole = format_parts(round_parts([step_ns], unit_ns)[0], unit_ns)
-    change, value = f"of the mean step of {whole}", "none"
+    change, value = f"of the mean step of {format_mean_step(step_ns)}", "none"
     if gain_ns:
         change = f"{format_signed_percent(gain_ns / step_ns)} {change}"
         value = format_signed_milliseconds(gain_ns)

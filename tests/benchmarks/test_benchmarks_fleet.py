@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.fleet import Fleet, FleetRun, run_fleet, write_fleet
-from stepsplit.analyzer import BUCKETS, analyze
+from benchmarks.fleet import TP, Fleet, FleetRun, run_fleet, write_fleet
+from stepsplit.analyzer import BUCKETS, analyze, examine
 
 OF_THE_FLEET = {"few_microbatches", "no_overlap"}
 
@@ -84,3 +84,40 @@ def test_a_microbatch_is_passed_on_when_both_stages_are_ready() -> None:
     chunk = 40_000 + forward + backward
     expected = 50_000 + forward + 2 * chunk + 5_000_000 + 1_000_000
     assert run.begins_ns[1][1].tolist() == [[expected] * 8]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_without_autograds_ranges_the_last_backward_ends_before_the_gradients_are_reduced(
+    tmp_path: Path, microbatches: int
+) -> None:
+    """Nothing of the host marks the optimizer either: only its kernels are named."""
+    run = run_fleet(replace(SMALL, microbatches=microbatches))
+    write_fleet(run, tmp_path / "fleet")
+    step = 1  # of the steps 0 to 2; the profiler counts from 5
+    stages = [[piece for piece in pieces if piece.step == step] for pieces in run.stages]
+    passes = [
+        [p for p in pieces if p.call == "tp" or (not p.call and "adam" not in p.op)]
+        for pieces in stages
+    ]
+
+    examined = examine([tmp_path / "fleet"])
+
+    boxes, pipeline = examined.tables.boxes, examined.report.pipeline
+    assert pipeline is not None
+    for stage, pieces in enumerate(passes):
+        for place in np.ndindex(SMALL.dp, TP):
+            rank = int(SMALL.ranks[stage, *place])
+            own = (boxes.rank == rank) & (boxes.step == 5 + step)
+            ends, starts = boxes.start_ns[own] + boxes.dur_ns[own], boxes.start_ns[own]
+            length_ns = int(max(p.end_ns[place] for p in pieces) - pieces[0].start_ns[place])
+            assert int(ends.max() - starts.min()) == length_ns, rank
+            assert sorted(boxes.phase[own].tolist()) == [0] * microbatches + [1] * microbatches
+    # The bubble is the rest of the window of a pipeline: the ranks of one place of all stages.
+    bubbles = []
+    for place in np.ndindex(SMALL.dp, TP):
+        begin = min(int(p.start_ns[place]) for pieces in passes for p in pieces)
+        window_ns = max(int(p.end_ns[place]) for pieces in passes for p in pieces) - begin
+        for pieces in passes:
+            busy_ns = sum(int((p.end_ns - p.start_ns)[place]) for p in pieces)
+            bubbles.append(1 - busy_ns / window_ns)
+    assert pipeline.bubble_fraction == pytest.approx(np.mean(bubbles), abs=0.005)

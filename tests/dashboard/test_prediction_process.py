@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from support.page_text import read_cards
 from support.report_builders import analysis
 
 from stepsplit.analyzer.analysis import analyze
@@ -23,9 +24,10 @@ from stepsplit.analyzer.model.prediction_process import (
     NoPrediction,
     predict_in_process,
 )
+from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.report import JobTables, Report
-from stepsplit.analyzer.units import format_milliseconds
 from stepsplit.dashboard.pages.address import AddressQuery
+from stepsplit.dashboard.pages.components import build_cards, format_mean_step
 from stepsplit.dashboard.pages.model import apply_changes
 from stepsplit.dashboard.pages.page import PageContent
 from stepsplit.dashboard.pages.store_pages import parse_address
@@ -93,12 +95,13 @@ def test_a_schedule_gets_the_chunks_that_it_needs() -> None:
 
 
 def test_a_change_is_relative_to_the_measured_step(store: Store, pages: PageBuilder) -> None:
-    gap = report().gap
-    assert gap is not None
+    measured = format_mean_step(compute_mean_step_ns(report().steps))
     same, other = (str(show(store, pages, search).children) for search in ("", "?global_batch=48"))
-    measured = format_milliseconds(gap.shown.measured.step_ns)
-    assert "+0.0 %" in same and f"of your {measured}: {measured}, by the model's ratio" in same
-    assert f"of your {measured}: " in other and f"{measured}: {measured}" not in other
+    whole = f"of the mean step of {measured}: "
+    assert "+0.0 %" in same and f"{whole}{measured}, by the model's ratio" in same
+    assert whole in other and f"{measured}: {measured}" not in other
+    # The overview says the same, though the model is compared with the median step of a stage.
+    assert read_cards(build_cards(report()))["mean step"][0] == measured
 
 
 @pytest.mark.parametrize(

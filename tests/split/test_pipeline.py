@@ -390,6 +390,27 @@ def test_the_optimizer_between_two_steps_that_nothing_marks_is_in_no_box(tmp_pat
     ]
 
 
+@pytest.mark.parametrize("update", ["clip", "multi_tensor_adam"])
+def test_without_autograds_ranges_the_update_of_the_weights_is_in_no_box(
+    tmp_path: Path, update: str
+) -> None:
+    """Only the kernels tell: no other backward has them."""
+    groups = [("0", "mesh_pp", [0, 2]), ("1", "mesh_dp", [0, 1])]
+    trace = GpuTrace(0, 4, groups=groups).step(1, 0, 200)
+    for t in (0, 20):
+        trace.kernel("gemm", t, t + 10).message("send", 2, t + 10, t + 15)
+    for t in (40, 60):
+        trace.message("recv", 2, t, t + 5).kernel("dgrad", t + 5, t + 15)
+        trace.kernel("wgrad", t + 15, t + 20)
+    trace.kernel(update, 80, 90).all_reduce(90, 100, group="1").kernel(update, 100, 120)
+    assert boxes(tmp_path, trace) == [
+        (0, "forward", 0, 0, 10),
+        (0, "forward", 1, 20, 30),
+        (0, "backward", 0, 45, 60),
+        (0, "backward", 1, 65, 80),
+    ]
+
+
 def test_the_end_of_a_backward_that_began_before_the_trace_is_no_box(tmp_path: Path) -> None:
     trace = autograd(GpuTrace(0, 2, groups=STAGES), 0, 2, (2, 9)).kernel("gemm", 10, 20)
     trace.message("send", 1, 20, 25).message("recv", 1, 25, 40)

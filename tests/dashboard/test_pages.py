@@ -414,7 +414,7 @@ def test_of_many_ranks_the_overview_shows_stages_and_the_ranks_that_are_busy_lon
     expected = np.zeros((8, 16))
     expected[:, 9], expected[5, 4] = 5, 10
     np.testing.assert_array_equal(grid.z, expected)
-    assert grid.customdata[5, 4] == 37
+    assert grid.customdata[5][4] == 37
     (section,) = [one for one in find(page, html.Section) if "longer than the median" in text(one)]
     (table,) = find(section, DataTable)
     assert [text(cell.content) for cell in table.cells[0][:3]] == ["rank 37", "n4", "10.0 ms"]

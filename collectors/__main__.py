@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import time
@@ -26,10 +27,12 @@ from stepsplit.collectors.record.command import (
     describe_recorded,
     record,
     remove_if_empty,
+    run_finish_hook,
 )
 from stepsplit.collectors.record.environment import NcclLogs
 from stepsplit.collectors.record.gather import gather
 from stepsplit.collectors.record.plan import RecordPlan
+from stepsplit.collectors.record.remote_folder import RemoteFolder, is_url, open_remote_folder
 from stepsplit.collectors.safe_io.regular_file import read_regular
 from stepsplit.collectors.safe_io.safe_text import escape_controls, guard_output
 
@@ -87,7 +90,11 @@ def _add_record(verbs: _Verbs) -> None:
         usage="stepsplit record [options] -- COMMAND [ARGUMENT ...]",
         description="Run an unmodified training command and record some steps of each rank.",
     )
-    _add_recording_options(verb, "folder of the recording (default: the next free runs/record)")
+    _add_recording_options(
+        verb,
+        "folder of the recording (default: the next free runs/record), or a URL for fsspec, such as"
+        " s3://bucket/runs/1, to which it is copied",
+    )
     verb.add_argument(
         "--first",
         type=int,
@@ -115,6 +122,13 @@ def _add_record(verbs: _Verbs) -> None:
         metavar="COMMAND",
         help="training command, such as torchrun ... train.py",
     )
+    verb.add_argument(
+        "--finish-hook",
+        type=_split_words,
+        metavar="CMD",
+        help="command to run once the recording is written, such as 'stepsplit upload --to URL';"
+        " its last argument is the recording's folder",
+    )
     _add_overwrite(verb)
     verb.set_defaults(run=_record)
 
@@ -123,43 +137,75 @@ def _record(options: argparse.Namespace) -> int:
     command = options.command[options.command[:1] == ["--"] :]
     if not command:
         raise CollectError("no command given; use: stepsplit record -- torchrun ... train.py")
-    out = Path(options.out).absolute() if options.out else choose_out(os.environ)
-    plan = _build_plan(options, out, None if options.standby else options.first)
-    if not is_rank(os.environ):
+    remote = _open_remote(options)
+    here = options.out and remote is None
+    out = Path(options.out).absolute() if here else choose_out(os.environ)
+    name = options.name or (remote.name if remote else "")
+    plan = _build_plan(options, name, out, None if options.standby else options.first)
+    each_rank = is_rank(os.environ)
+    if not each_rank:
         # A rank started by srun must not stop: it may be a restart of the job.
         check_out(out, options.overwrite)
+        if remote:
+            remote.check(options.overwrite)
     start_s = time.time()
     status = record(command, plan, NcclLogs(options.nccl_calls, options.nccl_inspector))
     exit_status = 128 - status if status < 0 else status
     # The ranks that srun starts next to this one have the same plan.
     remaining: dict[int, int] = {}
-    if not is_rank(os.environ) and find_ranks_of_plan(plan):
+    if not each_rank and find_ranks_of_plan(plan):
         # The last ranks may be just about to end.
         time.sleep(1.0)
         remaining = find_ranks_of_plan(plan)
-    if not remaining:
-        # NCCL's logs are still written by ranks that go on.
-        remove_if_empty(out)
-    if is_rank(os.environ) and read_identity().rank != 0:
-        return exit_status
     if remaining:
         ended = f"was killed ({signal.Signals(-status).name})" if status < 0 else "has ended"
         ranks = ", ".join(f"{rank} (process {pid})" for rank, pid in sorted(remaining.items()))
-        warn(f"the command {ended}, but ranks {ranks} go on; what they record is in {out}")
-    else:
-        _report_recording(plan, start_s)
+        copied = "; it is not copied" if remote else ""
+        warn(f"the command {ended}, but ranks {ranks} go on; what they record is in {out}{copied}")
+        return exit_status
+    # NCCL's logs are still written by ranks that go on.
+    remove_if_empty(out)
+    identity = read_identity() if each_rank else None
+    speaks = identity is None or identity.rank == 0
+    recorded = speaks and _report_recording(plan, start_s)
+    if remote and remote.copy(out, identity) and recorded:
+        sys.stderr.write(f"copied to {escape_controls(remote.shown)}\n")
+    if recorded and options.finish_hook:
+        run_finish_hook(options.finish_hook, out)
     return exit_status
 
 
-def _report_recording(plan: RecordPlan, start_s: float) -> None:
-    """Says what was recorded, or why nothing was; without a trace, no folder remains."""
+def _split_words(text: str) -> list[str]:
+    """The words of a command, as a shell splits it; nothing in it is expanded."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} in {text!r}") from None
+    if not words:
+        raise argparse.ArgumentTypeError("the command is empty")
+    return words
+
+
+def _open_remote(options: argparse.Namespace) -> RemoteFolder | None:
+    """The folder at the URL of --out, if it is one."""
+    remote = open_remote_folder(options.out) if options.out and is_url(options.out) else None
+    if options.standby and (remote or options.finish_hook):
+        raise CollectError("--standby leaves the recording to stepsplit attach: copy that one")
+    return remote
+
+
+def _report_recording(plan: RecordPlan, start_s: float) -> bool:
+    """Says what was recorded, or why nothing was; without a trace, no folder remains.
+
+    Returns whether there is a trace.
+    """
     out = Path(plan.out)
     traces = [path for path in out.glob("rank*_trace.json*") if path.stat().st_mtime >= start_s]
     if traces:
         n_ranks = len({path.name.removesuffix(".gz") for path in traces})
         steps = _explain_early_steps(plan, out)
         sys.stderr.write(f"{escape_controls(describe_recorded(n_ranks, out, steps))}\n")
-        return
+        return True
     if plan.first is not None:
         warn(
             "no trace was recorded: unless a rank gives the reason above, no process of the command"
@@ -171,6 +217,7 @@ def _report_recording(plan: RecordPlan, start_s: float) -> None:
         for path in (*records, out / RUN_FILE):
             path.unlink(missing_ok=True)
     remove_if_empty(out)
+    return False
 
 
 def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
@@ -227,13 +274,15 @@ def _add_attach(verbs: _Verbs, explain_stop: ExplainStop | None) -> None:
 
 
 def _attach(options: argparse.Namespace, explain_stop: ExplainStop | None) -> int:
+    if options.out and is_url(options.out):
+        raise CollectError(f"{options.out} is a URL: attach to a folder, and copy that")
     out = Path(options.out).absolute() if options.out else None
     if out is not None:
         check_out(out, options.overwrite)
     message = attach_and_wait(
         options.pid,
         out,
-        lambda out: _build_plan(options, out, None),
+        lambda out: _build_plan(options, options.name, out, None),
         options.timeout,
         explain_stop,
     )
@@ -289,10 +338,12 @@ def _add_overwrite(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _build_plan(options: argparse.Namespace, out: Path, first_step: int | None) -> RecordPlan:
+def _build_plan(
+    options: argparse.Namespace, name: str, out: Path, first_step: int | None
+) -> RecordPlan:
     return RecordPlan(
         out=str(out),
-        name=options.name or out.name,
+        name=name or out.name,
         first=first_step,
         steps=options.steps,
         ranks=options.ranks,

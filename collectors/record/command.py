@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from stepsplit.collectors.formats.file_names import find_free_folder, list_recorded
-from stepsplit.collectors.guard import CollectError
+from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.job.launcher import is_rank
 from stepsplit.collectors.record.environment import NcclLogs, build_environment
 from stepsplit.collectors.record.plan import RecordPlan
@@ -69,10 +69,27 @@ def check_out(folder: Path, overwrite: bool) -> None:
         raise CollectError(
             f"{folder} has a recording: choose another --out, or replace it with --overwrite"
         )
-    for path in (*recorded, folder / "report.json"):
+    for path in (*recorded, folder / REPORT_FILE):
         path.unlink(missing_ok=True)
-    for logs in ("nccl", "memory", "tables"):
-        shutil.rmtree(folder / logs, ignore_errors=True)
+    for name in OVERWRITTEN_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+REPORT_FILE, OVERWRITTEN_FOLDERS = "report.json", ("nccl", "memory", "tables")
+"""What --overwrite replaces besides the files of the ranks."""
+
+
+def run_finish_hook(words: Sequence[str], folder: Path) -> None:
+    """Runs a command of the user's with the recording's folder as its last argument, by no shell.
+    Whatever becomes of it is a warning at most."""
+    try:
+        status = run_command([*words, str(folder)], folder, {})
+    except CollectError as error:
+        warn(f"--finish-hook: {error}; the recording is in {folder}")
+        return
+    if status:
+        ended = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        warn(f"--finish-hook {words[0]}: {ended}; the recording is in {folder}")
 
 
 def describe_recorded(ranks: int, folder: Path, which: str = "") -> str:

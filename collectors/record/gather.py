@@ -56,6 +56,16 @@ def gather(folders: Sequence[Path], out: Path) -> GatherResult:
     return GatherResult(out, ranks, tuple(sorted(set(range(records[0].world_size)) - set(ranks))))
 
 
+def list_files(folder: Path) -> Iterable[Path]:
+    """The files of a recording that are copied with it: no hidden drafts, no links that lead out of
+    the folder, which are named in a warning."""
+    for path in sorted(folder.rglob("*")):
+        if leads_outside(path, folder):
+            warn(f"{path} is not copied: it is a link out of the folder")
+        elif path.is_file() and not path.name.startswith("."):
+            yield path
+
+
 def _remove_copies(targets: Iterable[Path], out: Path) -> None:
     """Removes these files, and the folders that are empty without them."""
     folders = {out}
@@ -86,7 +96,7 @@ def _plan_copies(folders: Iterable[Path], out: Path) -> dict[Path, Path]:
     of the same name differ."""
     copies: dict[Path, Path] = {}
     for folder in folders:
-        for path in _list_files(folder):
+        for path in list_files(folder):
             target = out / path.relative_to(folder)
             known = copies.get(target, target)
             if not known.exists():
@@ -97,14 +107,6 @@ def _plan_copies(folders: Iterable[Path], out: Path) -> dict[Path, Path]:
                     f"{known} exists and {path} differs from it; are they from the same run?"
                 )
     return copies
-
-
-def _list_files(folder: Path) -> Iterable[Path]:
-    for path in sorted(folder.rglob("*")):
-        if leads_outside(path, folder):
-            warn(f"{path} is not copied: it is a link out of the folder")
-        elif path.is_file() and not path.name.startswith("."):
-            yield path
 
 
 def _read_spec(folder: Path) -> RunSpec | None:

@@ -1,0 +1,215 @@
+"""`record --out URL` copies the recording; `--finish-hook` runs a command on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from stepsplit.collectors import __main__ as collectors
+from stepsplit.collectors.__main__ import main
+from stepsplit.collectors.record.plan import RecordPlan
+
+URL = "memory://bucket/runs/exp1"
+
+WRITTEN = {
+    "run.json": b"{}", "rank0_trace.json.gz": b"t0", "rank1_trace.json.gz": b"t1",
+    "rank0_record.json": b"r0", "rank1_record.json": b"r1", "nccl/host.log": b"log",
+    ".rank1_flight.json.7.raw": b"a draft",
+}  # fmt: skip
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """fsspec's memory, empty, and a training of two ranks that has just ended."""
+
+    def train(command: Sequence[str], plan: RecordPlan, nccl: object) -> int:
+        for name, content in WRITTEN.items():
+            path = Path(plan.out, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        Path(plan.out, "run.json").write_text(json.dumps({"name": plan.name}))
+        return int(command[-1])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(collectors, "record", train)
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    yield memory
+    memory.store.clear()
+
+
+def run_record(*options: str, status: int = 0) -> int:
+    return main(["record", *options, "--", "train", str(status)])
+
+
+def test_the_recording_is_copied_and_stays_on_the_disk(
+    files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_record("--out", URL, status=3) == 3
+
+    copied = {path.removeprefix("/bucket/runs/exp1/") for path in files.find("/bucket")}
+    assert copied == {name for name in WRITTEN if not name.startswith(".")}
+    # The run is named by the place that people know.
+    assert json.loads(files.cat("/bucket/runs/exp1/run.json")) == {"name": "exp1"}
+    assert (tmp_path / "runs/record/rank1_trace.json.gz").read_bytes() == b"t1"
+    assert f"copied to {URL}" in capsys.readouterr().err
+
+
+def test_a_file_url_is_a_folder(files: Any, tmp_path: Path) -> None:
+    assert run_record("--out", f"file://{tmp_path}/else where/exp1") == 0
+    assert (tmp_path / "else where/exp1/nccl/host.log").read_bytes() == b"log"
+
+
+def test_an_earlier_recording_is_refused_or_replaced(
+    files: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rank7_trace.json.gz", "nccl/old.log", "tables/a", "report.json", "notes.md"):
+        files.pipe(f"/bucket/runs/exp1/{name}", b"old")
+
+    assert run_record("--out", URL) == 2
+    assert f"{URL} has a recording: choose another --out" in capsys.readouterr().err
+    assert len(files.find("/bucket")) == 5
+
+    assert run_record("--out", URL, "--overwrite") == 0
+    left = {path.removeprefix("/bucket/runs/exp1/") for path in files.find("/bucket")}
+    assert left == {name for name in WRITTEN if not name.startswith(".")} | {"notes.md"}
+
+
+@pytest.mark.parametrize("failing", ["put_file", "makedirs"])
+def test_a_failed_copy_leaves_the_recording_on_the_disk(
+    failing: str, files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("The bucket\n\x1b[2Jis gone")
+
+    monkeypatch.setattr(type(files), failing, fail)
+
+    assert run_record("--out", URL, "--finish-hook", "true") == 0
+
+    printed = capsys.readouterr().err
+    folder = tmp_path / "runs/record"
+    assert (
+        f"{URL}: not copied (The bucket \\x1b[2Jis gone); the recording is in {folder}" in printed
+    )
+    assert "copied to" not in printed
+    assert (folder / "rank0_trace.json.gz").exists()
+
+
+def test_a_server_that_does_not_answer_is_asked_again_at_the_end(
+    files: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise TimeoutError("no answer in 5 s")
+
+    monkeypatch.setattr(type(files), "ls", fail)
+
+    assert run_record("--out", URL) == 0
+    assert f"{URL}: no answer in 5 s; it is tried again at the end" in capsys.readouterr().err
+    assert len(files.store) == 6
+
+
+RANKS: list[tuple[Mapping[str, str], set[str]]] = [
+    ({"RANK": "0", "LOCAL_RANK": "0"},
+     {"run.json", "rank0_trace.json.gz", "rank0_record.json", "nccl/host.log"}),
+    ({"RANK": "1", "LOCAL_RANK": "1"}, {"rank1_trace.json.gz", "rank1_record.json"}),
+    ({"RANK": "1", "LOCAL_RANK": "0"},
+     {"rank1_trace.json.gz", "rank1_record.json", "nccl/host.log"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "expected"), RANKS)
+def test_of_ranks_that_each_record_every_one_copies_its_own(
+    environment: Mapping[str, str], expected: set[str], files: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """And none is refused for what the others have copied: it may be a restart."""
+    for name, value in (environment | {"WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    files.pipe("/bucket/runs/exp1/rank9_record.json", b"of another rank")
+
+    assert run_record("--out", URL) == 0
+
+    copied = {path.removeprefix("/bucket/runs/exp1/") for path in files.find("/bucket")}
+    assert copied - {"rank9_record.json"} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--out", "nonesuch://a/b"], "nonesuch://a/b: Protocol not known: nonesuch"),
+        (["--out", "memory://"], "memory://: name a folder"),
+        (["--out", URL, "--standby"], "--standby leaves the recording to stepsplit attach"),
+        (["--finish-hook", "true", "--standby"], "--standby leaves the recording"),
+        (["--finish-hook", "a 'b"], 'argument --finish-hook: No closing quotation in "a \'b"'),
+        (["--finish-hook", " "], "argument --finish-hook: the command is empty"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_training(
+    options: list[str], problem: str, files: Any, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert run_record(*options) == 2
+    assert problem in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_password_in_the_url_is_not_shown(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_record("--out", "nonesuch://me:secret@host/b") == 2
+    printed = capsys.readouterr().err
+    assert "nonesuch://host/b: " in printed
+    assert "secret" not in printed
+
+
+def test_attach_takes_no_url(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attach", "--out", URL]) == 2
+    assert f"{URL} is a URL: attach to a folder, and copy that" in capsys.readouterr().err
+
+
+def test_the_hook_gets_the_folder_and_no_shell(files: Any, tmp_path: Path) -> None:
+    """Whatever the folder is called."""
+    program = tmp_path / "hook.py"
+    program.write_text("import sys, json; json.dump(sys.argv[1:], open('called', 'w'))")
+    out = tmp_path / "runs; touch owned $(touch owned)"
+    hook = f"{sys.executable} {program} '$HOME' '*' ';' touch owned"
+
+    assert run_record("--out", str(out), "--finish-hook", hook, status=5) == 5
+
+    called = json.loads((tmp_path / "called").read_text())
+    assert called == ["$HOME", "*", ";", "touch", "owned", str(out)]
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("hook", "problem"),
+    [
+        ("false", "--finish-hook false: exit status 1; the recording is in "),
+        ("nonesuch", "--finish-hook: nonesuch: No such file or directory; is it on PATH?; the"),
+        ("sh -c 'kill -9 $$'", "--finish-hook sh: SIGKILL; the recording is in "),
+    ],
+)
+def test_a_hook_that_fails_is_a_warning(
+    hook: str, problem: str, files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_record("--out", "run", "--finish-hook", hook) == 0
+
+    printed = capsys.readouterr().err
+    assert [line for line in printed.splitlines() if problem in line] != []
+    assert (tmp_path / "run/rank0_trace.json.gz").exists()
+
+
+def test_without_a_recording_no_hook_runs_and_nothing_is_copied(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectors, "record", lambda command, plan, nccl: 1)
+
+    assert run_record("--out", URL, "--finish-hook", "touch called") == 1
+
+    assert not (tmp_path / "called").exists()
+    assert files.find("/bucket") == []

@@ -60,7 +60,9 @@ class RemoteFolder:
             # run.json last: where it is, the recording is whole.
             for path in sorted(files, key=lambda path: path.name == RUN_FILE):
                 target = f"{self._path}/{path.relative_to(folder).as_posix()}"
-                self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+                if target.startswith("/"):
+                    # Of object storage, s3fs would make the bucket of a misspelt URL.
+                    self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
                 self._files.put_file(str(path), target)
         except Exception as error:  # noqa: BLE001
             warn(f"{self.shown}: not copied ({_describe(error)}); the recording is in {folder}")

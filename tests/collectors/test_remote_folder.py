@@ -115,6 +115,30 @@ def test_a_server_that_does_not_answer_is_asked_again_at_the_end(
     assert len(files.store) == 6
 
 
+class _ObjectStorage(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """As s3fs: a folder would be a new bucket, and a file in no bucket is an error."""
+
+    protocol = "objects"
+
+    def ls(self, path: str, detail: bool = True, **options: object) -> list[str]:
+        raise FileNotFoundError(path)
+
+    def put_file(self, lpath: str, rpath: str, **options: object) -> None:
+        raise FileNotFoundError(f"no bucket of {rpath}")
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        raise AssertionError(f"{path} would be a bucket")
+
+
+def test_a_misspelt_bucket_is_not_made(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fsspec.register_implementation("objects", _ObjectStorage, clobber=True)
+
+    assert run_record("--out", "objects://buckt/exp1") == 0
+
+    printed = capsys.readouterr().err
+    assert "objects://buckt/exp1: not copied (no bucket of buckt/exp1/" in printed
+
+
 RANKS: list[tuple[Mapping[str, str], set[str]]] = [
     ({"RANK": "0", "LOCAL_RANK": "0"},
      {"run.json", "rank0_trace.json.gz", "rank0_record.json", "nccl/host.log"}),

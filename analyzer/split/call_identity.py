@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 
 import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, group_rows, number_within_group
 from stepsplit.analyzer.ops import SYMMETRIC_OPS
-from stepsplit.analyzer.split.sequence_pairing import CallSequence, Pairing, pair_sequences
+from stepsplit.analyzer.split.sequence_pairing import (
+    CallSequence,
+    Pairing,
+    is_clearly_closer,
+    measure_mean_scatter_ns,
+    pair_sequences,
+    subtract_paired_ends,
+)
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int32, Int64, Note, RankTrace, UInt8
 
 SYMMETRIC_CODES = [OP_CODE[op] for op in SYMMETRIC_OPS]
 
 _NUMBERED, _ORDERED, _MESSAGE = range(3)
 
+_MOST_STREAMS = 4
+"""With more streams for messages between two ranks, these are paired in the order of all."""
+
 
 class CallRows(Struct, frozen=True):
     """The calls of all ranks, times on the clocks known so far; columns of one length.
 
     trace indexes the traces. clocks names the clock of each trace: equal names mean one clock, such
-    as a host's; "" is unknown. group is -1 if unknown.
+    as a host's; "" is unknown. group is -1 if unknown; lane is the stream, 0 of all without one.
     """
 
     trace: Int32
@@ -30,6 +41,7 @@ class CallRows(Struct, frozen=True):
     seq: Int64
     rank: Int64
     peer: Int64
+    lane: Int64
     size_bytes: Int64
     start_ns: Int64
     end_ns: Int64
@@ -66,6 +78,9 @@ def build_call_rows(
         seq=np.concatenate([c.seq for c in calls]),
         rank=np.array([one.rank for one in traces], dtype=np.int64)[trace],
         peer=np.concatenate([c.peer for c in calls]).astype(np.int64),
+        lane=np.concatenate(
+            [one.events.lane[one.calls.event] * np.int64(one.on_device) for one in traces]
+        ),
         size_bytes=np.concatenate([c.message_bytes for c in calls]),
         start_ns=start_ns,
         end_ns=end_ns,
@@ -150,20 +165,23 @@ def _build_sequence(rows: CallRows, chosen: Int64) -> CallSequence:
 
 
 def _place_messages(rows: CallRows, message: Int64, channel: Int64, place: Int64) -> bool:
-    """Matches each receive with the n-th send of its channel; returns whether any was ambiguous.
+    """Matches each receive with the n-th send of its channel, of which those of several
+    communicators become several; returns whether any was ambiguous.
 
     Recordings that start on different messages are shifted against each other first.
     """
     ambiguous = False
     sends = (rows.op[message] == OP_CODE["send"]).astype(np.int64)
+    count = int(channel.max(initial=-1)) + 1
     for ends in _pair_ends(rows, message, channel[message], sends):
-        sent, received = ends
-        place[sent] = np.arange(len(sent))
-        pairing = _pair_receives(rows, sent, received)
-        place[received] = np.where(
-            pairing.place >= 0, pairing.place, len(sent) + np.arange(len(received))
-        )
-        ambiguous |= pairing.ambiguous and not rows.share_a_clock(sent, received)
+        for sent, received in _pair_streams(rows, *ends):
+            channel[sent], channel[received], count = count, count, count + 1
+            place[sent] = np.arange(len(sent))
+            pairing = _pair_receives(rows, sent, received)
+            place[received] = np.where(
+                pairing.place >= 0, pairing.place, len(sent) + np.arange(len(received))
+            )
+            ambiguous |= pairing.ambiguous and not rows.share_a_clock(sent, received)
     return ambiguous
 
 
@@ -179,6 +197,38 @@ def _pair_ends(
     return [(ends[1], ends[0]) for ends in both.values() if len(ends) == 2]
 
 
+def _pair_streams(rows: CallRows, sent: Int64, received: Int64) -> list[tuple[Int64, Int64]]:
+    """The sends and receives between two ranks by communicator.
+
+    NCCL pairs messages in their order on a communicator, which has a stream on each rank; torch may
+    have several between two ranks of one group. Streams belong together if they have as many
+    messages of equal sizes, which end together, and the order of all messages is not as good.
+    """
+    streams = [
+        [ends[rows.lane[ends] == lane] for lane in np.unique(rows.lane[ends]).tolist()]
+        for ends in (sent, received)
+    ]
+    if not 2 <= len(streams[0]) == len(streams[1]) <= _MOST_STREAMS:
+        return [(sent, received)]
+    sends, receives = ([_list_sizes(rows, own) for own in side] for side in streams)
+    apart_ns = [[subtract_paired_ends(one, other) for other in receives] for one in sends]
+    # The clocks of the ranks may be apart, by as much for all streams.
+    orders = list(permutations(range(len(sends))))
+    scatter_ns = [
+        measure_mean_scatter_ns([apart_ns[one][at] for one, at in enumerate(order)])
+        for order in orders
+    ]
+    by_order = subtract_paired_ends(_list_sizes(rows, sent), _list_sizes(rows, received))
+    if not is_clearly_closer(min(scatter_ns), measure_mean_scatter_ns([by_order])):
+        return [(sent, received)]
+    best = orders[int(np.argmin(scatter_ns))]
+    return [(one, streams[1][at]) for one, at in zip(streams[0], best, strict=True)]
+
+
+def _list_sizes(rows: CallRows, chosen: Int64) -> CallSequence:
+    return CallSequence(rows.size_bytes[chosen][:, np.newaxis], rows.end_ns[chosen])
+
+
 def _pair_receives(rows: CallRows, sent: Int64, received: Int64) -> Pairing:
     """Matches the receives with the sends.
 
@@ -186,11 +236,11 @@ def _pair_receives(rows: CallRows, sent: Int64, received: Int64) -> Pairing:
     clearly better, or if receives would otherwise end before their sends start.
     """
     likely = len(sent) == len(received) and not _is_out_of_order(rows, sent, received)
-    receive_sequence = CallSequence(rows.size_bytes[received][:, np.newaxis], rows.end_ns[received])
-    send_sequence = CallSequence(rows.size_bytes[sent][:, np.newaxis], rows.end_ns[sent])
-    same_clock = rows.share_a_clock(sent, received)
     return pair_sequences(
-        receive_sequence, send_sequence, one_clock=same_clock, likely=0 if likely else None
+        _list_sizes(rows, received),
+        _list_sizes(rows, sent),
+        one_clock=rows.share_a_clock(sent, received),
+        likely=0 if likely else None,
     )
 
 

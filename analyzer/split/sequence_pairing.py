@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -77,6 +77,30 @@ def pair_sequences(
         return Pairing(_apply_shift(first, second, likely), False)
     best = _choose_closest(first, second, fitting) if one_clock else fitting[0]
     return Pairing(_apply_shift(first, second, best), len(fitting) > 1)
+
+
+def subtract_paired_ends(first: CallSequence, second: CallSequence) -> Int64:
+    """By how much the calls of the first sequence end after those of the second, with the shift
+    under which these differences scatter least; empty if too few pair, or not the same kinds."""
+    shifts = np.arange(-MAX_SHIFT, MAX_SHIFT + 1)
+    shifts = shifts[_count_paired(first, second, shifts) >= _TELLING]
+    shifts = _find_consistent(first, second, shifts) if len(shifts) else shifts
+    apart = [_subtract_ends(first, second, shift) for shift in shifts.tolist()]
+    return min(apart, key=lambda one: measure_mean_scatter_ns([one]), default=first.end_ns[:0])
+
+
+def measure_mean_scatter_ns(apart_ns: Sequence[Int64]) -> float:
+    """How far differences of ends lie from one offset on average, in ns: infinite if any of the
+    parts is empty."""
+    if not all(len(one) for one in apart_ns):
+        return np.inf
+    every = np.concatenate(apart_ns)
+    return float(np.abs(every - np.median(every)).mean())
+
+
+def is_clearly_closer(scatter_ns: float, than_ns: float) -> bool:
+    """Whether ends that scatter so little tell a pairing from one with the other scatter."""
+    return scatter_ns <= _MAX_SCATTER_NS and _PLAIN * scatter_ns + _NOISE_NS < than_ns
 
 
 def _choose_closest(first: CallSequence, second: CallSequence, fitting: list[int]) -> int:

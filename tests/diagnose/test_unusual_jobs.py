@@ -163,3 +163,28 @@ def test_microbatches_of_several_chunks_do_not_follow_from_the_pace_of_messages(
     simulate(Job("unusual", seed=4, pp=2, microbatches=8, layers=1, **sizes)).write(tmp_path)
     with pytest.raises(UsageError, match="several chunks"):
         what_if(tmp_path, changes=["microbatches=16"])
+
+
+@pytest.mark.parametrize("events", ["none", "cuda_sync"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"schedule": "zb-v", "pp": 4},
+        {"schedule": "zb-v", "pp": 2, "dp": 2},
+        {"schedule": "interleaved", "chunks": 2, "pp": 2},
+        {"schedule": "dualpipe-v", "pp": 4},
+    ],
+    ids=lambda sizes: f"{sizes['schedule']}-{sizes['pp']}",
+)
+def test_a_slow_rank_of_stages_in_a_v_or_a_ring_costs_what_it_costs(
+    sizes: dict[str, Any], events: str, tmp_path: Path
+) -> None:
+    """Activations and gradients go the same way, and a send may end with the receive that the rank
+    waits for."""
+    sizes = {"microbatches": 8, "layers": 1, "whole_kernels": True, **sizes}
+    job = Job("unusual", seed=11, **sizes)
+    ran, cured = simulate(replace(job, causes=(SlowRank(0, 1.4),))), simulate(job)
+    ran.write(tmp_path, TraceStyle(events=events))
+    (slow,) = [one for one in analyze(tmp_path).findings if one.code == "slow_rank"]
+    assert slow.ranks == (0,)
+    assert slow.gain_ns == pytest.approx(ran.step_ns - cured.step_ns, rel=0.1)

@@ -140,3 +140,20 @@ def test_exchanges_of_which_each_rank_sends_another_amount_are_paired_in_order(
         traces.append(trace)
     found = matched(tmp_path, *traces)
     assert found.key[:4].tolist() == found.key[4:].tolist() and (found.key >= 0).all()
+
+
+def test_messages_of_two_communicators_are_paired_by_stream(tmp_path: Path) -> None:
+    """Activations and gradients go the same way, on a stream each, as in a V of stages: rank 0
+    sends the activations of a microbatch first, rank 1 takes its gradients first."""
+    sender, receiver = (GpuTrace(rank, 2, groups=PAIR).kernel("gemm", 0, 5) for rank in (0, 1))
+    for at in (0, 310, 650, 940, 1300):
+        sender.message("send", 1, at + 10, at + 200, stream=20)
+        sender.message("send", 1, at + 20, at + 100, stream=21)
+        receiver.message("recv", 0, at + 60, at + 100, stream=31)
+        receiver.message("recv", 0, at + 160, at + 200, stream=30)
+    found = matched(tmp_path, sender, receiver)
+    ends: dict[int, set[int]] = {}
+    for key, end in zip(found.key.tolist(), found.end_ns.tolist(), strict=True):
+        ends.setdefault(key, set()).add(end)
+    assert len(ends) == 10 and min(ends) >= 0
+    assert all(len(both) == 1 for both in ends.values())

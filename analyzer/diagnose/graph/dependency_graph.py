@@ -566,7 +566,8 @@ def _find_blocking(
     began on another stream. Other events ended there by coincidence; so did, on a device, events
     that ended in a gap no longer than is usual between two kernels, or while the host was late,
     unless the host was synchronizing. Of several that ended right before compute resumed, one that
-    only a later kernel waited for is a coincidence, too.
+    only a later kernel waited for is a coincidence, too, and so is a send of a script that does not
+    wait for its sends.
     """
     gap = np.full(len(start), -1)
     gap[of_call[: len(rank.attribution.gap)]] = rank.attribution.gap
@@ -574,6 +575,7 @@ def _find_blocking(
     # Of the events that ended just before their gap did.
     just = (gap >= 0) & (resumes[gap] - end <= LAUNCH_LATENCY_NS)
     later = just & (awaited != _AFTER_ALL) & (awaited > resumes[gap])
+    later |= just & _find_sends_without_wait(rank, of_call, start, end)
     gap[later & np.isin(gap, gap[just & ~later])] = -1
     rows = np.flatnonzero(gap >= 0)
     rows = rows[np.lexsort((end[rows], gap[rows]))]
@@ -602,6 +604,24 @@ def _find_blocking(
     blocking = np.zeros(len(start), dtype=np.bool_)
     blocking[rows[begins | last]] = True
     return blocking
+
+
+def _find_sends_without_wait(rank: RankSplit, of_call: Int64, start: Int64, end: Int64) -> Bool:
+    """The events that only send, of a rank that computes beside several of them.
+
+    A send starts when the compute launched before it is done: what runs beside it was launched
+    after it and did not wait for it.
+    """
+    sends = np.ones(len(start), dtype=np.bool_)
+    sends[of_call[rank.trace.calls.op != OP_CODE["send"]]] = False
+    if not rank.trace.on_device or not sends.any():
+        return np.zeros(len(start), dtype=np.bool_)
+    compute = rank.work.compute
+    resumes = rank.clock.map_to_common_ns(compute.start_ns)
+    begun = np.searchsorted(resumes, start + LAUNCH_LATENCY_NS)
+    beside = sends & (np.append(resumes, _AFTER_ALL)[begun] < end - LAUNCH_LATENCY_NS)
+    beside |= sends & is_inside(compute, rank.clock.map_to_own_ns((start + end) // 2))
+    return sends & bool(beside.sum() >= _SEVERAL)
 
 
 def _find_previous(lane: Int64, start: Int64, end: Int64) -> Int64:

@@ -64,7 +64,10 @@ def main(arguments: Sequence[str] | None = None, explain_stop: ExplainStop | Non
     verb.set_defaults(run=_gather)
     try:
         with guard_output():
-            options = parser.parse_args(argv)
+            options, unknown = parser.parse_known_args(argv)
+            if unknown:
+                given = " ".join(unknown)
+                raise CollectError(f"{given} is no option: see stepsplit {argv[0]} --help")
             status: int = options.run(options)
         return status
     except SystemExit as done:

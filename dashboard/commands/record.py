@@ -104,7 +104,10 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
     folder = out or find_free_folder(Path("runs/demo"))
     mesh = _choose_mesh(parallel)
     ranks = mesh.world_size
-    print_line(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
+    print_line(
+        f"training a small GPT on {mesh.format()}: {ranks} processes, half a minute, or minutes on"
+        " busy cores"
+    )
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as calibration:
         try:
             result = launch_workload(mesh, folder, calibration=Path(calibration))

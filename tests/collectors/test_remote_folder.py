@@ -172,6 +172,7 @@ def test_of_ranks_that_each_record_every_one_copies_its_own(
         (["--out", URL, "--standby"], "--standby leaves the recording to stepsplit attach"),
         (["--finish-hook", "true", "--standby"], "--standby leaves the recording"),
         (["--finish-hook", "a 'b"], 'argument --finish-hook: No closing quotation in "a \'b"'),
+        (["--finish-hok", "true"], "--finish-hok is no option: see stepsplit record --help"),
         (["--finish-hook", " "], "argument --finish-hook: the command is empty"),
     ],
 )

@@ -124,6 +124,8 @@ def build_schema(name: str) -> dict[str, Any]:
         schema_hook=lambda _: {"description": "any value"},
         ref_template="#/$defs/{name}",
     )
+    # msgspec 0.18 puts the null of an optional value first: one order with each version.
+    parts = json.loads(json.dumps(parts), object_hook=_put_null_last)
     types = {one.__name__: one for one in _list_types(entry.content)}
     parts = {part: _describe(schema, types[part]) for part, schema in sorted(parts.items())}
     top = parts.pop(root["$ref"].rpartition("/")[2])
@@ -158,6 +160,12 @@ def _list_types(content: type) -> list[type]:
 
     visit(msgspec.inspect.type_info(content))
     return found
+
+
+def _put_null_last(node: dict[str, Any]) -> dict[str, Any]:
+    if "anyOf" in node:
+        node["anyOf"].sort(key=lambda one: one.get("type") == "null")
+    return node
 
 
 def _describe(schema: dict[str, Any], own: type) -> dict[str, Any]:

@@ -29,7 +29,8 @@ import numpy as np
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from support.dashboard_processes import Dashboard, open_store, running_dashboard, until
+from support.dashboard_processes import Dashboard, open_store, running_dashboard
+from support.waiting import until
 
 from benchmarks.dashboard import PAGES, Viewer
 from benchmarks.table import in_markdown

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.builders import GpuTrace
+from support.waiting import until
 
 from stepsplit.analyzer import analyze
 from stepsplit.collectors.attach.processes import list_process_tree
@@ -31,13 +31,6 @@ TRACE = '{"traceEvents": [{"ph": "X"}]}'
 def own_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps the turns of these packings apart from those of others on this machine."""
     monkeypatch.setenv("STEPSPLIT_SOCKETS", str(tmp_path / "turns"))
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 RANK = """

@@ -5,10 +5,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.waiting import until
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.collectors.formats.rank_record import read_record
@@ -190,10 +190,3 @@ def await_after(folder: Path, job: "subprocess.Popen[str]") -> None:
         )
 
     until(lambda: job.poll() is not None or timed())
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to that within a minute"
-        time.sleep(0.1)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from support.alert_receiver import SECRET, is_genuine, read_example, running_receiver
-from support.dashboard_processes import until
+from support.waiting import until
 from support.watch_builders import MS, batch, event, minutes_ago, window
 
 from stepsplit.dashboard.store.alerts import WatchAlert

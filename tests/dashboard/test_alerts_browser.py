@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from support.alert_receiver import SECRET, Receiver, running_receiver
-from support.dashboard_processes import Dashboard, open_store, running_dashboard, until
+from support.dashboard_processes import Dashboard, open_store, running_dashboard
 from support.turns import PAGES
+from support.waiting import until
 from support.watch_builders import MS, STORY, batch, event, list_story, minutes_ago, window
 
 from stepsplit.analyzer.watch.records import WatchBatch, encode_batch

@@ -7,11 +7,10 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from support.report_builders import analysis
+from support.report_builders import report_and_tables
 from support.store_builders import uploaded
 
 from stepsplit.analyzer.errors import UsageError
@@ -45,7 +44,7 @@ def client(store: Store) -> FlaskClient:
 
 def test_logins_uploads_and_deletions_are_in_the_log(client: FlaskClient, store: Store) -> None:
     ci = HOST | {"Authorization": f"Bearer {store.tokens.create('ci').secret}"}
-    run_id, done = uploaded(store, "new"), store.import_report("old", *_known())
+    run_id, done = uploaded(store, "new"), store.import_report("old", *report_and_tables())
     client.post("/login", data={"password": "wrong"}, headers=HOST)
     client.post(f"{RUNS}/{run_id}/finish", headers=ci)
     client.post(f"{RUNS}/{run_id}/finish", headers=ci)
@@ -227,11 +226,6 @@ def test_uploaders_tokens_are_the_default(store: Store) -> None:
     token = store.tokens.verify(store.tokens.create("ci").secret)
 
     assert token is not None and token.role is Role.UPLOADER
-
-
-def _known() -> tuple[Any, Any]:
-    made = analysis()
-    return made.report, made.tables
 
 
 def _basic(password: str) -> dict[str, str]:

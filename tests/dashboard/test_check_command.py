@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 from support.gate_builders import CALLS, run
 from support.report_builders import analysis
+from support.screens import print_lines
 from support.store_builders import Serving
 
 from stepsplit.analyzer.analysis import check_runs
@@ -317,10 +317,7 @@ def add(store: Store, name: str, report: Report, branch: str) -> str:
 
 
 def show(candidate: str, baseline: str) -> list[str]:
-    console = Console(width=80, highlight=False, no_color=True)
-    with console.capture() as captured:
-        console.print(build_verdict_screen(check_runs([candidate], [baseline])))
-    return [line.rstrip() for line in captured.get().splitlines()]
+    return print_lines(build_verdict_screen(check_runs([candidate], [baseline])), width=80)
 
 
 def test_the_screen_fits_eighty_columns(base: str, worse: str) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from support.builders import GpuTrace
 from support.report_builders import analysis
+from support.screens import print_lines
 
 from stepsplit.analyzer import compare_runs, units
 from stepsplit.analyzer.errors import DataError
@@ -29,10 +29,7 @@ def found() -> RunComparison:
 
 
 def lines(found: RunComparison, width: int) -> list[str]:
-    console = Console(width=width, highlight=False, no_color=True)
-    with console.capture() as capture:
-        console.print(build_comparison_screen(found))
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return print_lines(build_comparison_screen(found), width=width)
 
 
 def test_more_microbatches_take_longer_with_a_smaller_bubble(found: RunComparison) -> None:

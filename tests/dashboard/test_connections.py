@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.dashboard_processes import open_store, running_dashboard, until
+from support.dashboard_processes import open_store, running_dashboard
 from support.store_builders import state
+from support.waiting import until
 
 from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from support.dashboard_processes import is_gone, open_store, running_dashboard, store_url, until
+from support.dashboard_processes import is_gone, open_store, running_dashboard, store_url
 from support.store_builders import queued, settled, state
+from support.waiting import until
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.units import format_size

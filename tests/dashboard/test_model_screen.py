@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from support.prediction_builders import GIB, GPT, MS, job, prediction
+from support.screens import print_lines
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Split
@@ -76,10 +77,7 @@ COMMON RULES OF THUMB about these formulas
 
 
 def shown(what: RenderableType, width: int = 100) -> str:
-    console = Console(width=width, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(what)
-    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    return "".join(f"{line}\n" for line in print_lines(what, width=width))
 
 
 def test_the_screen_shows_time_split_and_memory() -> None:

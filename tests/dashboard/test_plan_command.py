@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from support.screens import print_lines
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import JobConfig
@@ -50,13 +50,6 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
-def printed(job: JobConfig, found: Plan, width: int) -> list[str]:
-    console = Console(width=width, highlight=False, no_color=True)
-    with console.capture() as capture:
-        console.print(build_plan_screen(job, found))
-    return capture.get().splitlines()
-
-
 def test_a_plan_round_trips_through_json(found: Plan) -> None:
     assert from_json(to_json(found)) == found
 
@@ -95,12 +88,12 @@ def test_buckets_that_do_not_add_up_are_rejected(found: Plan) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_ranks_and_explains_layouts(job: JobConfig, found: Plan, width: int) -> None:
-    lines = printed(job, found, width)
+    lines = print_lines(build_plan_screen(job, found), width=width)
     ranks = [line for line in lines if line[:1].isdigit() and " ms " in line]
     assert [line[0] for line in ranks] == ["1", "2", "3", "4"]
     assert all(any(word in line for word in ("high", "medium", "low")) for line in ranks)
     assert sum("+" in line for line in ranks) == 3
-    assert any("memory of a GPU: " in line for line in lines)
+    assert any("memory of a GPU:" in line for line in lines)
     assert lines[-1].startswith("recompute = ")
     assert max(map(len, lines)) <= width
 
@@ -178,6 +171,6 @@ def test_the_page_shows_what_a_search_prints() -> None:
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     job_text, screen = page.split("```toml\n")[1].split("```")[0], page.split("```\n")[2]
     shown = parse_job(job_text)
-    lines = [line.rstrip() for line in printed(shown, plan(shown, 1024, top=4), 80)]
+    lines = print_lines(build_plan_screen(shown, plan(shown, 1024, top=4)), width=80)
     text = screen.split("```")[0].rstrip().splitlines()
     assert lines[: len(text)] == text

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dashboard_processes import find_free_port, until
+from support.dashboard_processes import find_free_port
+from support.waiting import until
 from test_sinks import read_wandb_history
 
 from stepsplit.analyzer import analyze

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 from support.report_builders import analysis
 from support.samples import analyze_recording
+from support.screens import print_lines
 
 from stepsplit.analyzer.report.report import MemoryRow, Report
 from stepsplit.analyzer.split.bandwidth import StepCallsRow
@@ -19,10 +19,7 @@ SAMPLES = Path(__file__).parents[2] / "sample_traces"
 
 
 def shown(width: int, report: Report | None = None) -> list[str]:
-    console = Console(width=width, no_color=True)
-    with console.capture() as capture:
-        console.print(build_report_screen(report or analysis().report))
-    return capture.get().splitlines()
+    return print_lines(build_report_screen(report or analysis().report), width=width)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from collector_jobs.starting import heed_interrupts
-from support.dashboard_processes import find_free_port, open_store, running_dashboard, until
+from support.dashboard_processes import find_free_port, open_store, running_dashboard
+from support.waiting import until
 
 pytest.importorskip("torch")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -13,6 +13,7 @@ from support.browser_builders import running_server
 from support.dashboard_processes import running_dashboard
 from support.report_builders import analysis
 from support.turns import PAGES
+from support.waiting import until_on_page
 
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.report.headline import compute_mean_step_ns, round_shares, summarize
@@ -211,10 +212,12 @@ def test_the_list_is_searched_and_sorted(server: str, browser, tmp_path: Path) -
     page.goto(server)
     page.locator("th a", has_text="run").click()
     page.wait_for_url("**/?sort=name")
-    _until(page, lambda: page.locator(".run-link").all_inner_texts() == ["alpha", "beta", "gamma"])
+    until_on_page(
+        page, lambda: page.locator(".run-link").all_inner_texts() == ["alpha", "beta", "gamma"]
+    )
     page.locator("#choose-q").fill("gam")
     page.wait_for_url("**/?sort=name&q=gam")
-    _until(page, lambda: page.locator(".run-link").all_inner_texts() == ["gamma"])
+    until_on_page(page, lambda: page.locator(".run-link").all_inner_texts() == ["gamma"])
 
 
 def test_the_timeline_zooms_to_a_kernel_and_follows_a_wait(
@@ -239,12 +242,12 @@ def test_the_timeline_zooms_to_a_kernel_and_follows_a_wait(
     _click(page, _LONGEST_OP)
     wide = 1.6 * page.evaluate(f"() => {_TIMELINE}.chosen.dur")
     page.get_by_text("zoom to it").click()
-    _until(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
-    _until(page, lambda: _span_of(page.url) == pytest.approx(wide, rel=1e-3))
+    until_on_page(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
+    until_on_page(page, lambda: _span_of(page.url) == pytest.approx(wide, rel=1e-3))
     name = page.locator(".tl-status b").inner_text()
     page.reload()
     page.wait_for_selector("#timeline-view[data-drawn]")
-    _until(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
+    until_on_page(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
     assert name in page.evaluate(
         "() => document.getElementById('timeline-view').timeline.data.names"
     )
@@ -274,7 +277,7 @@ def test_the_trace_is_sent_to_perfetto_in_the_browser(shared: Shared, browser) -
         page.get_by_text("open in Perfetto").click()
     page.get_by_text("The trace was sent to Perfetto").wait_for()
 
-    _until(page, lambda: opened.value.title() == f"{TIMELINE}: 31 139")  # gzip
+    until_on_page(page, lambda: opened.value.title() == f"{TIMELINE}: 31 139")  # gzip
 
 
 def test_without_the_internet_the_trace_is_downloaded(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
@@ -289,7 +292,7 @@ def test_without_the_internet_the_trace_is_downloaded(shared: Shared, browser) -
     with context.expect_page() as opened:
         page.get_by_text("open in Perfetto").click()
     page.get_by_text("ui.perfetto.dev does not answer: download the trace").wait_for()
-    _until(page, lambda: opened.value.is_closed())
+    until_on_page(page, lambda: opened.value.is_closed())
 
     with page.expect_download() as download:
         page.get_by_role("link", name="download trace").click()
@@ -311,10 +314,10 @@ def test_a_changed_model_is_shown_and_in_the_url(
     page.locator("select[data-choice=micro_batch]").select_option("4")
     page.wait_for_url("**/model?micro_batch=4")
 
-    _until(page, lambda: page.locator(".number .value").first.inner_text() != before)
+    until_on_page(page, lambda: page.locator(".number .value").first.inner_text() != before)
     page.locator("select[data-choice=micro_batch]").select_option("8")
     page.wait_for_url("**/model")
-    _until(page, lambda: page.locator(".number .value").first.inner_text() == before)
+    until_on_page(page, lambda: page.locator(".number .value").first.inner_text() == before)
 
 
 def test_the_timeline_answers_the_keyboard(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
@@ -343,10 +346,10 @@ def test_each_page_has_a_title_a_marked_link_and_a_way_past_the_menu(
         return [one.inner_text() for one in page.locator("[aria-current=page]").all()]
 
     page.goto(f"{shared.url}/run/{run_id}/timeline")
-    _until(page, lambda: page.title() == TIMELINE)
+    until_on_page(page, lambda: page.title() == TIMELINE)
     assert marked() == ["Timeline"]
     page.click("text=History")
-    _until(page, lambda: page.title() == "History - stepsplit")
+    until_on_page(page, lambda: page.title() == "History - stepsplit")
     assert marked() == ["History"]
     page.goto(shared.url)
     page.wait_for_selector("h1")
@@ -423,15 +426,6 @@ def test_the_exported_page_works_without_a_server(browser, tmp_path: Path) -> No
 def _span_of(url: str) -> int:
     asked = parse_qs(urlsplit(url).query)
     return int(asked["to"][0]) - int(asked["from"][0])
-
-
-def _until(page, holds: Callable[[], bool]) -> None:  # type: ignore[no-untyped-def]
-    """Waits for it; the pages' policy forbids a browser's own waiting for an expression."""
-    for _ in range(100):
-        if holds():
-            return
-        page.wait_for_timeout(100)
-    raise AssertionError("it did not come to that within ten seconds")
 
 
 def _click(page, which: str) -> None:  # type: ignore[no-untyped-def]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from support.browser_builders import running_server
 from support.dashboard_processes import open_store
 from support.store_builders import queued, settled
 from support.turns import PAGES
+from support.waiting import until_on_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"
@@ -64,14 +64,6 @@ def open_form(page: Any, opener: str = ".heading [data-job]") -> None:
 def read_job(folder: Path, run_id: str) -> dict[str, Any]:
     with open_store(folder) as store:
         return tomllib.loads((store.read_job(run_id) or b"").decode())
-
-
-def until(page: Any, holds: Callable[[], bool]) -> None:
-    """Waits for it; the pages' policy forbids a browser's own waiting for an expression."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        page.wait_for_timeout(100)
 
 
 def test_the_missing_sizes_are_filled_in_and_the_run_is_compared(
@@ -126,7 +118,9 @@ def test_a_wrong_field_is_named_and_what_was_entered_stays(
     kept = page.locator("#job-parallel-tp").input_value()
     page.locator("#job-parallel-tp").fill("1")
     page.locator("#job-send").click()
-    until(page, lambda: read_job(folder, run_id).get("training", {}).get("micro_batch") == 8)
+    until_on_page(
+        page, lambda: read_job(folder, run_id).get("training", {}).get("micro_batch") == 8
+    )
 
     assert first == (
         "Not analyzed: job.toml: training.micro_batch: 'two' is not a valid count; write an"
@@ -193,7 +187,7 @@ def test_the_keyboard_alone_describes_the_job(folder: Path, url: str, browser: A
     page.keyboard.type("64")
     page.keyboard.press("Enter")
     page.wait_for_selector("#job-form:not([open])", state="attached")
-    until(page, lambda: read_job(folder, run_id)["training"]["global_batch"] == 64)
+    until_on_page(page, lambda: read_job(folder, run_id)["training"]["global_batch"] == 64)
     page.wait_for_selector(".tabs .on")
 
     assert (closed, page.evaluate(_FOCUS)) == ("describe the job", "page")
@@ -218,7 +212,7 @@ def test_the_page_is_where_it_was_after_the_analysis(folder: Path, url: str, bro
     page.wait_for_selector(".tabs .on")
 
     assert before > 100
-    until(page, lambda: abs(page.evaluate("window.scrollY") - before) < 5)
+    until_on_page(page, lambda: abs(page.evaluate("window.scrollY") - before) < 5)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

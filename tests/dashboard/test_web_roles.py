@@ -12,7 +12,7 @@ import pytest
 from flask import Flask
 from flask.testing import FlaskClient
 from sqlalchemy import create_engine, text
-from support.report_builders import analysis
+from support.report_builders import report_and_tables
 from support.store_builders import claimed, known_analysis, queued, uploaded
 from support.watch_builders import batch, event, minutes_ago
 
@@ -122,7 +122,7 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
     ended, again = queued(store), queued(store)
     for _ in range(2):
         assert process_job(store, claimed(store), known_analysis) == "done"
-    run_id, done = uploaded(store), store.import_report("done", *_known())
+    run_id, done = uploaded(store), store.import_report("done", *report_and_tables())
     other = store.tokens.create("other", Role.ADMIN)
     store.artifacts.save_job(ended, JOB)
     changed = event("change", minutes_ago(1), "slower", before_ns=1.0, after_ns=2.0)
@@ -259,7 +259,7 @@ def test_a_proxys_role_needs_a_proxy(role: Role | None, header: str | None) -> N
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.label)
 def test_a_page_has_the_buttons_that_its_user_may_use(store: Store, role: Role) -> None:
     client, headers = _client(store), _token(store, role)
-    done, waiting = store.import_report("done", *_known()), uploaded(store)
+    done, waiting = store.import_report("done", *report_and_tables()), uploaded(store)
 
     layout = client.get("/_dash-layout", headers=headers).text
     # The pages of finished runs are cached: an admin's must not be a viewer's.
@@ -321,11 +321,6 @@ def test_tokens_are_made_with_a_role(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("uploader", "ci"), ("admin", "ada"), ("viewer", "wall"),
     ]  # fmt: skip
     assert cli.run(["token", "create", "x", "--role", "root", *url]) == 2
-
-
-def _known() -> tuple[Any, Any]:
-    made = analysis()
-    return made.report, made.tables
 
 
 def _list_routes(server: Flask) -> list[tuple[str, str]]:

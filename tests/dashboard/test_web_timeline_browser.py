@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 from support.browser_builders import running_server
 from support.report_builders import analysis
 from support.turns import PAGES
+from support.waiting import until_on_page
 
 from stepsplit.analyzer import BUCKETS, Analysis, examine
 from stepsplit.analyzer.report.tables import Slices
@@ -82,14 +83,6 @@ def open_timeline(browser: Any, address: str, **options: Any) -> Any:
     return page
 
 
-def until(page: Any, holds: Callable[[], bool]) -> None:
-    for _ in range(100):
-        if holds():
-            return
-        page.wait_for_timeout(100)
-    raise AssertionError("it did not come to that within ten seconds")
-
-
 def asked(page: Any) -> dict[str, str]:
     """The choices in the page's address."""
     return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
@@ -110,25 +103,25 @@ def test_a_search_finds_a_name_on_every_rank_and_goes_from_match_to_match(
     page.keyboard.press("/")
     page.keyboard.type("GEMM")
     count = page.locator(".tl-count")
-    until(page, lambda: count.inner_text() == "2 found")
+    until_on_page(page, lambda: count.inner_text() == "2 found")
     matching = f"() => {TIMELINE}.data.names.filter((_, i) => {TIMELINE}.matching[i])"
     assert page.evaluate(matching) == ["gemm_bf16"]
     page.keyboard.press("Enter")
 
-    until(page, lambda: count.inner_text() == "1 of 2")
+    until_on_page(page, lambda: count.inner_text() == "1 of 2")
     assert page.locator(".tl-status b").inner_text() == "gemm_bf16"
     page.get_by_label("next match").click()
-    until(page, lambda: page.locator(".tl-status b").inner_text() == "Gemm_fp8")
+    until_on_page(page, lambda: page.locator(".tl-status b").inner_text() == "Gemm_fp8")
     chosen = page.evaluate(f"() => {{ const t = {TIMELINE}; return [t.chosen.rank, t.from < 400e6,"
                            " t.to > 403e6, t.open.has(2)]; }")  # fmt: skip
     assert chosen == [2, True, True, True]
-    until(page, lambda: asked(page).get("slice") == "2,stream 7,0,400000000")
+    until_on_page(page, lambda: asked(page).get("slice") == "2,stream 7,0,400000000")
     assert asked(page)["q"] == "GEMM"
     page.get_by_label("next match").click()
-    until(page, lambda: page.locator(".tl-status b").inner_text() == "gemm_bf16")
+    until_on_page(page, lambda: page.locator(".tl-status b").inner_text() == "gemm_bf16")
 
     page.reload()
-    until(page, lambda: page.locator(".tl-count").inner_text() == "2 found")
+    until_on_page(page, lambda: page.locator(".tl-count").inner_text() == "2 found")
 
 
 def test_the_chosen_slice_and_window_come_back_with_the_address(
@@ -139,7 +132,7 @@ def test_the_chosen_slice_and_window_come_back_with_the_address(
         browser, f"{address}?slice=0,stream 7,0,20000000&from=15000000&to=30000000"
     )
 
-    until(page, lambda: page.locator(".tl-status b").inner_text() == "gemm_bf16")
+    until_on_page(page, lambda: page.locator(".tl-status b").inner_text() == "gemm_bf16")
     window = f"() => [{TIMELINE}.from, {TIMELINE}.to, {TIMELINE}.chosen.dur]"
     assert page.evaluate(window) == [15 * MS, 30 * MS, 5 * MS]
 
@@ -192,7 +185,7 @@ def test_ranks_are_grouped_folded_and_filtered(served: Served, browser: Any) -> 
     field.press("Enter")
     assert rows(page) == ["group node01", "group node02", "rank 3"]
     assert page.locator(".tl-status").inner_text() == "3 of 4 ranks shown"
-    until(page, lambda: asked(page).get("show") == "stage 0, 3")
+    until_on_page(page, lambda: asked(page).get("show") == "stage 0, 3")
     assert (asked(page)["group"], asked(page)["fold"]) == ("host", "node01")
 
     page.reload()
@@ -227,7 +220,7 @@ def test_many_ranks_are_drawn_in_compact_rows(served: Served, browser: Any) -> N
     button = page.get_by_role("button", name="draw closed ranks with few pixels")
     assert button.get_attribute("aria-pressed") == "true"
     button.click()
-    until(page, lambda: asked(page).get("rows") == "full")
+    until_on_page(page, lambda: asked(page).get("rows") == "full")
     assert set(page.evaluate(heights)) == {27}
     page.reload()
     page.wait_for_selector("#timeline-view[data-drawn]")
@@ -248,12 +241,12 @@ def test_a_dragged_range_is_measured_for_the_focused_rank(served: Served, browse
 
     page.wait_for_selector(".tl-range [data-bucket]")
     from_ns, to_ns = page.evaluate(f"() => [{TIMELINE}.range.from, {TIMELINE}.range.to]")
-    until(page, lambda: asked(page).get("measure") == f"{from_ns}-{to_ns}")
+    until_on_page(page, lambda: asked(page).get("measure") == f"{from_ns}-{to_ns}")
     rank = int(page.locator(".tl-range-rank").inner_text().split()[1])
     assert rank == 3  # under the pointer
     assert _shown_ns(page) == _split_by_hand(made, rank, from_ns, to_ns)
     page.mouse.move(box["x"] + 500, box["y"] + 60)
-    until(page, lambda: page.locator(".tl-range-rank").inner_text() == "rank 0")
+    until_on_page(page, lambda: page.locator(".tl-range-rank").inner_text() == "rank 0")
     assert _shown_ns(page) == _split_by_hand(made, 0, from_ns, to_ns)
 
     page.reload()
@@ -262,7 +255,7 @@ def test_a_dragged_range_is_measured_for_the_focused_rank(served: Served, browse
     page.locator("#timeline-view canvas").focus()
     page.keyboard.press("Escape")
     assert not page.locator(".tl-range").is_visible()
-    until(page, lambda: "measure" not in asked(page))
+    until_on_page(page, lambda: "measure" not in asked(page))
 
 
 def _shown_ns(page: Any) -> dict[str, int]:
@@ -306,7 +299,7 @@ def test_a_tip_names_the_kernel_that_takes_most_of_a_band(served: Served, browse
     tip = page.locator(".tl-tip b")
 
     page.mouse.move(x, box["y"] + 45)
-    until(page, lambda: tip.inner_text() == "mostly aten::mm")
+    until_on_page(page, lambda: tip.inner_text() == "mostly aten::mm")
     page.mouse.move(x, box["y"] + 72)
 
     assert tip.inner_text() == "compute"  # no kernels of rank 1 are known
@@ -349,9 +342,9 @@ def test_the_exported_page_searches_groups_and_measures_without_a_server(
 
     names = page.evaluate(f"() => {TIMELINE}.data.names")
     page.get_by_label("search a kernel or op").fill("mm")
-    until(page, lambda: "found" in page.locator(".tl-count").inner_text())
+    until_on_page(page, lambda: "found" in page.locator(".tl-count").inner_text())
     page.get_by_label("next match").click()
-    until(page, lambda: page.locator(".tl-status b").count() == 1)
+    until_on_page(page, lambda: page.locator(".tl-status b").count() == 1)
     assert "mm" in page.locator(".tl-status b").inner_text()
     assert page.locator(".tl-status b").inner_text() in names
 

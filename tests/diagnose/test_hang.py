@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from support.required import shared_repro, shared_trace
+from support.screens import print_lines
 
 from stepsplit.analyzer import (
     Analysis,
@@ -580,13 +580,6 @@ def test_a_process_that_does_not_run_is_one_line(capsys: pytest.CaptureFixture[s
     )
 
 
-def shown(hang: Hang, width: int) -> list[str]:
-    console = Console(width=width, no_color=True)
-    with console.capture() as capture:
-        console.print(build_hang_screen(hang))
-    return [line.rstrip() for line in capture.get().splitlines()]
-
-
 def test_the_screen_begins_with_the_verdict_and_ends_with_the_stacks(tmp_path: Path) -> None:
     frames = [
         {"name": "all_reduce", "filename": "/lib/torch/distributed/c10d.py", "line": 1},
@@ -594,7 +587,7 @@ def test_the_screen_begins_with_the_verdict_and_ends_with_the_stacks(tmp_path: P
     ]
     dump(tmp_path, 0, [TP], done(TP, 4), call(TP, 5))
     dump(tmp_path, 1, [TP], done(TP, 4, frames=frames))
-    assert shown(hang_of(tmp_path), 100) == [
+    assert print_lines(build_hang_screen(hang_of(tmp_path)), width=100) == [
         "rank 1 blocks all other ranks: it has not called all_reduce 5 of TP (group 1)",
         "2 dumps   1 unfinished call   oldest since 2026-09-21 14:13:20 UTC",
         "",
@@ -609,7 +602,8 @@ def test_the_screen_begins_with_the_verdict_and_ends_with_the_stacks(tmp_path: P
 
 @pytest.mark.parametrize("incident", ["lock_gil_1st", "gpu_error_2nd"])
 def test_a_real_hang_is_one_screen_of_a_hundred_columns(incident: str) -> None:
-    lines = shown(hang_of(*shared_trace(f"flight_recorder_nvrx/{incident}").glob("_dump_*")), 100)
+    hang = hang_of(*shared_trace(f"flight_recorder_nvrx/{incident}").glob("_dump_*"))
+    lines = print_lines(build_hang_screen(hang), width=100)
     assert lines[0].startswith("ranks 9 and 14 block all other ranks: ")
     assert len(lines) < 30
     assert max(map(len, lines)) <= 100

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from support.samples import analyze_recording
+from support.screens import print_lines
 
 from stepsplit.analyzer import BUCKETS, DataError, Report, analyze, predict
 from stepsplit.analyzer.report.headline import compute_mean_step_ns
@@ -191,9 +191,5 @@ def test_a_different_mesh_is_a_caveat(run_file: Path) -> None:
 def test_the_page_shows_what_is_printed() -> None:
     gap = analyze_recording(SAMPLES / "tp2_pp2", "auto").gap
     assert gap is not None
-    console = Console(width=80, highlight=False, no_color=True)
-    with console.capture() as capture:
-        for part in build_gap_section(gap):
-            console.print(part)
-    printed = "\n".join(line.rstrip() for line in capture.get().splitlines())
+    printed = "\n".join(print_lines(*build_gap_section(gap), width=80))
     assert f"```\n{printed}\n```" in PAGE.read_text()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 from msgspec import structs
-from rich.console import Console
 from support.builders import GpuTrace
 from support.gap_builders import (
     US,
@@ -29,6 +28,7 @@ from support.gap_builders import (
 )
 from support.prediction_builders import GIB, job, prediction
 from support.report_builders import analysis
+from support.screens import print_lines
 from support.splitting import RunSplit
 
 from stepsplit.analyzer import (
@@ -502,11 +502,7 @@ def test_a_call_of_a_predicted_size_costs_what_is_predicted(layout: ParallelConf
 
 
 def screen(found: Gap) -> list[str]:
-    console = Console(width=80, highlight=False, no_color=True)
-    with console.capture() as capture:
-        for part in build_gap_section(found):
-            console.print(part)
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return print_lines(*build_gap_section(found), width=80)
 
 
 def test_the_screen_shows_both_sides_and_the_parts(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from collector_jobs.starting import heed_interrupts
 from support.builders import GpuTrace
 from support.reading import on_disk
+from support.waiting import until
 
 from stepsplit.analyzer import DataError, KinetoFile
 from stepsplit.analyzer.readers import workers as processes
@@ -109,18 +108,11 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         [sys.executable, program], env=environment,
         start_new_session=True, stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts,
     )  # fmt: skip
-    _until(lambda: len(list(temporary.rglob("held"))) == 2)
+    until(lambda: len(list(temporary.rglob("held"))) == 2)
     os.killpg(job.pid, signal.SIGINT)
     assert job.wait(timeout=20) != 0
     assert list(temporary.iterdir()) == []
-    _until(lambda: not _alive(job.pid))
-
-
-def _until(true: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
+    until(lambda: not _alive(job.pid))
 
 
 def _alive(group: int) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from dash import html
 from hypothesis import given, strategies as st
-from rich.console import Console
 from support.report_builders import analysis
+from support.screens import print_lines
 
 from stepsplit.analyzer import BUCKETS, AxisTime, BucketMean, ExposedRow, Split, StepRow, Summary
 from stepsplit.analyzer.report.headline import (
@@ -172,10 +172,7 @@ def read_numbers(line: str) -> list[float]:
 @pytest.mark.parametrize("width", [100, 200])
 def test_the_screen_of_a_sample_adds_up(name: str, width: int) -> None:
     report = read_report(SAMPLES / name)
-    console = Console(width=width, no_color=True)
-    with console.capture() as capture:
-        console.print(build_report_screen(report))
-    lines = capture.get().splitlines()
+    lines = print_lines(build_report_screen(report), width=width)
 
     step = next(read_numbers(line)[0] for line in lines if line.startswith("step "))
     top = next(at for at, line in enumerate(lines) if line.split()[:2] == ["measured", "share"])
@@ -196,11 +193,9 @@ def test_an_axis_of_another_name_has_its_column() -> None:
         steps=(build_step(0, 1, compute=900_000, collective=100_000),),
         exposed=(ExposedRow(0, 1, "spatial", "forward", 60_000, 0, 0, 0),),
     )
-    console = Console(width=100, no_color=True)
-    with console.capture() as capture:
-        console.print(build_report_screen(report))
 
-    lines = capture.get().splitlines()
+    lines = print_lines(build_report_screen(report), width=100)
+
     assert next(line.split()[:4] for line in lines if "measured" in line) == [
         "measured", "share", "spatial", "other",
     ]  # fmt: skip

@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from stepsplit.dashboard.store.store import Store
+from support.waiting import until
 
 
 def find_free_port() -> int:
@@ -89,15 +89,6 @@ def open_store(folder: Path) -> Iterator[Store]:
         yield store
     finally:
         store.close()
-
-
-def until(true: Callable[[], object], within_s: float = 30.0) -> None:
-    """Waits until it is true. Raises TimeoutError."""
-    deadline = time.monotonic() + within_s
-    while not true():
-        if time.monotonic() > deadline:
-            raise TimeoutError(true)
-        time.sleep(0.02)
 
 
 def is_gone(pid: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from stepsplit.analyzer.gap.comm_gap import MessageComparison, collect_messages, compare_messages
 from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.predict import predict
+from support.dashboard_processes import find_free_port
 from support.splitting import RunSplit, recording_of, split_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -89,7 +89,7 @@ def record_example(example: Example, out: Path) -> str:
     """Runs the example, one process a rank, and returns what they print; raises where one fails."""
     script = str(EXAMPLES / example.script)
     command = [sys.executable, script, *example.arguments, "--out", str(out)]
-    port = _free_port()
+    port = find_free_port()
     ranks = [
         subprocess.Popen(
             command,
@@ -142,9 +142,3 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -98,6 +98,12 @@ def _inside(rank: int, dur_ns: int) -> list[tuple[str, int]]:
     return [*first, ("compute", rest), ("skew", skew), ("collective", collective)]
 
 
+def report_and_tables() -> tuple[Report, Tables]:
+    """The report of the run and its tables, as a store imports them."""
+    made = analysis()
+    return made.report, made.tables
+
+
 def analysis(paths: Sequence[Path] = ()) -> Analysis:
     """The whole run: what an analysis of the paths would yield."""
     rows, segments, boxes = [], [], []

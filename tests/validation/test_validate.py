@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from rich.console import Console
 from scipy.stats import binom
+from support.screens import print_lines
 from support.work_builders import job
 
 from stepsplit.analyzer.errors import DataError, UsageError
@@ -86,10 +86,7 @@ def copied(folder: Path, table: str, *changes: tuple[str, str]) -> Path:
 
 
 def shown(checks: tuple[Check, ...], every_row: bool = False, width: int = 120) -> list[str]:
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(build_validation_screen(checks, every_row))
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return print_lines(build_validation_screen(checks, every_row), width=width)
 
 
 def test_every_check_on_the_published_rows_is_met(checks: tuple[Check, ...]) -> None:

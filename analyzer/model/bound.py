@@ -11,7 +11,7 @@ from itertools import chain, islice
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches
 from stepsplit.analyzer.model.comm_volume import list_shared_ops
-from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, JobConfig
+from stepsplit.analyzer.model.config import Efficiency, JobConfig
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed, find_wide_peak
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.host_time import compute_layer_host_ns
@@ -50,8 +50,13 @@ def compute_bound(
     if load_device(job.hardware.family).processor:
         return None
     least = _reduce_in_16_bits(job)
-    ideal = replace(least, hardware=_idealize(job.hardware))
+    # The device of the data sheet: kernels reach its peaks.
+    perfect = Efficiency(gemm=1.0, attention=0.0, unfused_attention=1.0, memory=1.0, launch_ns=0.0)
+    ideal = replace(least, hardware=replace(job.hardware, efficiency=perfect, clock=1.0, gemms=()))
     speed = _build_ideal_speed(ideal)
+    # Kernels of the update at the peak of the memory; what it computes takes no time.
+    bytes_per_ns = job.hardware.memory_bytes_per_s / 1e9
+    memory_speed = DeviceSpeed(math.inf, math.inf, math.inf, math.inf, bytes_per_ns, 0.0)
     layout, configs, equal = job.parallel, list_stages(job), find_equal_stages(job)
     # The layers of all stages that differ at once: a layer takes as long in each.
     firsts = sorted(set(equal))
@@ -73,7 +78,7 @@ def compute_bound(
     m, layers = count_rank_microbatches(job), compute_layers_by_kind(job)
     memory_ns = inside_ns = between_ns = 0.0
     for stage in firsts:
-        update_ns = compute_optimizer_ns(ideal, speed_of_memory(ideal), parameters[stage])
+        update_ns = compute_optimizer_ns(ideal, memory_speed, parameters[stage])
         saved = compute_stage_activations(job, configs[stage], layers).saved_bytes
         size = min(job.training.weight_bytes, 1 if job.training.is_quantized else 4)
         moved_bytes = m * 2 * (parameters[stage].total * size + saved)
@@ -105,12 +110,6 @@ def _reduce_in_16_bits(job: JobConfig) -> JobConfig:
     return replace(job, training=replace(training, gradient_dtype="bf16"))
 
 
-def _idealize(hardware: HardwareConfig) -> HardwareConfig:
-    """The device of the data sheet: kernels reach its peaks."""
-    perfect = Efficiency(gemm=1.0, attention=0.0, unfused_attention=1.0, memory=1.0, launch_ns=0.0)
-    return replace(hardware, efficiency=perfect, clock=1.0, gemms=())
-
-
 def _build_ideal_speed(job: JobConfig) -> DeviceSpeed:
     """GEMMs and attention at the peak, all else in no time; attention needs its scores once."""
     peak = (job.hardware.peak_flops_per_s(job.training.dtype) or math.inf) / 1e9
@@ -119,12 +118,6 @@ def _build_ideal_speed(job: JobConfig) -> DeviceSpeed:
     attention = peak if kernel.endswith("fp8") else wide
     backward = attention * FUSED_BACKWARD / 2 if job.training.flash_attention else attention
     return DeviceSpeed(peak, wide, attention, backward, math.inf, 0.0)
-
-
-def speed_of_memory(job: JobConfig) -> DeviceSpeed:
-    """Kernels of the update at the peak of the memory; what it computes takes no time."""
-    bytes_per_ns = job.hardware.memory_bytes_per_s / 1e9
-    return DeviceSpeed(math.inf, math.inf, math.inf, math.inf, bytes_per_ns, 0.0)
 
 
 def _without_waits(stage: StageTime, passes: tuple[LayerPass, ...]) -> StageTime:

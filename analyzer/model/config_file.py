@@ -268,9 +268,12 @@ def _decode_sections(table: TomlTable) -> _Sections:
             error = parallel.build_error("nodes", problem, "remove one of them")
             mistakes_by_section["parallel"].append(error)
         notes += (f"parallel: nodes = {nodes} as gpus = {gpus}",)
+    own, names = table.get_subtable("model"), list_model_names()
+    preset = own.values.get("preset")
+    base = load_model(preset) if isinstance(preset, str) and preset in names else None
     sections = _Sections(
-        model=_decode_model_section(
-            table.get_subtable("model"), seq_len, mistakes_by_section["model"]
+        model=_decode_model(
+            own, base, seq_len, mistakes_by_section["model"], {"preset": Literal[names]}
         ),
         parallel=parallel,
         training=training,
@@ -281,7 +284,6 @@ def _decode_sections(table: TomlTable) -> _Sections:
     for name in tables:
         mistakes += mistakes_by_section[name]
     mistakes.raise_all()
-    own = table.get_subtable("model")
     return replace(sections, notes=(*notes, *_describe_assumed(own, sections.model)))
 
 
@@ -336,12 +338,6 @@ def _remove_misplaced(table: TomlTable, mistakes: Mistakes) -> TomlTable:
             mistakes.append(section.build_error(key, "unknown key", hint))
             values[name] = {k: v for k, v in values[name].items() if k != key}
     return replace(table, values=values)
-
-
-def _decode_model_section(table: TomlTable, seq_len: int, mistakes: Mistakes) -> ModelConfig:
-    preset = table.values.get("preset")
-    base = load_model(preset) if isinstance(preset, str) and preset in list_model_names() else None
-    return _decode_model(table, base, seq_len, mistakes, {"preset": Literal[list_model_names()]})
 
 
 def _decode_hardware_section(table: TomlTable, mistakes: Mistakes) -> HardwareConfig:

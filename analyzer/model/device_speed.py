@@ -171,13 +171,18 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
     gemm = select_gemm_share(efficiency, training.dtype)
     if training.dtype == "fp8" and training.fp8_scaling == "row":
         gemm *= ROW_SCALED
-    counted = COUNTED_GEMM if is_counted(job) else 1.0
+    # Where all other kernels are counted, and the rate of GEMMs is one of published runs.
+    is_eager = job.runs_transformers and not training.compile
+    is_fitted = find_efficiency_origins(hardware.family, efficiency)["gemm"] is Origin.FITTED
+    counted = COUNTED_GEMM if is_eager and is_fitted else 1.0
     gemm *= counted
     attention = find_attention_rate(job, wide_peak)
     head = wide_peak * efficiency.gemm * counted * hardware.clock
     if is_head_unaligned(job):
-        # In proportion to GEMMs, so that a calibration of them holds for the head too.
-        head = min(head, UNALIGNED_FLOPS_PER_S * efficiency.gemm / find_published_gemm(job))
+        # In proportion to the GEMMs of published runs, so that a calibration of GEMMs holds for the
+        # head too; an unknown family has none.
+        published = find_efficiency(hardware.family) or efficiency
+        head = min(head, UNALIGNED_FLOPS_PER_S * efficiency.gemm / published.gemm)
     speed = DeviceSpeed(
         linear_flops_per_ns=peak * gemm * hardware.clock / 1e9,
         head_flops_per_ns=head / 1e9,
@@ -254,18 +259,6 @@ UNALIGNED_FLOPS_PER_S = 124e12
 
 ALIGNED_COLUMNS = 8
 """Columns in 16 bits that fill 16 bytes."""
-
-
-def is_counted(job: JobConfig) -> bool:
-    """Whether all other kernels are counted, and the rate of GEMMs is one of published runs."""
-    is_eager = job.runs_transformers and not job.training.compile
-    origins = find_efficiency_origins(job.hardware.family, job.hardware.efficiency)
-    return is_eager and origins["gemm"] is Origin.FITTED
-
-
-def find_published_gemm(job: JobConfig) -> float:
-    """The share of the peak that GEMMs of published runs reach; the job's for an unknown family."""
-    return (find_efficiency(job.hardware.family) or job.hardware.efficiency).gemm
 
 
 def is_head_unaligned(job: JobConfig) -> bool:

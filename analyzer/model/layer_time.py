@@ -430,7 +430,10 @@ def time_attention_core(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     is_fused = job.training.flash_attention
     keys = job.model.count_attended_keys(tokens) if is_fused else tokens
     scores = float(job.tokens) * keys * heads
-    work = 2 * scores * _sum_head_widths(job)
+    latent, width = job.model.latent, job.model.head_size
+    # A head's query and value widths.
+    widths = 2 * width if latent is None else latent.nope + latent.rope + latent.value
+    work = 2 * scores * widths
     if is_fused:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = FUSED_BACKWARD * work / 2 / speed.attention_backward_flops_per_ns
@@ -442,14 +445,6 @@ def time_attention_core(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     forward = work / speed.attention_flops_per_ns + softmax.forward_ns
     backward = 2 * work / speed.attention_flops_per_ns + softmax.backward_ns
     return LayerPass(forward, backward, 0.0, forward, backward)
-
-
-def _sum_head_widths(job: JobConfig) -> int:
-    """Sum of a head's query and value widths."""
-    latent = job.model.latent
-    if latent is None:
-        return 2 * job.model.head_size
-    return latent.nope + latent.rope + latent.value
 
 
 # The GEMMs of one layer and microbatch on one rank.

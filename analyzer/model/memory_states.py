@@ -437,15 +437,13 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
         masks=2 * MASK_BYTES * count_hidden(job) if job.training.dropout else 0,
         mlp=mlp,
         routed=routed,
-        adapters=_compute_adapters(job, expert),
+        # The inputs of the second matrices of a layer's adapters.
+        adapters=job.tokens
+        * sum(one.count for one in list_adapters(job, expert))
+        * job.training.lora_rank
+        * job.training.activation_bytes,
         formula=PARTS if parts else KORTHIKANTI if _is_gpt(job) else LAYER_ACTIVATIONS,
     )
-
-
-def _compute_adapters(job: JobConfig, expert: bool) -> int:
-    """The inputs of the second matrices of a layer's adapters."""
-    count = sum(one.count for one in list_adapters(job, expert))
-    return job.tokens * count * job.training.lora_rank * job.training.activation_bytes
 
 
 def _is_gpt(job: JobConfig) -> bool:
@@ -465,20 +463,16 @@ def select_saved_bytes(job: JobConfig) -> SavedBytes:
     )
     unfused = find_known_unfused(job)
     saved = saved if unfused is None else _replace_unfused(job, saved, unfused)
-    if training.lora_rank and _is_norm_unfused(job) and saved.norm_input:
+    is_eager = job.profile.model.eager and not training.compile
+    is_norm_unfused = training.unfused is None or "norms" in training.unfused
+    is_op_by_op = job.model.norm == "rms" and is_eager and is_norm_unfused
+    if training.lora_rank and is_op_by_op and saved.norm_input:
         # The normalized input, which only the gradient of the norm's weight needs.
         normalized = 4.0 if is_autocast(job) else 2.0
         saved = replace(saved, norm_input=saved.norm_input - normalized)
     if job.model.gated or not job.profile.memory.input_of_activation:
         return saved
     return replace(saved, mlp_first=_count_activation_bytes(job, saved.mlp_first))
-
-
-def _is_norm_unfused(job: JobConfig) -> bool:
-    training = job.training
-    is_stated = training.unfused is None or "norms" in training.unfused
-    is_eager = job.profile.model.eager and not training.compile
-    return job.model.norm == "rms" and is_eager and is_stated
 
 
 GELU_NEW = (14.0, 8.0)

@@ -97,6 +97,7 @@ TIMED_FIRST = 100
 """Layouts that are timed before other processes start to time those that follow."""
 
 _TIMED_AT_ONCE = 16
+"""Layouts of one task of a process, so that handing them over takes little beside timing them."""
 
 
 def _time_layouts(
@@ -143,15 +144,16 @@ def _drop_dominated(layouts: Iterable[TimedLayout]) -> list[TimedLayout]:
     parallelism, and not larger in memory."""
     shown: list[TimedLayout] = []
     for candidate, job in sorted(layouts, key=lambda raced: make_sort_key(raced[0])):
-        if not any(_is_dominating(before, candidate) for before, _ in shown):
+        own = candidate.choice
+        is_dominated = any(
+            (before.choice.tp, before.choice.pp, before.choice.ep) == (own.tp, own.pp, own.ep)
+            and before.choice.cp < own.cp
+            and before.peak_bytes <= candidate.peak_bytes
+            for before, _ in shown
+        )
+        if not is_dominated:
             shown.append((candidate, job))
     return shown
-
-
-def _is_dominating(before: Candidate, candidate: Candidate) -> bool:
-    a, b = before.choice, candidate.choice
-    same = (a.tp, a.pp, a.ep) == (b.tp, b.pp, b.ep)
-    return same and a.cp < b.cp and before.peak_bytes <= candidate.peak_bytes
 
 
 def make_sort_key(candidate: Candidate) -> tuple[int, ...]:

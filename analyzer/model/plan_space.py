@@ -597,11 +597,16 @@ _VARIED = (*KEYS, "dp_replicate", "dp_shard", "layers_per_stage")
 def format_job_lines(job: JobConfig, choice: Choice) -> tuple[str, ...]:
     """The layout of a planned job as a whole [parallel], with what the search left as it was, and
     the keys of [training] that it changes."""
-    lines = [
-        *_format_axes(choice),
-        *_format_experts(choice, job.model.experts is not None),
-        *_format_pipeline(choice),
-    ]
+    lines = _format_axes(choice)
+    if job.model.experts is not None and choice.tp > 1:
+        # Written because Megatron splits experts by tp by default.
+        lines.append(f"expert_tp = {choice.expert_tp}")
+    if choice.pp > 1:
+        lines.append(f'schedule = "{choice.schedule}"')
+        if choice.chunks > 1:
+            lines.append(f"chunks = {choice.chunks}")
+        if choice.layers_per_stage is not None:
+            lines.append(f"layers_per_stage = {list(choice.layers_per_stage)}")
     parallel = parse_table("the layout", "\n".join(lines).encode())
     kept = _format_kept_keys(job, parallel)
     return "[parallel]", *lines, *kept, "[training]", *_format_training(job, choice, parallel)
@@ -639,22 +644,6 @@ def _format_axes(choice: Choice) -> list[str]:
     lines.append(f"zero = {choice.zero}")
     if choice.sequence_parallel:
         lines.append("sequence_parallel = true")
-    return lines
-
-
-def _format_experts(choice: Choice, experts: bool) -> list[str]:
-    """expert_tp is written because Megatron splits experts by tp by default."""
-    return [f"expert_tp = {choice.expert_tp}"] if experts and choice.tp > 1 else []
-
-
-def _format_pipeline(choice: Choice) -> list[str]:
-    if choice.pp == 1:
-        return []
-    lines = [f'schedule = "{choice.schedule}"']
-    if choice.chunks > 1:
-        lines.append(f"chunks = {choice.chunks}")
-    if choice.layers_per_stage is not None:
-        lines.append(f"layers_per_stage = {list(choice.layers_per_stage)}")
     return lines
 
 

@@ -347,13 +347,10 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
                 else _read_number(body, "fit_chance"),
             )
     except (KeyError, TypeError, ValueError) as error:
-        problem = f"not a stepsplit prediction ({_format_problem(error)})"
+        text = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        problem = f"not a stepsplit prediction ({text})"
         raise DataError(source, problem, _HINT) from None
     raise DataError(source, f"schema is {schema}, expected {SCHEMA}", _HINT)
-
-
-def _format_problem(error: Exception) -> str:
-    return f"missing {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _build_body(prediction: Prediction) -> dict[str, Any]:

@@ -318,15 +318,12 @@ def expand_phases(phases: Iterable[Phase], microbatches: Sequence[range]) -> Ord
 def _parse_patterns(phases: Iterable[Phase]) -> Iterator[tuple[Kind, int, bool]]:
     """Kind, chunk (-1: any) and whether the pass overlaps the next."""
     for pattern, repeats in phases:
+        # F0&B1 is one word of two passes, the first of which overlaps the second.
+        words = [word.split("&") for word in pattern.split()]
         passes = [
-            (cast(Kind, part[0]), int(part[1:] or -1), joined)
-            for word in pattern.split()
-            for part, joined in _split_overlapped(word)
+            (cast(Kind, part[0]), int(part[1:] or -1), number == 0 and len(parts) > 1)
+            for parts in words
+            for number, part in enumerate(parts)
         ]
         for _ in range(repeats):
             yield from passes
-
-
-def _split_overlapped(word: str) -> list[tuple[str, bool]]:
-    first, *second = word.split("&")
-    return [(first, bool(second)), *((part, False) for part in second)]

@@ -176,7 +176,11 @@ def compute_bubble_ns(
         case "gpipe":
             return (p - 1) * (total_ns + 2 * transfer_ns)
         case "1f1b":
-            return (p - 1) * total_ns + _count_1f1b_messages(p, m) * transfer_ns
+            # Messages on the longest path: forward and backward, and p-1 more in each direction for
+            # each further p microbatches; 2 (p-1) (m+p) / p - 2 if p divides m.
+            rounds, rest = divmod(m - 1, p)
+            messages = 2 * (p - 1) + 2 * (rounds * (p - 1) + max(0, rest - 1))
+            return (p - 1) * total_ns + messages * transfer_ns
         case "interleaved" if m % p == 0:
             return (p - 1) * total_ns / v + (2 * p * v - p - 2) * transfer_ns
         case "zb-h1":
@@ -202,13 +206,6 @@ def compute_bubble_rate(
     if idle_ns is None:
         return None
     return idle_ns / (idle_ns + microbatches * sum(times_ns))
-
-
-def _count_1f1b_messages(p: int, m: int) -> int:
-    """Messages on the longest path: forward and backward, and p-1 more in each direction for each
-    further p microbatches; 2 (p-1) (m+p) / p - 2 if p divides m."""
-    rounds, rest = divmod(m - 1, p)
-    return 2 * (p - 1) + 2 * (rounds * (p - 1) + max(0, rest - 1))
 
 
 # Bubble of a schedule with equal stages, in the window of all ranks.

@@ -23,6 +23,7 @@ from stepsplit.analyzer.ops import (
     parse_op,
 )
 from stepsplit.analyzer.readers.compression import UnpackedStream, open_unpacked
+from stepsplit.analyzer.readers.rank_limits import MAX_LISTED_RANKS
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import (
     MAX_NAME_LENGTH,
@@ -246,8 +247,6 @@ class _TraceCollector:
 
 # Groups and calls in the nodes of an execution trace.
 
-MAX_RANKS = 1 << 20
-
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 _TENSOR = re.compile(r"Tensor\(([^()]*)\)")
@@ -284,7 +283,7 @@ class _Values(Struct):
     types: list[Any] = []
 
 
-_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LISTED_RANKS)]
 
 
 class _Config(Struct):
@@ -329,7 +328,7 @@ class GroupTable:
                 with suppress(*JSON_ERRORS):
                     configs.append(msgspec.json.decode(config_text, type=_Config))
         for config in configs:
-            ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MAX_RANKS)))
+            ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MAX_LISTED_RANKS)))
             self.world_size = max(self.world_size, config.group_size, len(ranks))
             own_name, *aliases = config.names or [""]
             number = self._register(own_name, ranks, config.pg_desc or "")
@@ -439,7 +438,7 @@ def _expand_stride(start: int, stride: int, size: int) -> tuple[int, ...]:
     if start < 0 or size < 1 or stride < 0 or (stride == 0 and size > 1):
         return ()
     last = start + (size - 1) * stride
-    return tuple(range(start, last + 1, stride or 1)) if last < MAX_RANKS else ()
+    return tuple(range(start, last + 1, stride or 1)) if last < MAX_LISTED_RANKS else ()
 
 
 def _compute_bytes(nelems: int, dtype: str, tensors: _Values) -> int:

@@ -22,6 +22,7 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_message_bytes, parse_op
 from stepsplit.analyzer.readers.compression import find_opener, open_source_file, open_unpacked
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
+from stepsplit.analyzer.readers.rank_limits import MAX_RANKS
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
@@ -48,8 +49,6 @@ _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_P
 
 _SIZE_NAMES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
-# No job is that large: a larger number is damage, and would become an array of that size.
-_MAX_RANKS = 10_000_000
 
 # Linux limits one variable to 128 KiB; a damaged export is cut here.
 _MAX_ENVIRONMENT = 1 << 20
@@ -194,7 +193,7 @@ def _assign_ranks(
     mpi = dict(zip(compute_process_key(rows[:, 0]).tolist(), rows[:, 1].tolist(), strict=True))
     by_mpi = [mpi.get(process.key, -1) for process in processes]
     # A damaged or incomplete table of ranks is not used at all: ranks from two sources may collide.
-    if min(by_mpi) >= 0 and max(by_mpi) < _MAX_RANKS and len(set(by_mpi)) == len(by_mpi):
+    if min(by_mpi) >= 0 and max(by_mpi) < MAX_RANKS and len(set(by_mpi)) == len(by_mpi):
         return _Ranks(tuple(by_mpi), ())
     if len(processes) == 1:
         match = _RANK_IN_NAME.search(source.inner.name) or _RANK_IN_NAME.search(

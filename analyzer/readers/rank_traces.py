@@ -23,7 +23,6 @@ from stepsplit.analyzer.trace import Note, RankTrace
 
 RankTraces = tuple[RankTrace, ...]
 
-MAX_RANKS = 10_000_000
 
 # More notes become one, or a job of thousands of ranks would have nothing but these.
 _MAX_SINGLE_NOTES = 4

@@ -33,7 +33,8 @@ RUN_FILE = "run.json"
 MESH_FILE = "mesh.txt"
 """The file of an upload that states the job's mesh, at its top."""
 SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
-_MAX_RANKS = 10_000_000
+MAX_RANKS = 10_000_000
+"""No job is that large: a larger number is damage, and would become lists of that size."""
 _COUNTS_FROM_ONE = (
     "layers", "hidden", "heads", "seq_len", "micro_batch", "global_batch", "microbatches",
 )  # fmt: skip
@@ -396,7 +397,7 @@ class _MeshAxis:
 def decode_world_size(body: Mapping[str, Any]) -> int:
     """The world size of run.json or of a rank record. Raises ValueError if it is invalid."""
     world_size = decode_field(body, "world_size", int)
-    if not 1 <= world_size <= _MAX_RANKS:
+    if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"world_size: {world_size} is not a number of ranks")
     return world_size
 

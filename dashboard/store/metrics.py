@@ -158,11 +158,16 @@ class Headline:
 
 def build_headline(report: Report) -> Headline:
     """Headline numbers of the report."""
+    median_step = None
+    if report.steps:
+        mean = compute_mean_split(select_full_steps(report.steps))
+        shares = tuple(ns / (mean.step_ns or 1) for ns in mean.buckets_ns)
+        median_step = MedianStep(compute_step_median_ns(report.steps), mean, shares)
     return Headline(
         world_size=report.run.world_size,
         mesh=_format_mesh(report),
         backend=report.run.backend,
-        median_step=_compute_median_step(report) if report.steps else None,
+        median_step=median_step,
         steps=len(list_full_steps(report.steps)),
         warnings=len(report.warnings),
         bubble_fraction=report.pipeline.bubble_fraction if report.pipeline else None,
@@ -171,12 +176,6 @@ def build_headline(report: Report) -> Headline:
             (FirstFinding(one.message, one.gain_ns) for one in report.findings), None
         ),
     )
-
-
-def _compute_median_step(report: Report) -> MedianStep:
-    mean = compute_mean_split(select_full_steps(report.steps))
-    shares = tuple(ns / (mean.step_ns or 1) for ns in mean.buckets_ns)
-    return MedianStep(compute_step_median_ns(report.steps), mean, shares)
 
 
 def _format_mesh(report: Report) -> str | None:
@@ -246,7 +245,13 @@ def _find_main_message(report: Report) -> int | None:
     recorded = set(report.run.ranks)
     members = {group.id: len(recorded & {*group.ranks}) or 1 for group in report.groups}
     volumes: dict[int, float] = defaultdict(float)
-    for row in _list_steady_calls(report):
+    # The calls of which each step has as many: sizes of others depend on the data, as do those of
+    # all-to-all. All calls of a report of stepsplit 0.1.0, which does not count them by step.
+    steady = [row for row in report.step_calls if row.least == row.most]
+    rows: Sequence[StepCallsRow | CollectiveRow] = (
+        steady if report.step_calls else report.collectives
+    )
+    for row in rows:
         if row.op != "all_to_all" and (row.message_bytes or 0) > MIN_MESSAGE_BYTES:
             elements = _count_elements(row.message_bytes or 0, row.dtype)
             # By recorded ranks of the group: a recording of fewer ranks has the same key.
@@ -255,14 +260,6 @@ def _find_main_message(report: Report) -> int | None:
             # size leaves the key as it is.
             volumes[elements] = max(volumes[elements], elements * calls)
     return max(volumes, key=lambda elements: (volumes[elements], elements), default=None)
-
-
-def _list_steady_calls(report: Report) -> Sequence[StepCallsRow | CollectiveRow]:
-    """The calls of which each step has as many: sizes of others depend on the data, as do those of
-    all-to-all. All calls of a report of stepsplit 0.1.0, which does not count them by step."""
-    if not report.step_calls:
-        return report.collectives
-    return [row for row in report.step_calls if row.least == row.most]
 
 
 def _count_calls(row: StepCallsRow | CollectiveRow) -> int:

@@ -101,20 +101,21 @@ def record_done(connection: Connection, run_id: str, report: Report) -> None:
     """Marks the run as done and records the metrics of its report."""
     numbers = build_headline(report)
     # The columns of a headline.
-    values = {
+    values: dict[str, Any] = {
         "state": "done",
         "error": None,
-        **{
-            "world_size": numbers.world_size,
-            "mesh": None if numbers.mesh is None else clean_text(numbers.mesh, 200),
-            "backend": None if numbers.backend is None else clean_text(numbers.backend, 100),
-            "steps": numbers.steps,
-            "warnings": numbers.warnings,
-            "bubble_fraction": numbers.bubble_fraction,
-            "mfu": numbers.mfu,
-            **_build_median_columns(numbers.median_step),
-        },
+        "world_size": numbers.world_size,
+        "mesh": None if numbers.mesh is None else clean_text(numbers.mesh, 200),
+        "backend": None if numbers.backend is None else clean_text(numbers.backend, 100),
+        "steps": numbers.steps,
+        "warnings": numbers.warnings,
+        "bubble_fraction": numbers.bubble_fraction,
+        "mfu": numbers.mfu,
     }
+    if (middle := numbers.median_step) is not None:
+        values["step_ns"] = middle.step_ns
+        values |= zip(BUCKET_COLUMNS, middle.mean.buckets_ns, strict=True)
+        values |= zip(_SHARES, middle.shares, strict=True)
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
     record_known(connection, run_id, report)
     record_metrics(connection, run_id, report, numbers)
@@ -204,14 +205,6 @@ def build_run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
 
 
 _SHARES = tuple(f"{bucket}_share" for bucket in BUCKETS)
-
-
-def _build_median_columns(middle: MedianStep | None) -> dict[str, int | float]:
-    if middle is None:
-        return {}
-    means = zip(BUCKET_COLUMNS, middle.mean.buckets_ns, strict=True)
-    shares = zip(_SHARES, middle.shares, strict=True)
-    return {"step_ns": middle.step_ns, **dict(means), **dict(shares)}
 
 
 def _read_headline(row: Row[Any]) -> Headline:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.diagnose.hang.result import StuckGroup
 from stepsplit.analyzer.readers.flight_recorder import FlightDump
-from stepsplit.analyzer.readers.rank_traces import MAX_RANKS
+from stepsplit.analyzer.readers.rank_limits import MAX_RANKS
 from stepsplit.analyzer.trace import Group
 
 

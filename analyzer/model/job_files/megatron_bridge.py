@@ -80,7 +80,9 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
     else:
         text = re.sub(r"(?m)^\s*#.*$", "", file.text)
         for _, key, value in _SETTING.findall(text):
-            values[key] = _read_value(value)
+            word = value.strip("\"'")
+            constants = {"true": True, "false": False, "null": None, "none": None}
+            values[key] = constants.get(word.lower(), word)
         if named := re.search(r"\bmixed_precision\s*=\s*[\"']?([\w-]+)", text):
             values["mixed_precision"] = named[1]
         _put_recipe(text, job)
@@ -93,7 +95,10 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
         job.put("parallel", "zero", 1)
     job.omitted.append("what the recipe itself sets: sizes that are not overridden are taken as 1")
     if "dtype" not in job.sections["training"]:
-        _put_precision(settings.find_word("mixed_precision"), job)
+        # A word such as bf16_with_fp8_delayed_scaling_mixed.
+        precision = settings.find_word("mixed_precision")
+        stated = (dtype for dtype in ("nvfp4", "fp8", "bf16", "fp16") if dtype in precision)
+        job.put("training", "dtype", next(stated, None))
 
 
 def _put_recipe(text: str, job: JobTablesBuilder) -> None:
@@ -113,19 +118,6 @@ def _put_architecture(settings: MegatronSettings, job: JobTablesBuilder) -> None
     job.put("model", "norm", {"rmsnorm": "rms", "layernorm": "layer"}.get(norm))
     job.put("model", "biases", settings.find_flag("add_bias_linear"))
     job.put("model", "tied", settings.find_flag("share_embeddings_and_output_weights"))
-
-
-def _put_precision(name: str, job: JobTablesBuilder) -> None:
-    """Such as bf16_with_fp8_delayed_scaling_mixed."""
-    for word, dtype in (("nvfp4", "nvfp4"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16")):
-        if word in name:
-            job.put("training", "dtype", dtype)
-            return
-
-
-def _read_value(text: str) -> Any:
-    text = text.strip("\"'")
-    return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
 
 
 KIND = JobFileKind("megatron-bridge", "Megatron-Bridge overrides", _recognize, _read)

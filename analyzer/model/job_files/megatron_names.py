@@ -4,7 +4,7 @@ what each is in a job.toml."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -281,20 +281,18 @@ def _put_recomputation(settings: MegatronSettings, job: JobTablesBuilder) -> Non
         elif count and count > 1:
             job.put("training", "recompute", f"every-{count}")
         return
+    # A list of the modules in YAML, one text of them on a command line.
     modules = settings.find("recompute_modules")
-    words = re.findall(r"[a-z_]+", " ".join(_list_words(modules)).lower())
+    if modules is None or isinstance(modules, bool):
+        modules = []
+    texts = map(str, modules) if isinstance(modules, list) else (str(modules),)
+    words = re.findall(r"[a-z_]+", " ".join(texts).lower())
     if granularity == "selective" and words and words != ["core_attn"]:
         parts = sorted({_PARTS[word] for word in words if word in _PARTS})
         job.put("training", "recompute", parts or "selective")
         return
     if granularity == "selective" or settings.find_flag("recompute_activations"):
         job.put("training", "recompute", "selective")
-
-
-def _list_words(value: object) -> Iterable[str]:
-    if isinstance(value, list):
-        return map(str, value)
-    return () if value is None or isinstance(value, bool) else (str(value),)
 
 
 def put_all(settings: MegatronSettings, job: JobTablesBuilder) -> None:

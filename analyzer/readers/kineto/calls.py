@@ -816,23 +816,10 @@ class _Queue(Struct, frozen=True):
         ranges, worker = tuple(one for one, _ in by_start), tuple(lane for _, lane in by_start)
         return cls(ranges, worker, tuple(own_free), tuple(free))
 
-    def compute_misfit_ns(self, at: int, request: Request) -> float:
-        """How far the range's start is from the one expected with two workers."""
-        one = self.ranges[at]
-        if one.name != request.name or one.start_ns < request.created_ns - EARLY_NS:
-            return math.inf
-        misfit_ns = abs(one.start_ns - max(request.created_ns, self.free_ns[at]))
-        other = 0 <= one.size_bytes != request.size_bytes >= 0
-        return misfit_ns + _SIZE_NS if other else misfit_ns
-
     def may_come_before(self, at: int, earlier: int) -> bool:
         """Whether the range's worker may have taken its call before the earlier one started."""
         apart = self.worker[at] != self.worker[earlier]
         return apart and self.own_free_ns[at] <= self.ranges[earlier].start_ns
-
-    def is_one_left(self, at: int) -> bool:
-        """Whether from this range on only one worker runs: the other may be busy with a call."""
-        return len(set(self.worker[at:])) == 1
 
 
 _State = tuple[int, int]
@@ -884,11 +871,18 @@ class _Pairing(Struct, frozen=True):
             swapped = self._compute_misfit_ns(at, place + 1)
             swapped += self._compute_misfit_ns(at + 1, place)
             yield (done + 2, passed), swapped + _SWAP_NS
-        if left > 0 and passed < self.most and self.queue.is_one_left(at):
+        # From here on only one worker runs: the other may be busy with a call.
+        if left > 0 and passed < self.most and len(set(self.queue.worker[at:])) == 1:
             yield (done, passed + 1), 0.0
 
     def _compute_misfit_ns(self, at: int, place: int) -> float:
-        return self.queue.compute_misfit_ns(at, self.requests[place])
+        """How far the range's start is from the one that this request has with two workers."""
+        one, request = self.queue.ranges[at], self.requests[place]
+        if one.name != request.name or one.start_ns < request.created_ns - EARLY_NS:
+            return math.inf
+        misfit_ns = abs(one.start_ns - max(request.created_ns, self.queue.free_ns[at]))
+        other = 0 <= one.size_bytes != request.size_bytes >= 0
+        return misfit_ns + _SIZE_NS if other else misfit_ns
 
     def _trace_back(self, state: _State, before: Mapping[_State, _State]) -> list[int]:
         """The place of the request of each range."""

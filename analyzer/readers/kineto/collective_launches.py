@@ -213,7 +213,9 @@ def note_missing(
     for row, args, group in ops:
         op, at = parse_op(args.collective or ""), events.start_ns[row]
         is_captured = np.searchsorted(begins, at) > np.searchsorted(ends, at)
-        if is_captured or op == "barrier" or not _is_collective(args) or 0 in _sizes(args):
+        if is_captured or op == "barrier" or not _is_collective(args):
+            continue
+        if 0 in (args.in_nelems, args.out_nelems):
             continue
         total += 1
         by_kind[group, op].append(row)
@@ -233,7 +235,3 @@ def note_missing(
         " their time counts as idle"
     )
     return (Note("collectives_not_recorded", text, lack=Lack.KERNELS),)
-
-
-def _sizes(args: Args) -> tuple[int, int]:
-    return args.in_nelems, args.out_nelems

@@ -84,16 +84,13 @@ class ArrayBlocks:
     def _fill(self, want: int) -> bool:
         """Reads up to `want` more bytes; returns whether there were any."""
         begin, end = self._have, self._have + want
-        self._reserve(end + 1)
+        if end >= len(self._buffer):
+            # A larger one; views of the old one stay valid.
+            self._buffer = self._buffer + bytearray(end + 1)
         room = memoryview(self._buffer)
         while self._have < end and (got := self._stream.readinto(room[self._have : end])):
             self._have += got
         return self._have > begin
-
-    def _reserve(self, end: int) -> None:
-        """Replaces the buffer by a larger one if needed; views of the old one stay valid."""
-        if end > len(self._buffer):
-            self._buffer = self._buffer + bytearray(end)
 
     def _read_to_cut(self) -> Iterator[Entries]:
         """The entries up to the last boundary between two entries in the buffer, if any."""

@@ -35,8 +35,8 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
     read_opening,
     read_range,
 )
+from stepsplit.analyzer.readers.rank_limits import MAX_RANKS
 from stepsplit.analyzer.readers.rank_traces import (
-    MAX_RANKS,
     TraceCandidate,
     TraceReading,
     choose_store_folders,

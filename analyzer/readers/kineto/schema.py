@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct, field
 
+from stepsplit.analyzer.readers.rank_limits import MAX_LISTED_RANKS
 from stepsplit.analyzer.trace import Bool, Group, Int64, UInt8
 
 # Types of a trace's JSON: entries, their arguments, and the fields around the array.
@@ -32,8 +33,6 @@ _Count = Annotated[int, Meta(ge=-1, le=1 << 20)]
 NO_ARGS = Raw(b"{}")
 
 MISSING, _ZERO = Raw(b"null"), Raw(b"0")
-
-_MAX_RANKS = 1 << 20
 
 _OTHER_PHASES = "BEiIstfbenNODPSTFpRcvVaAC(),"
 
@@ -131,7 +130,11 @@ class Args(Struct, gc=False):
     @property
     def strided_ranks(self) -> tuple[int, ...]:
         """The ranks of a group given by start and stride because it is too long to list."""
-        if self.rank_start < 0 or self.rank_stride <= 0 or not 0 < self.group_size <= _MAX_RANKS:
+        if (
+            self.rank_start < 0
+            or self.rank_stride <= 0
+            or not 0 < self.group_size <= MAX_LISTED_RANKS
+        ):
             return ()
         return tuple(self.rank_start + i * self.rank_stride for i in range(self.group_size))
 

@@ -100,13 +100,6 @@ UNKNOWN_TRACKS = "ascend_unknown"
 """Code of the note on a trace whose device events cannot be classified: it must not be split."""
 
 
-def name_device(header: KinetoHeader) -> KinetoHeader:
-    """The header with a device, which these files do not describe."""
-    if header.devices:
-        return header
-    return msgspec.structs.replace(header, devices=[DeviceProperties("Ascend NPU")])
-
-
 def classify_tracks(
     rows: SortedRows, tracks: Sequence[Track], whole: bool
 ) -> tuple[SortedRows, tuple[Note, ...]]:
@@ -306,7 +299,9 @@ def join_parts(
     names = (*_HARDWARE, *_HOST)
     if any(track.tid is None and track.name in names for track in tracks):
         rows, more = classify_tracks(rows, tracks, is_whole)
-        header = name_device(header)
+        if not header.devices:
+            # Which these files do not describe.
+            header = msgspec.structs.replace(header, devices=[DeviceProperties("Ascend NPU")])
     rows, time_notes = drop_timeless(rows, header.base_ns)
     events, order_notes = clip_overruns(rows.events, rows.shapes, rows.find_communication(rules))
     rows, copy_notes = join_copy_engine_calls(replace(rows, events=events))

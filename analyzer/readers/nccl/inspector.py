@@ -16,6 +16,7 @@ from msgspec import Struct
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.readers.compression import open_unpacked
+from stepsplit.analyzer.readers.rank_limits import MAX_LISTED_RANKS
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Calls, Group, Note, RankCalls, UInt8
 
@@ -28,8 +29,6 @@ MAX_DUR_US = 1 << 43
 """A duration of months is an underflow of an unsigned clock difference."""
 
 MAX_UNIX_US = 1 << 53
-
-MAX_RANKS = 1 << 20
 
 _OPS = {"SendRecv": "send_recv", "All2All": "all_to_all"}
 
@@ -246,7 +245,7 @@ class _Columns:
         dur_ns = np.array(self._dur_ns, dtype=np.int64)
         # The group's id is the name of the communicator, and its hash where it has none.
         has_name = header.comm_name not in ("", "unknown")
-        ranks = tuple(range(min(header.n_ranks, MAX_RANKS)))
+        ranks = tuple(range(min(header.n_ranks, MAX_LISTED_RANKS)))
         group = Group(header.comm_name if has_name else header.id, ranks, header.id)
         return RankCalls(source, header.rank, -1, self._host, t0_unix_ns, calls, dur_ns, (group,))
 

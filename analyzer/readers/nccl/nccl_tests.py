@@ -13,6 +13,7 @@ from msgspec import Struct
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_element_bytes, normalize_dtype, parse_op
 from stepsplit.analyzer.readers.compression import open_unpacked, read_head
+from stepsplit.analyzer.readers.rank_limits import MAX_LISTED_RANKS
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Note
 
@@ -211,7 +212,7 @@ def _read_report(source: Source) -> Sweeps:
             problem = f"incomplete nccl-tests report ({error})"
             raise DataError(source.where, problem, "run the test again") from None
         devices = {device.rank: device.device_info for device in report.config.devices}
-        nranks = max((rank for rank in devices if rank < MAX_RANKS), default=-1) + 1 or -1
+        nranks = max((rank for rank in devices if rank < MAX_LISTED_RANKS), default=-1) + 1 or -1
         # Of a program whose op is not one of ours, the op stays open.
         name = report.results[0].experiment_name if report.results else ""
         op = _OPS.get(name, parse_op(name))
@@ -488,8 +489,6 @@ _REPORT_BEGIN = re.compile(rb'\A\s*\{\s*"version":\s*\d+,\s*"start_time":\s*"[^"
 _DECODER = msgspec.json.Decoder(_Report)
 
 _OPS = {"SendRecv": "send_recv", "HyperCube": "all_gather"}
-
-MAX_RANKS = 1 << 20
 
 
 def is_report(head: bytes) -> bool:

@@ -208,8 +208,9 @@ def draw_wait_against_transfer(
     calls: Sequence[MedianCall], keys: Sequence[str] | None = None
 ) -> go.Figure:
     """One bar per kind of call, in ms: transfer, and wait (hatched). keys: where each leads."""
-    figure = theme.build_blank_figure(110 + 26 * len(calls), "ms of the median call", "")
-    words = [theme.escape_text(call.label) for call in calls]
+    figure = theme.build_blank_figure(110 + 34 * len(calls), "ms of the median call", "")
+    # On two lines, which leaves bars some width on a phone.
+    words = [theme.escape_text(call.label).replace(", ", ",<br>") for call in calls]
     moving, waiting = (BUCKET_STYLES[bucket] for bucket in (Bucket.COLLECTIVE, Bucket.SKEW))
     for name, look, times in (
         ("transfer", moving, [call.transfer_ns for call in calls]),

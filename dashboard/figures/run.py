@@ -279,11 +279,7 @@ _TEXT_STYLE = {"textposition": "inside", "insidetextanchor": "middle", "textangl
 
 def draw_critical_path(report: Report) -> go.Figure:
     """One horizontal bar in ms: the average step's critical path by bucket and axis."""
-    figure = theme.build_blank_figure(
-        PATH_HEIGHT,
-        "ms of the critical path, from the first start to the last end over all ranks",
-        "",
-    )
+    figure = theme.build_blank_figure(PATH_HEIGHT, "ms of the critical path", "")
     shares = compute_path_shares(report)
     for look in BUCKET_STYLES:
         own = [one for one in shares if one.bucket == look.bucket]
@@ -324,7 +320,7 @@ def draw_critical_path(report: Report) -> go.Figure:
 
 BOXES, STAGES = 4_000, 32
 
-_ROW_PX, _HEAD_PX, _BETWEEN_PX = 30, 92, 34
+_ROW_PX, _HEAD_PX, _TITLE_PX, _BETWEEN_PX = 30, 110, 18, 34
 
 _COLORS = dict(zip(PHASES, (theme.FORWARD, theme.BACKWARD, theme.WEIGHT), strict=True))
 
@@ -368,8 +364,9 @@ def draw_pipeline(
     if ideal is not None:
         _draw_boxes(figure, ideal, rows, "y2", "ideal")
         _add_stage_axis(figure, "yaxis2", rows, (0, height / both), "the schedule's ideal")
-    figure.update_layout(barmode="overlay", bargap=0.16, margin={"t": 44, "b": 48})
-    figure.update_layout(legend={"x": 1, "xanchor": "right"})
+    figure.update_layout(barmode="overlay", bargap=0.16, margin={"t": 44 + _TITLE_PX, "b": 48})
+    # Above the title of the upper part, beside which a phone has no room.
+    figure.update_layout(legend={"y": 1 + _TITLE_PX / both})
     figure.update_xaxes(anchor="y2" if ideal is not None else "y", rangemode="tozero")
     return figure
 

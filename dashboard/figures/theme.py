@@ -38,7 +38,10 @@ GRAPH_CONFIG: Final[Any] = {
 _LEGEND = {
     "orientation": "h",
     "traceorder": "normal",
-    "x": 0,
+    # Left of the plot by a hair: plotly then gives it the width of the labels of the axis as well,
+    # without which it has one column on a phone, and a scroll bar.
+    "x": -1e-4,
+    "xanchor": "left",
     "y": 1,
     "yanchor": "bottom",
     "font": {"size": 11},

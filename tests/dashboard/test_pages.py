@@ -199,7 +199,8 @@ def test_wait_and_transfer_are_those_of_the_slowest_group() -> None:
     page = build_collectives_page(view(), AddressQuery())
     (figure,) = [one.figure for one in find(page, dcc.Graph) if one.id == "wait-transfer"]
     assert list(figure.data[0].y) == [
-        "all_reduce on tp, 33.6 MB", "send on pp, 16.8 MB", "broadcast on pp, size unknown",
+        "all_reduce on tp,<br>33.6 MB", "send on pp,<br>16.8 MB",
+        "broadcast on pp,<br>size unknown",
     ]  # fmt: skip
     assert [list(trace.x) for trace in figure.data] == [[0.415, 0.6, 0.021], [0.56, 0, 0]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.diagnosis import diagnose
+from stepsplit.analyzer.diagnose.role_times import (
+    JobRole,
+    build_role_job,
+    explain_other_roles,
+    forget_other_roles,
+    group_programs,
+    join_programs,
+)
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.parts.breakdown import break_down
 from stepsplit.analyzer.readers.file_kinds import FileRole
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording, read_recording_files
 from stepsplit.analyzer.readers.recording_files import open_recording
+from stepsplit.analyzer.readers.roles import split_by_role
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.analyzer.report.io import is_analyzed, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
+from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.analyzer.report.tables import Tables, build_tables
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split_recording import split_recording
@@ -143,6 +153,62 @@ def examine_or_find_hang(
     return _read_and_build(places, workers, progress, rules, _make_comparison(job), mesh, draft)
 
 
+@dataclass(frozen=True, slots=True)
+class RoleAnalysis:
+    """The result of `examine_roles_or_run` for a job of several roles: the whole on one clock, and
+    the analysis of each role by its name."""
+
+    job: RoleJob
+    analyses: Mapping[str, Analysis]
+
+
+def examine_roles_or_run(
+    places: Sequence[str | Path],
+    workers: Workers = 1,
+    progress: Progress = ignore_progress,
+    rules: Rules = BUILT_IN,
+    job: str | Path | None = None,
+    mesh: Mesh | None = None,
+    draft_job: bool = False,
+) -> Analysis | Hang | RoleAnalysis:
+    """As `examine_or_find_hang`, but a recording of several roles is analyzed role by role, without
+    job and mesh, which are of one program."""
+    with open_recording(places) as files:
+        by_role = split_by_role(files)
+        recordings = {
+            role: read_recording_files(own, workers, progress, rules)
+            for role, own in by_role.items()
+        }
+    if recordings:
+        return _analyze_roles(recordings, {role: own.places[0] for role, own in by_role.items()})
+    return examine_or_find_hang(places, workers, progress, rules, job, mesh, draft_job)
+
+
+def _analyze_roles(recordings: Mapping[str, Recording], places: Mapping[str, str]) -> RoleAnalysis:
+    programs = group_programs(recordings)
+    splits = {
+        number: split_recording(join_programs([recordings[role] for role in own]))
+        for number, own in enumerate(programs)
+        if len(own) > 1
+    }
+    analyses, roles = {}, []
+    for number, own in enumerate(programs):
+        for role in own:
+            recording = recordings[role]
+            split = split_recording(forget_other_roles(recording))
+            if len(own) > 1:
+                split = explain_other_roles(
+                    split, {other: recordings[other] for other in own if other != role}
+                )
+            analyses[role] = _build_from_split(recording, split)
+            whole = splits.get(number, split)
+            ranks = {trace.rank for trace in recording.traces}
+            chosen = tuple(rank for rank in whole.ranks if rank.trace.rank in ranks)
+            roles.append(JobRole(role, number, whole, chosen, analyses[role].report, places[role]))
+    roles.sort(key=lambda role: role.name)
+    return RoleAnalysis(build_role_job(next(iter(recordings.values())).name, roles), analyses)
+
+
 def examine_with_inferred_job(
     places: Sequence[str | Path],
     workers: int = 1,
@@ -195,7 +261,16 @@ def _build_analysis(
     mesh: Mesh | None = None,
     draft: _JobDrafter | None = None,
 ) -> Analysis:
-    split = split_recording(recording, mesh)
+    recording = forget_other_roles(recording)
+    return _build_from_split(recording, split_recording(recording, mesh), compare, draft)
+
+
+def _build_from_split(
+    recording: Recording,
+    split: RunSplit,
+    compare: _ModelComparison = lambda report, *_: report,
+    draft: _JobDrafter | None = None,
+) -> Analysis:
     breakdown = break_down(split)
     report = build_report(recording, split, diagnose(split, recording.records), breakdown)
     job_draft = None if draft is None else draft(recording, split)

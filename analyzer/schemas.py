@@ -28,6 +28,7 @@ from stepsplit.analyzer.report.report import (
     PredictionRow,
     Report,
 )
+from stepsplit.analyzer.report.roles import SCHEMA as ROLES, RoleJob
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -101,6 +102,9 @@ SCHEMAS = {
     "prediction": SchemaEntry(PredictionFile, PREDICTION, "stepsplit model --json"),
     "ledger": SchemaEntry(
         Ledger, LEDGER, "stepsplit analyze FOLDER_OF_A_WATCH --json, --out (ledger.json)"
+    ),
+    "roles": SchemaEntry(
+        RoleJob, ROLES, "stepsplit analyze FOLDER_OF_ROLES --json, --out (roles.json)"
     ),
     "hang": SchemaEntry(Hang, HANG, "stepsplit hang --json, analyze --out (hang.json)"),
     "check": SchemaEntry(CheckResult, CHECK, "stepsplit check --json"),

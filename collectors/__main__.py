@@ -120,6 +120,13 @@ def _add_record(verbs: _Verbs) -> None:
         help="time each collective with NCCL's Inspector (NCCL 2.28.3 and later)",
     )
     verb.add_argument(
+        "--role",
+        default="",
+        metavar="ROLE",
+        help="what the command does in a job of several roles, such as rollout: it is recorded in"
+        " DIR/ROLE",
+    )
+    verb.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND",
@@ -142,9 +149,13 @@ def _record(options: argparse.Namespace) -> int:
         raise CollectError("no command given; use: stepsplit record -- torchrun ... train.py")
     remote = _open_remote(options)
     here = options.out and remote is None
+    if options.role and not here:
+        raise CollectError("--role needs --out, a local folder that the roles of the job share")
     out = Path(options.out).absolute() if here else choose_out(os.environ)
     name = options.name or (remote.name if remote else "")
-    plan = _build_plan(options, name, out, None if options.standby else options.first)
+    first_step = None if options.standby else options.first
+    plan = _build_plan(options, name, out, first_step, options.role)
+    out = Path(plan.out)
     each_rank = is_rank(os.environ)
     if not each_rank:
         # A rank started by srun must not stop: it may be a restart of the job.
@@ -342,10 +353,10 @@ def _add_overwrite(verb: argparse.ArgumentParser) -> None:
 
 
 def _build_plan(
-    options: argparse.Namespace, name: str, out: Path, first_step: int | None
+    options: argparse.Namespace, name: str, out: Path, first_step: int | None, role: str = ""
 ) -> RecordPlan:
     return RecordPlan(
-        out=str(out),
+        out=str(out / role),
         name=name or out.name,
         first=first_step,
         steps=options.steps,
@@ -356,6 +367,7 @@ def _build_plan(
         mesh=options.mesh,
         share=options.share,
         modules=options.modules,
+        role=role,
     )
 
 

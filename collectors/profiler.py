@@ -42,6 +42,7 @@ def profile_run(
     budget: float = DEFAULT_BUDGET,
     log_to: str | Sequence[str] | None = None,
     modules: bool = False,
+    role: str = "",
 ) -> ProfiledRun:
     """Records `active` training steps with torch.profiler into the folder `out`.
 
@@ -67,12 +68,15 @@ def profile_run(
         budget: Part of the training time that these may cost, else they get rarer. Default: 0.005.
         log_to: Tools to log its numbers to, such as "wandb" (docs/integrations.md). Default: None.
         modules: Whether to name the model's modules in the first recorded step. Default: False.
+        role: What this rank does in a job of several roles, such as "rollout" and "trainer": its
+            files are in `out`/role, and it is shown as rollout/0. Default: "", the only role.
 
     Returns:
         A ProfiledRun to use as a context manager, or with start() and stop().
 
     Raises:
-        ValueError: If a number of steps is too low, or `budget`, `ranks` or `log_to` invalid.
+        ValueError: If a number of steps is too low, or `budget`, `ranks`, `role` or
+            `log_to` invalid, or `role` given with `every`.
 
     Examples:
         with profile_run("runs/exp1", mesh={"pp": 2, "tp": 2}) as run:
@@ -82,8 +86,19 @@ def profile_run(
     """
     folder = Path(out).absolute()  # the script may change its own
     title = name or folder.resolve().name
+    if role and every is not None:
+        raise ValueError("role: not with every; record each role by itself")
     details = (ranks, record_shapes, profile_memory, with_stack)
-    plan = RecordPlan(str(folder), title, wait + warmup, active, warmup, *details, modules=modules)
+    plan = RecordPlan(
+        str(folder / role),
+        title,
+        wait + warmup,
+        active,
+        warmup,
+        *details,
+        modules=modules,
+        role=role,
+    )
     watch = None if every is None else WatchPlan(plan.out, title, every, budget=budget)
     return ProfiledRun(plan, mesh, model, training, watch, parse_sinks(log_to, watch is not None))
 

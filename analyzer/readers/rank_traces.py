@@ -173,7 +173,10 @@ def assign_ranks(candidates: Sequence[TraceCandidate]) -> tuple[list[RankTrace],
             sizes = first.world_size, candidate.trace.world_size
             if sizes[0] != sizes[1] and min(sizes) > candidate.stated_rank + 1:
                 problem += f" of a job of {sizes[0]} ranks, and this one is of a job of {sizes[1]}"
-                hint = "of two programs, such as a trainer and its rollouts, analyze each one alone"
+                hint = (
+                    "of two programs, such as a trainer and its rollouts, analyze each one alone,"
+                    " or record each with record --role"
+                )
             raise DataError(candidate.trace.source, problem, hint)
         by_rank[candidate.stated_rank] = _set_rank(candidate.stated_rank, candidate.trace)
     nameless = [one.trace for one in latest if one.stated_rank is None]

@@ -22,6 +22,7 @@ from stepsplit.analyzer.readers.memory_snapshot import MemoryRecord
 from stepsplit.analyzer.readers.open_calls import complete_open_calls
 from stepsplit.analyzer.readers.rank_traces import TraceCandidate, TraceReading, assign_ranks
 from stepsplit.analyzer.readers.recording_files import RecordingFiles, open_recording
+from stepsplit.analyzer.readers.roles import check_one_role
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
 from stepsplit.analyzer.trace import Group, Lack, Note, ProbedClock, RankTrace
 from stepsplit.collectors.formats.json_decode import replace_surrogates
@@ -65,6 +66,7 @@ def read_recording_files(
     """As read_recording, for files that are already listed."""
     for error in files.refused:
         raise error
+    check_one_role(files)
     dumps, notes = files.read_files(FileRole.FLIGHT)
     flights = {dump.rank: [one for one in dump.entries if not one.is_p2p] for dump in dumps}
     # The events of a large recording go to a store on disk; others fit into memory.

@@ -34,6 +34,7 @@ from stepsplit.analyzer.redact.forms import (
     OP,
     PHASE,
     PYTHON,
+    ROLE,
     RUN,
     SCHEMA,
     SETTING,
@@ -81,6 +82,7 @@ _JOB: Fields = {
     "groups": [_GROUP_INFO],
     "versions": _VERSIONS,
     "max_connections": NUMBER,
+    "role": ROLE,
 }
 
 RUN_FIELDS: Fields = {

@@ -166,6 +166,11 @@ def _copy_library_version(_: Texts, text: str) -> str:
     return text if re.fullmatch(r"\d{1,4}(?:\.\d{1,4}){0,2}", text, re.ASCII) else ""
 
 
+_ROLES = (
+    "rollout", "generation", "inference", "trainer", "train", "training", "actor", "policy",
+    "learner", "critic", "reference", "ref", "reward", "teacher",
+)  # fmt: skip
+
 _BACKEND = r"(?:(?:cpu|cuda|xpu|npu):)?(?:nccl|gloo|mpi|ucc|xccl|hccl|rccl|none|undefined|fake)"
 
 NUMBER = Form("number", "numbers, also as text", _keep(_DIGITS, "text"))
@@ -211,6 +216,10 @@ AXIS = enumerate_words("axis", "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep
 STATE = enumerate_words("state", "scheduled", "started", "completed")
 COUNTER = enumerate_words("counter", "run.step", "torchtitan", "transformers")
 DETAIL = enumerate_words("detail", "full", "thin", "none")
+ROLE = Form(
+    "role", "usual names, as `rollout`; else `role1`",
+    lambda texts, text: text if not text or text.lower() in _ROLES else texts.hide("role", text),
+)  # fmt: skip
 UNIT = enumerate_words("unit", "ms", "ns")
 PHASE = Form(
     "phase", "a phase of the trace format; else `?`",

@@ -15,6 +15,7 @@ from stepsplit.collectors.formats.run_spec import (
     HostInfo,
     RankInfo,
     RunSpec,
+    check_role,
     decode_versions,
     decode_world_size,
     merge_groups,
@@ -155,7 +156,7 @@ class RankRecord:
     steps count them, like the marks of the trace. end_step: the first step after the recorded ones,
     of which the trace may hold a part; None if unknown. max_connections:
     CUDA_DEVICE_MAX_CONNECTIONS of its process, None if not set. work: what it processed in the
-    recorded steps, None if the job did not say.
+    recorded steps, None if the job did not say. role: what it does in a job of several roles.
     """
 
     run: str
@@ -178,6 +179,10 @@ class RankRecord:
     end_step: int | None = None
     max_connections: int | None = None
     work: RecordedWork | None = None
+    role: str = ""
+
+    def __post_init__(self) -> None:
+        check_role(self.role)
 
 
 def write_record(folder: Path, record: RankRecord) -> Path:
@@ -186,6 +191,8 @@ def write_record(folder: Path, record: RankRecord) -> Path:
     body["versions"] = dict(record.versions)
     if record.work is None:
         del body["work"]
+    if not record.role:
+        del body["role"]
     text = json.dumps(body, indent=1) + "\n"
     return write_whole(build_record_path(folder, record.rank.rank), text.encode())
 
@@ -216,6 +223,7 @@ def read_record(text: str | bytes) -> RankRecord:
         end_step=decode_value(body.get("end_step"), int | None, "end_step"),
         max_connections=decode_value(connections, int | None, "max_connections"),
         work=decode_value(body.get("work"), RecordedWork | None, "work"),
+        role=decode_value(body.get("role", ""), str, "role"),
     )
 
 
@@ -235,4 +243,5 @@ def build_spec(records: Sequence[RankRecord], previous: RunSpec | None = None) -
         versions=first.versions,
         hosts=tuple(hosts.values()),
         max_connections=first.max_connections,
+        role=first.role,
     )

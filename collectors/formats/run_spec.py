@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -300,6 +301,8 @@ class RunSpec:
         hosts: Machines of the job. Default: empty.
         max_connections: CUDA_DEVICE_MAX_CONNECTIONS of the job, the queues from a host to its GPU.
             Default: None, not set.
+        role: What its ranks do in a job of several roles, such as "rollout". Default: "", the only
+            role.
 
     Raises:
         ValueError: If the mesh does not have `world_size` ranks.
@@ -320,8 +323,10 @@ class RunSpec:
     versions: tuple[tuple[str, str], ...] = ()
     hosts: tuple[HostInfo, ...] = ()
     max_connections: int | None = None
+    role: str = ""
 
     def __post_init__(self) -> None:
+        check_role(self.role)
         if self.mesh is not None and self.mesh.world_size != self.world_size:
             pairs = zip(self.mesh.axes, self.mesh.sizes, strict=True)
             product = " x ".join(f"{axis}={size}" for axis, size in pairs)
@@ -335,6 +340,21 @@ class RunSpec:
         return dict(self.versions).get(package)
 
 
+_ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+
+_TAKEN_NAMES = ("nccl", "memory", "tables", "samples", "ranks", "hosts", "launches")
+"""Folders of a recording, of its analysis or of a watch: a role's folder lies next to them."""
+
+
+def check_role(role: str) -> None:
+    """Raises ValueError unless the role ("": none) can be the name of a folder and of ranks."""
+    if role and (not _ROLE.fullmatch(role) or role in _TAKEN_NAMES):
+        raise ValueError(
+            f"role {role!r}: use up to 32 letters, digits, - and _, and none of"
+            f" {', '.join(_TAKEN_NAMES)}"
+        )
+
+
 def to_json(spec: RunSpec) -> str:
     """The text of run.json."""
     body: dict[str, Any] = {"schema": SCHEMA} | asdict(spec)
@@ -342,6 +362,8 @@ def to_json(spec: RunSpec) -> str:
         pairs = zip(spec.mesh.axes, spec.mesh.sizes, strict=True)
         body["mesh"] = [{"axis": axis, "size": size} for axis, size in pairs]
     body["versions"] = dict(spec.versions)
+    if not spec.role:
+        del body["role"]
     return json.dumps(body, indent=1) + "\n"
 
 
@@ -361,6 +383,7 @@ def from_json(text: str | bytes) -> RunSpec:
         versions=decode_versions(body),
         hosts=decode_value(body.get("hosts", []), tuple[HostInfo, ...], "hosts"),
         max_connections=decode_value(body.get("max_connections"), int | None, "max_connections"),
+        role=decode_value(body.get("role", ""), str, "role"),
     )
     _check_ranges(spec)
     return spec

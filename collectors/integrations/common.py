@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     budget: float
     log_to: str | Sequence[str] | None
     modules: bool
+    role: str
 
 
 # A recording that begins within a framework's training loop.

@@ -84,7 +84,9 @@ class ActiveRecording:
         self._folder = Path(plan.out)
         self.rank, self._world_size, self._backend = read_job()
         self._files = RankFiles(self._folder, self.rank)
-        self._run = RunFile(self._folder, plan.name, f"{plan.name}@{self._first}", user_spec)
+        self._run = RunFile(
+            self._folder, plan.name, f"{plan.name}@{self._first}", user_spec, plan.role
+        )
         self._provisional, self._is_held = provisional, False
         self._keep_earlier = keep_earlier
         self._in_use = False
@@ -459,6 +461,7 @@ class ActiveRecording:
             end_step=None if end is None else before + end,
             max_connections=read_max_connections(),
             work=work,
+            role=self._plan.role,
         )
 
     def _collect_times(self) -> StepTimes:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from stepsplit.collectors.formats.json_decode import select_known_fields
-from stepsplit.collectors.formats.run_spec import GroupInfo, Mesh
+from stepsplit.collectors.formats.run_spec import GroupInfo, Mesh, check_role
 
 Detail = Literal["full", "thin", "none"]
 
@@ -29,7 +29,8 @@ class RecordPlan:
     allocations of the steps; stacks and shapes are options of the profiler. mesh is the job's mesh
     as the user states it, such as "pp=2,tp=4"; "" if unknown. share takes the trace of the script's
     own profiler if that one runs in the steps to record. modules names the model's modules in the
-    first recorded step.
+    first recorded step. role is what the ranks do in a job of several roles, "" for the only one;
+    each role has a folder of its own.
     """
 
     out: str
@@ -44,6 +45,7 @@ class RecordPlan:
     mesh: str = ""
     share: bool = False
     modules: bool = False
+    role: str = ""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 0 or (self.first is not None and self.first < 0):
@@ -52,6 +54,7 @@ class RecordPlan:
             )
         if self.ranks not in ("all", "auto"):
             parse_ranks(self.ranks)
+        check_role(self.role)
         if self.mesh:
             Mesh.parse(self.mesh)
 

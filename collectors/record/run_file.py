@@ -23,8 +23,11 @@ from stepsplit.collectors.record.user_spec import UserSpec
 class RunFile:
     """The run.json of a recording; ranks exchange their descriptions through the job's store."""
 
-    def __init__(self, folder: Path, name: str, key: str, user_spec: UserSpec) -> None:
+    def __init__(
+        self, folder: Path, name: str, key: str, user_spec: UserSpec, role: str = ""
+    ) -> None:
         self._folder, self._name, self._key, self._stated = folder, name, key, user_spec
+        self._role = role
         self._known: tuple[RankDescription, ...] = ()
         self._world_size, self._backend = 1, ""
         self._ranks_written = 0
@@ -102,4 +105,5 @@ class RunFile:
             versions=read_versions(),
             hosts=tuple({each.machine.host: each.machine for each in descriptions}.values()),
             max_connections=read_max_connections(),
+            role=self._role,
         )

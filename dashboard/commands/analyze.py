@@ -29,6 +29,7 @@ from stepsplit.dashboard.commands.common import (
 from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sink, parse_log_to
 
 if TYPE_CHECKING:
+    from stepsplit.analyzer.analysis import RoleAnalysis
     from stepsplit.analyzer.diagnose.hang.result import Hang
     from stepsplit.analyzer.readers.workers import Workers
     from stepsplit.analyzer.report.report import WarningRow
@@ -85,9 +86,9 @@ def analyze_command(
     PATH is a file, folder, zip or tar archive, or URL with traces of torch.profiler, or of Nsight
     Systems exported to SQLite. Several paths together are one recording. If there are only Flight
     Recorder dumps, prints the diagnosis of the hang instead; of the folder of a watch, where all of
-    the job's wall clock went.
+    the job's wall clock went; of a job of several roles (record --role), what each did in a step.
     """
-    from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
+    from stepsplit.analyzer.analysis import Analysis, RoleAnalysis, examine_roles_or_run
     from stepsplit.analyzer.report.io import save, to_json
     from stepsplit.analyzer.watch.ledger import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
@@ -114,9 +115,21 @@ def analyze_command(
     if workers is not None and scheduler is not None:
         raise UsageError("--workers is for this machine; leave it out with --scheduler")
     with _choose_workers(workers, scheduler) as chosen, show_reading_bar() as progress:
-        analysis = examine_or_find_hang(
+        analysis = examine_roles_or_run(
             places, chosen, progress, rules, job, mesh, job_out is not None
         )
+    if isinstance(analysis, RoleAnalysis):
+        given = {
+            "--html": html_file, "--job": job, "--write-job": job_out, "--mesh": mesh_text,
+            "--parts": all_parts or None, "--log-to": log_to or None,
+        }  # fmt: skip
+        if useless := [name for name, value in given.items() if value is not None]:
+            first = analysis.job.roles[0].place
+            raise UsageError(
+                f"{', '.join(useless)}: for one role; analyze its folder, such as {first}"
+            )
+        _show_roles(analysis, json_file, out)
+        return
     if not isinstance(analysis, Analysis):
         _show_hang(analysis, json_file, out)
         return
@@ -138,6 +151,20 @@ def analyze_command(
         hint = "; a recording with --shapes gives most of them" if without_shapes else ""
         print_line(f"{job_out}: {needed}pass it with --job{hint}", err=True)
     log_report(sinks, analysis.report)
+
+
+def _show_roles(analysis: RoleAnalysis, json_file: str | None, out: Path | None) -> None:
+    """Prints what each role of a job did in its RL steps; out has the report of each role too."""
+    from stepsplit.analyzer.report.io import save
+    from stepsplit.analyzer.report.roles import ROLES_NAME, roles_to_json
+    from stepsplit.dashboard.reporters.roles import build_roles_screen
+
+    if out is not None:
+        for role, one in analysis.analyses.items():
+            save(out / role, one.report, one.tables)
+        write_output(out / ROLES_NAME, roles_to_json(analysis.job))
+    if not put_json(analysis.job, roles_to_json, json_file):
+        make_console().print(build_roles_screen(analysis.job))
 
 
 def _show_ledger(place: str, json_file: str | None, out: Path | None) -> None:

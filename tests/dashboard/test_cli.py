@@ -225,7 +225,7 @@ HELP = {
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
         "--memory", "--shapes",
         "--stacks", "--modules", "--share", "--first N", "--standby", "--nccl-calls",
-        "--nccl-inspector", "--finish-hook CMD", "--overwrite",
+        "--nccl-inspector", "--role ROLE", "--finish-hook CMD", "--overwrite",
     ],
     ("edit",): [
         "--name NAME", "--note TEXT", "--tag KEY=VALUE", "--untag KEY", "--store URL",

@@ -201,6 +201,6 @@ def test_the_command_prints_a_schema(capsys: pytest.CaptureFixture[str]) -> None
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*SCHEMAS]
     assert cli.run(["schema", "run"]) == 2
     assert capsys.readouterr().err == (
-        "stepsplit: no schema 'run'; there are: report, prediction, ledger, hang, check,"
+        "stepsplit: no schema 'run'; there are: report, prediction, ledger, roles, hang, check,"
         " comparison, finding\n"
     )

@@ -1,0 +1,387 @@
+"""The time of several roles of a job on one clock: RL step by RL step, what each rank did in it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from msgspec import Struct, structs
+from msgspec.structs import astuple
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import BUCKETS, TRANSFERS, WAITS, Bucket
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.recording import Recording
+from stepsplit.analyzer.report.headline import divide_parts
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.roles import (
+    HeldRow,
+    RlStepRow,
+    RoleJob,
+    RoleRow,
+    RoleStepRow,
+    RoleTime,
+    RoleWaitRow,
+)
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.trace import Category, Int64, Lack, Note
+
+TRAINERS = ("trainer", "train", "training", "actor", "policy", "learner")
+"""Names of the role whose steps are the RL steps, where several roles or none have an optimizer."""
+
+MOST_UNRECORDED = 0.01
+"""An RL step of which a rank lacks more is not in the means, unless all lack that."""
+
+
+class JobRole(Struct, frozen=True):
+    """A role: its ranks in the split of its program, its own report, and its folder."""
+
+    name: str
+    program: int
+    split: RunSplit
+    ranks: tuple[RankSplit, ...]
+    report: Report
+    place: str
+
+
+def group_programs(recordings: Mapping[str, Recording]) -> list[list[str]]:
+    """The roles that are of one process group: jobs of one size, of which they have other ranks."""
+    programs: list[tuple[int, set[int], list[str]]] = []
+    for role, recording in recordings.items():
+        ranks = {trace.rank for trace in recording.traces}
+        size = max(trace.world_size for trace in recording.traces)
+        for known_size, known, roles in programs:
+            if size == known_size and not known & ranks:
+                known |= ranks
+                roles.append(role)
+                break
+        else:
+            programs.append((size, ranks, [role]))
+    return [roles for _, _, roles in programs]
+
+
+def join_programs(recordings: Sequence[Recording]) -> Recording:
+    """The recordings of the roles of one process group as one, in which their calls match."""
+    specs = [one.spec for one in recordings if one.spec is not None]
+    return Recording(
+        recordings[0].name,
+        max(specs, key=lambda spec: len(spec.ranks), default=None),
+        tuple(sorted((t for one in recordings for t in one.traces), key=lambda t: t.rank)),
+        (),
+        tuple(sorted((r for one in recordings for r in one.records), key=lambda r: r.rank.rank)),
+    )
+
+
+def forget_other_roles(recording: Recording) -> Recording:
+    """The recording of a role without the peers of messages to other roles, which would be taken
+    for stages of a pipeline."""
+    if recording.spec is None or not recording.spec.role:
+        return recording
+    own = np.array([trace.rank for trace in recording.traces])
+    traces = []
+    for trace in recording.traces:
+        calls = trace.calls
+        is_other = (calls.peer >= 0) & ~np.isin(calls.peer, own)
+        if is_other.any():
+            peer = np.where(is_other, -1, calls.peer).astype(calls.peer.dtype)
+            trace = replace(trace, calls=replace(calls, peer=peer))
+        traces.append(trace)
+    return structs.replace(recording, traces=tuple(traces))
+
+
+def explain_other_roles(split: RunSplit, others: Mapping[str, Recording]) -> RunSplit:
+    """The split of one role, in which ranks of other roles are not said to be missing."""
+    elsewhere = {trace.rank for one in others.values() for trace in one.traces}
+    known = elsewhere | {rank.trace.rank for rank in split.ranks}
+    world_size = max(rank.trace.world_size for rank in split.ranks)
+    if not known.issuperset(range(world_size)):
+        return split
+    named = "; ".join(
+        f"{role} {units.format_number_list(sorted(trace.rank for trace in one.traces))}"
+        for role, one in others.items()
+    )
+    text = (
+        f"other roles of the job ({named}) are reported by themselves: waits for them are estimates"
+        " here"
+    )
+    notes = [note for note in split.notes if note.lack is not Lack.RANKS]
+    return replace(split, notes=(Note("other_roles", text), *notes))
+
+
+def build_role_job(run: str, roles: Sequence[JobRole]) -> RoleJob:
+    """Puts the roles on one clock, and sums for each the RL steps.
+
+    An RL step ends when the last rank of the role that trains has ended its step. Programs without
+    a common process group are compared by the clocks of their hosts.
+    """
+    stepping, lacks = _choose_step_role(roles)
+    edges, numbers = _find_edges(stepping)
+    if not numbers:
+        raise DataError(
+            stepping.place,
+            f"role {stepping.name} has no step, and RL steps are those of its optimizer",
+            "record at least one whole step of it",
+        )
+    times: dict[tuple[str, int], list[RoleTime]] = {}
+    waits: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * len(numbers))
+    role_of = {(one.program, rank.trace.rank): one.name for one in roles for rank in one.ranks}
+    for role in roles:
+        for rank in role.ranks:
+            times[role.name, rank.trace.rank] = _sum_windows(role.split, rank, edges)
+            for owner, ns in _sum_waits(role.split, rank, edges).items():
+                owner_role = role_of.get((role.program, owner))
+                if owner_role is not None and owner_role != role.name:
+                    own = waits[role.name, owner_role]
+                    own[:] = [a + b for a, b in zip(own, ns, strict=True)]
+    n_ranks = Counter(name for name, _ in times)
+    is_whole = [
+        all(own[at].unrecorded_ns <= MOST_UNRECORDED * own[at].window_ns for own in times.values())
+        for at in range(len(numbers))
+    ]
+    if not any(is_whole):
+        lacks.append("no RL step is recorded whole on all ranks: what is not recorded is unknown")
+    counted = [at for at, whole in enumerate(is_whole) if whole or not any(is_whole)]
+    lacks += _describe_clocks(roles)
+    step_ns = np.diff(edges).tolist()
+    return RoleJob(
+        run=run,
+        t0_unix_ns=str(int(edges[0])),
+        step_role=stepping.name,
+        steps=tuple(
+            RlStepRow(number, int(edges[at] - edges[0]), step_ns[at], at in counted)
+            for at, number in enumerate(numbers)
+        ),
+        roles=tuple(
+            RoleRow(
+                role.name,
+                tuple(rank.trace.rank for rank in role.ranks),
+                max(rank.trace.world_size for rank in role.ranks),
+                role.program,
+                role.place,
+                _average([times[role.name, rank.trace.rank][at]
+                          for rank in role.ranks for at in counted]),
+                tuple(
+                    _average([times[role.name, rank.trace.rank][at] for at in counted])
+                    for rank in role.ranks
+                ),
+                role.report.findings[0].message if role.report.findings else "",
+            )
+            for role in roles
+        ),
+        rows=tuple(
+            RoleStepRow(name, rank, number, own[at])
+            for (name, rank), own in times.items()
+            for at, number in enumerate(numbers)
+        ),
+        waits=tuple(
+            sorted(
+                (
+                    RoleWaitRow(name, owner, wait_ns)
+                    for (name, owner), per_step in waits.items()
+                    if (wait_ns := sum(per_step[at] for at in counted)
+                                   // (len(counted) * n_ranks[name]))
+                ),
+                key=lambda row: -row.wait_ns,
+            )
+        ),
+        held=_find_held(roles, edges, counted),
+        lacks=tuple(lacks),
+    )  # fmt: skip
+
+
+def _choose_step_role(roles: Sequence[JobRole]) -> tuple[JobRole, list[str]]:
+    """The role whose steps are the RL steps, and what is doubtful of that."""
+    training = [
+        role
+        for role in roles
+        if any(rank.trace.events.match_prefix("Optimizer.step#").any() for rank in role.ranks)
+    ]
+    if len(training) == 1:
+        return training[0], []
+    candidates = training or roles
+    order = {name: at for at, name in enumerate(TRAINERS)}
+    chosen = min(candidates, key=lambda role: (order.get(role.name.lower(), len(order)), role.name))
+    some = "no role has an optimizer" if not training else "several roles have an optimizer"
+    return chosen, [f"{some}: RL steps are taken to be the steps of {chosen.name}"]
+
+
+def _find_edges(role: JobRole) -> tuple[Int64, list[int]]:
+    """The edges of the RL steps in Unix ns, and their numbers: consecutive steps of the role."""
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for rank in role.ranks:
+        for step in rank.steps:
+            if step.kind == "partial":
+                continue
+            start, end = step.start_ns, step.start_ns + step.split.step_ns
+            begins[step.step] = min(begins.get(step.step, start), start)
+            ends[step.step] = max(ends.get(step.step, end), end)
+    numbers = sorted(ends)
+    # A loop that was left, as for an evaluation, begins anew: only the longest part has one clock.
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    numbers = max(parts, key=len, default=[])
+    edges = [begins[numbers[0]], *(ends[number] for number in numbers)] if numbers else []
+    return np.array(edges, dtype=np.int64) + role.split.alignment.t0_unix_ns, numbers
+
+
+def _map_to_unix_ns(split: RunSplit, rank: RankSplit, own_ns: Int64) -> Int64:
+    """Own times of the rank in Unix ns of its program's reference clock."""
+    at = split.ranks.index(rank)
+    return split.alignment.clocks[at].map_to_common_ns(own_ns) + split.alignment.t0_unix_ns
+
+
+def _sum_windows(split: RunSplit, rank: RankSplit, edges: Int64) -> list[RoleTime]:
+    """What the rank did between each two edges, to the nanosecond."""
+    band = rank.attribution.band
+    start, end = (_map_to_unix_ns(split, rank, side) for side in (band.start_ns, band.end_ns))
+    sums = np.zeros((len(BUCKETS), len(edges) - 1), dtype=np.int64)
+    for bucket in Bucket:
+        chosen = band.bucket == int(bucket)
+        sums[bucket] = _sum_overlaps(start[chosen], end[chosen], edges)
+    windows = np.diff(edges)
+    unrecorded = windows - sums.sum(axis=0)
+    assert (unrecorded >= 0).all(), f"rank {rank.trace.rank}: bands overlap"
+    return [
+        RoleTime(
+            window_ns=int(windows[at]),
+            compute_ns=int(sums[Bucket.COMPUTE, at]),
+            transfer_ns=int(sums[list(TRANSFERS), at].sum()),
+            wait_ns=int(sums[list(WAITS), at].sum()),
+            copy_ns=int(sums[Bucket.COPY, at]),
+            idle_ns=int(sums[Bucket.IDLE, at]),
+            unrecorded_ns=int(unrecorded[at]),
+        )
+        for at in range(len(windows))
+    ]
+
+
+def _sum_waits(split: RunSplit, rank: RankSplit, edges: Int64) -> Mapping[int, list[int]]:
+    """The waits of the rank between each two edges, by the rank that came last."""
+    exposed = rank.attribution.exposed
+    is_wait = np.isin(exposed.bucket, WAITS) & (exposed.owner >= 0)
+    start = _map_to_unix_ns(split, rank, exposed.start_ns[is_wait])
+    end = _map_to_unix_ns(split, rank, exposed.end_ns[is_wait])
+    owner = exposed.owner[is_wait]
+    return {
+        one: _sum_overlaps(start[owner == one], end[owner == one], edges).tolist()
+        for one in np.unique(owner).tolist()
+    }
+
+
+_LEAST_HELD = 0.005
+"""Of the RL step: shorter times are those in which the last rank of a call arrives."""
+
+
+def _find_held(
+    roles: Sequence[JobRole], edges: Int64, counted: Sequence[int]
+) -> tuple[HeldRow, ...]:
+    """The ranks for which all others of their process group wait, the longest first.
+
+    A rank that is not recorded is not known to wait, so that then no one holds it up.
+    """
+    programs: dict[int, list[tuple[str, RunSplit, RankSplit]]] = defaultdict(list)
+    for role in roles:
+        programs[role.program] += [(role.name, role.split, rank) for rank in role.ranks]
+    rows: list[HeldRow] = []
+    for ranks in programs.values():
+        if len({name for name, _, _ in ranks}) < 2:
+            continue
+        # The number of ranks that do not wait, and the sum of their places, between all instants in
+        # which a wait begins or ends: where there is one rank, the sum is its place.
+        instants, changes, places = (
+            [edges[:1]],
+            [np.array([len(ranks)])],
+            [np.array([sum(range(len(ranks)))])],
+        )
+        for place, (_, split, rank) in enumerate(ranks):
+            band = rank.attribution.band
+            is_wait = np.isin(band.bucket, WAITS)
+            for own_ns, change in ((band.start_ns, -1), (band.end_ns, 1)):
+                at = np.maximum(_map_to_unix_ns(split, rank, own_ns[is_wait]), edges[0])
+                instants.append(at)
+                changes.append(np.full(len(at), change))
+                places.append(np.full(len(at), change * place))
+        instant = np.concatenate(instants)
+        order = np.argsort(instant, kind="stable")
+        instant = instant[order]
+        free = np.cumsum(np.concatenate(changes)[order])[:-1]
+        place_sum = np.cumsum(np.concatenate(places)[order])[:-1]
+        start, end = instant[:-1], instant[1:]
+        for place, (name, split, rank) in enumerate(ranks):
+            alone = (free == 1) & (place_sum == place) & (end > start)
+            held = _sum_overlaps(start[alone], end[alone], edges)
+            held_ns = int(held[list(counted)].sum()) // len(counted)
+            if held_ns > _LEAST_HELD * int(np.diff(edges).mean()):
+                mark = _find_mark(split, rank, start[alone], end[alone])
+                rows.append(HeldRow(name, rank.trace.rank, held_ns, mark))
+    return tuple(sorted(rows, key=lambda row: -row.held_ns))
+
+
+_NO_MARKS = re.compile(r"^(?:ProfilerStep#|Optimizer\.|DistributedDataParallel\.|nccl:|gloo:)")
+
+
+def _find_mark(split: RunSplit, rank: RankSplit, start: Int64, end: Int64) -> str:
+    """The range that covers most of these intervals, if it covers half of them."""
+    events = rank.trace.events
+    is_mark = events.is_category(Category.ANNOTATION) & ~events.match_names(_NO_MARKS)
+    covered: dict[str, int] = {}
+    for name_id in np.unique(events.name_id[is_mark]).tolist():
+        rows = np.flatnonzero(is_mark & (events.name_id == name_id))
+        begins = _map_to_unix_ns(split, rank, events.start_ns[rows])
+        ends = _map_to_unix_ns(split, rank, events.end_ns[rows])
+        # Edges of ranges that may lie within each other: their union.
+        ends = np.maximum.accumulate(ends)
+        begins = np.maximum(begins, np.concatenate([begins[:1], ends[:-1]]))
+        inner = np.stack((begins, ends), axis=1).ravel()
+        covered[events.names[name_id]] = int(_sum_overlaps(start, end, inner)[::2].sum())
+    longest = max(covered, key=lambda name: covered[name], default="")
+    return longest if longest and 2 * covered[longest] >= int((end - start).sum()) else ""
+
+
+def _sum_overlaps(start: Int64, end: Int64, edges: Int64) -> Int64:
+    """The time of the intervals, which do not overlap, between each two edges."""
+    start, end = np.sort(start), np.sort(end)
+    # The time of all intervals before an instant, at each edge.
+    before = np.concatenate([[0], np.cumsum(end - start)])
+    at = np.searchsorted(start, edges, side="right")
+    if not len(start):
+        return np.zeros(len(edges) - 1, dtype=np.int64)
+    beyond = np.where(at > 0, np.maximum(end[at - 1] - edges, 0), 0)
+    covered: Int64 = np.diff(before[at] - beyond)
+    return covered
+
+
+def _average(times: Sequence[RoleTime]) -> RoleTime:
+    """The mean, whose parts add up to it."""
+    _, *sums = (sum(column) for column in zip(*map(astuple, times), strict=True))
+    parts = divide_parts(sums, len(times))
+    return RoleTime(sum(parts), *parts)
+
+
+def _describe_clocks(roles: Sequence[JobRole]) -> list[str]:
+    """By what the programs are compared, if they have no call in common."""
+    programs: dict[int, list[JobRole]] = defaultdict(list)
+    for role in roles:
+        programs[role.program].append(role)
+    if len(programs) < 2:
+        return []
+    named = "; ".join(", ".join(role.name for role in own) for _, own in sorted(programs.items()))
+    said = [
+        f"what one of these programs waits for in another ({named}): they have no process group in"
+        " common, and are compared by the clock, not by their calls"
+    ]
+    hosts = {rank.trace.host for role in roles for rank in role.ranks}
+    if len(hosts) > 1:
+        said.append(
+            f"by how much the clocks of the hosts differ ({', '.join(sorted(hosts))}): they are"
+            " compared as they are set"
+        )
+    return said

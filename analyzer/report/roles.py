@@ -1,0 +1,162 @@
+"""A job of several roles on one clock, also the fields of its JSON (schema "stepsplit.roles/1")."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+SCHEMA = "stepsplit.roles/1"
+
+ROLES_NAME = "roles.json"
+
+
+class RoleTime(Struct, frozen=True):
+    """Where the time of a rank went in a window; the parts add up to window_ns.
+
+    Attributes:
+        window_ns: Time of the window.
+        compute_ns: Compute kernels run.
+        transfer_ns: Else: communication transfers data.
+        wait_ns: Else: communication waits for another rank.
+        copy_ns: Else: a copy runs.
+        idle_ns: Nothing runs, in the recorded steps of the rank.
+        unrecorded_ns: Outside of the recorded steps of the rank.
+    """
+
+    window_ns: int
+    compute_ns: int
+    transfer_ns: int
+    wait_ns: int
+    copy_ns: int
+    idle_ns: int
+    unrecorded_ns: int
+
+    @property
+    def unused_ns(self) -> int:
+        """Time in which the GPU does no work: it waits or is idle."""
+        return self.wait_ns + self.idle_ns
+
+
+class RoleStepRow(Struct, frozen=True):
+    """Where the time of one rank went in one RL step.
+
+    Attributes:
+        role: Its role.
+        rank: Its number in the process group of its program.
+        step: The number of the RL step.
+        time: The parts of the step.
+    """
+
+    role: str
+    rank: int
+    step: int
+    time: RoleTime
+
+
+class RoleWaitRow(Struct, frozen=True):
+    """Time for which ranks of a role waited, in communication, for those of another one.
+
+    Attributes:
+        role: Who waits.
+        owner: Whom it waits for: the role of the rank that came last.
+        wait_ns: In the mean of its ranks and the RL steps.
+    """
+
+    role: str
+    owner: str
+    wait_ns: int
+
+
+class HeldRow(Struct, frozen=True):
+    """Time in which one rank holds up the job: all other ranks of its process group wait.
+
+    Attributes:
+        role: Its role.
+        rank: Its number.
+        held_ns: In the mean of the RL steps.
+        mark: The range (record_function) in which it is for most of that; "" without one.
+    """
+
+    role: str
+    rank: int
+    held_ns: int
+    mark: str
+
+
+class RoleRow(Struct, frozen=True):
+    """One role.
+
+    Attributes:
+        name: Its name.
+        ranks: Its recorded ranks.
+        world_size: The ranks in the process group of its program.
+        program: The number of its program, from 0; roles of one process group have the same.
+        place: Its folder.
+        time: The mean of its ranks and the RL steps.
+        rank_times: The mean of the RL steps for each of its ranks.
+        finding: The first finding in its own report; "" without one.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    world_size: int
+    program: int
+    place: str
+    time: RoleTime
+    rank_times: tuple[RoleTime, ...]
+    finding: str = ""
+
+
+class RlStepRow(Struct, frozen=True):
+    """One RL step.
+
+    Attributes:
+        step: Its number, that of the role which defines the steps.
+        start_ns: Since the start of the first one.
+        step_ns: Its duration.
+        is_counted: Whether it is in the means: all ranks are recorded in nearly all of it.
+    """
+
+    step: int
+    start_ns: int
+    step_ns: int
+    is_counted: bool
+
+
+class RoleJob(Struct, frozen=True, kw_only=True):
+    """A job of several roles: for each, where the time of the RL steps went.
+
+    Attributes:
+        schema: "stepsplit.roles/1".
+        run: The name of the run.
+        t0_unix_ns: The start of the first RL step, as text.
+        step_role: The role whose steps are the RL steps.
+        steps: The RL steps.
+        roles: The roles, by name.
+        rows: Each rank in each RL step.
+        waits: Which role waited for which, the longest first.
+        held: Which rank held up all others, the longest first.
+        lacks: What cannot be told, one sentence each.
+    """
+
+    schema: str = SCHEMA
+    run: str
+    t0_unix_ns: str
+    step_role: str
+    steps: tuple[RlStepRow, ...]
+    roles: tuple[RoleRow, ...]
+    rows: tuple[RoleStepRow, ...]
+    waits: tuple[RoleWaitRow, ...]
+    held: tuple[HeldRow, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def step_ns(self) -> int:
+        """The mean of the counted RL steps."""
+        counted = [one.step_ns for one in self.steps if one.is_counted]
+        return sum(counted) // len(counted)
+
+
+def roles_to_json(job: RoleJob) -> bytes:
+    """The job as JSON text."""
+    return msgspec.json.format(msgspec.json.encode(job), indent=1) + b"\n"

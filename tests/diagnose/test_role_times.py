@@ -1,0 +1,223 @@
+"""A job of several roles: ranks that have the same numbers, on one clock, in RL steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from msgspec import structs
+from support.builders import BASE_NS, GpuTrace
+
+from stepsplit.analyzer import DataError, analyze
+from stepsplit.analyzer.analysis import RoleAnalysis, examine_roles_or_run
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.report.roles import RoleJob
+from stepsplit.collectors.formats.run_spec import RunSpec, write_run_json
+from stepsplit.dashboard.commands.analyze import analyze_command
+
+STEPS = (1, 2, 3)
+
+
+@dataclass
+class Job:
+    """A recording of several roles, each in its folder."""
+
+    folder: Path
+
+    def add(self, role: str, world_size: int, *traces: GpuTrace) -> None:
+        folder = self.folder / role
+        folder.mkdir(parents=True, exist_ok=True)
+        write_run_json(folder, RunSpec("exp1", world_size, "nccl", role=role))
+        for trace in traces:
+            trace.write(folder)
+
+    def examine(self) -> RoleAnalysis:
+        analysis = examine_roles_or_run([self.folder])
+        assert isinstance(analysis, RoleAnalysis)
+        return analysis
+
+
+def make_rollouts(world_size: int = 2, **options: object) -> list[GpuTrace]:
+    """Two rollouts of 100 µs a step, of which one generates for 30 µs and the other one for 80."""
+    traces = [GpuTrace(rank, world_size, **options) for rank in (0, 1)]
+    for trace, busy in zip(traces, (30, 80), strict=True):
+        for step in STEPS:
+            at = 100 * step
+            trace.step(step, at, at + 100).kernel("decode", at, at + busy)
+            trace.kernel("end", at + 99, at + 100)
+    return traces
+
+
+def make_trainer(rank: int = 0, world_size: int = 1, **options: object) -> GpuTrace:
+    """A trainer that computes in the last 20 µs of each step, with an optimizer."""
+    trace = GpuTrace(rank, world_size, **options)
+    for step in STEPS:
+        at = 100 * step
+        trace.step(step, at, at + 100).kernel("gemm", at + 80, at + 100)
+        trace.annotation("Optimizer.step#Adam.step", at + 98, at + 99)
+    return trace
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Job:
+    """Rollouts and a trainer that are programs of their own: both have a rank 0."""
+    job = Job(tmp_path / "exp1")
+    job.add("rollout", 2, *make_rollouts())
+    job.add("trainer", 1, make_trainer())
+    return job
+
+
+def list_parts(job: RoleJob) -> dict[str, tuple[int, ...]]:
+    """The µs of window, compute, transfer, wait, copy, idle and what is not recorded."""
+    found = {
+        f"{role.name}/{rank}": tuple(ns // 1000 for ns in structs.astuple(time))
+        for role in job.roles
+        for rank, time in zip(role.ranks, role.rank_times, strict=True)
+    }
+    return found
+
+
+def test_ranks_of_two_programs_are_compared_on_one_clock(programs: Job) -> None:
+    job = programs.examine().job
+    assert job.run == "exp1"
+    assert job.step_role == "trainer"
+    assert [(step.step, step.step_ns, step.is_counted) for step in job.steps] == [
+        (1, 100_000, True),
+        (2, 100_000, True),
+        (3, 100_000, True),
+    ]
+    assert list_parts(job) == {
+        "rollout/0": (100, 31, 0, 0, 0, 69, 0),
+        "rollout/1": (100, 81, 0, 0, 0, 19, 0),
+        "trainer/0": (100, 20, 0, 0, 0, 80, 0),
+    }
+    assert [role.program for role in job.roles] == [0, 1]
+    assert job.waits == ()
+    (lack,) = job.lacks
+    assert "(rollout; trainer)" in lack
+    assert "compared by the clock, not by their calls" in lack
+
+
+def test_each_role_has_its_own_report(programs: Job) -> None:
+    analyses = programs.examine().analyses
+    assert {role: one.report.run.ranks for role, one in analyses.items()} == {
+        "rollout": (0, 1),
+        "trainer": (0,),
+    }
+    alone = analyze(programs.folder / "rollout")
+    assert analyses["rollout"].report == alone
+
+
+def test_parts_add_up_to_each_step_on_every_rank(programs: Job) -> None:
+    for row in programs.examine().job.rows:
+        window_ns, *parts = structs.astuple(row.time)
+        assert sum(parts) == window_ns
+
+
+def test_clocks_of_programs_are_those_of_their_hosts(tmp_path: Path) -> None:
+    """The trainer's recording begins 40 µs later by the clock, and lies so in the RL step."""
+    job = Job(tmp_path / "exp1")
+    job.add("rollout", 2, *make_rollouts())
+    job.add("trainer", 1, make_trainer(base_ns=BASE_NS + 40_000, host="host1"))
+    found = job.examine().job
+    assert list_parts(found) == {
+        # From 140: 60 of its step, in which the first one computes for no µs, and the last for one.
+        "rollout/0": (100, 31, 0, 0, 0, 69, 0),
+        "rollout/1": (100, 81, 0, 0, 0, 19, 0),
+        "trainer/0": (100, 20, 0, 0, 0, 80, 0),
+    }
+    # The rollouts have no recording of the last 40 µs: the third step is not in the means.
+    assert [step.is_counted for step in found.steps] == [True, True, False]
+    assert [row.time.unrecorded_ns for row in found.rows if row.step == 3] == [40_000, 40_000, 0]
+    assert "clocks of the hosts differ (host0, host1)" in found.lacks[1]
+
+
+def make_one_group(folder: Path, *, with_transfer: bool = True) -> Job:
+    """Roles of one process group of three ranks, which send weights in the last 20 µs of a step."""
+    job = Job(folder / "exp1")
+    groups = [("0", "default_pg", range(3))]
+    rollouts = [GpuTrace(rank, 3, groups=groups) for rank in (0, 1)]
+    trainer = GpuTrace(2, 3, groups=groups)
+    for step in STEPS:
+        at = 100 * step
+        for trace, busy in zip((*rollouts, trainer), (30, 50, 90), strict=True):
+            trace.step(step, at, at + 100).kernel("gemm", at, at + busy)
+            if with_transfer:
+                trace.all_reduce(at + busy, at + 100, Seq=step)
+        trainer.annotation("Optimizer.step#Adam.step", at + 88, at + 89)
+    job.add("rollout", 3, *rollouts)
+    job.add("trainer", 3, trainer)
+    return job
+
+
+def test_calls_of_roles_in_one_process_group_are_matched(tmp_path: Path) -> None:
+    analysis = make_one_group(tmp_path).examine()
+    job = analysis.job
+    assert list_parts(job) == {
+        "rollout/0": (100, 30, 10, 60, 0, 0, 0),
+        "rollout/1": (100, 50, 10, 40, 0, 0, 0),
+        "trainer/2": (100, 90, 10, 0, 0, 0, 0),
+    }
+    assert [(row.role, row.owner, row.wait_ns) for row in job.waits] == [
+        ("rollout", "trainer", 50_000)
+    ]
+    assert {role.program for role in job.roles} == {0}
+    assert job.lacks == ()
+    codes = {row.code for row in analysis.analyses["rollout"].report.warnings}
+    assert "other_roles" in codes
+    assert "ranks_missing" not in codes
+
+
+def test_messages_to_another_role_make_no_pipeline(tmp_path: Path) -> None:
+    job = make_one_group(tmp_path, with_transfer=False)
+    groups = [("0", "default_pg", range(3))]
+    for rank, op, peer in ((0, "send", 2), (1, "send", 2), (2, "recv", 0), (2, "recv", 1)):
+        role = "trainer" if rank == 2 else "rollout"
+        trace = GpuTrace(rank, 3, groups=groups)
+        for step in STEPS:
+            at = 100 * step
+            trace.step(step, at, at + 100).kernel("gemm", at, at + 50)
+            trace.message(op, peer, at + 60, at + 70)
+        trace.write(job.folder / role)
+    report = job.examine().analyses["rollout"].report
+    assert report.pipeline is None
+    assert not any(one.name == "pp" for one in report.run.strategies)
+
+
+def test_what_needs_one_program_says_so(programs: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        analyze(programs.folder)
+    assert "a recording of the roles rollout, trainer" in str(caught.value)
+    for option in ("--job=auto", "--mesh=dp=2", "--parts"):
+        result = CliRunner().invoke(analyze_command, [str(programs.folder), option])
+        assert isinstance(result.exception, UsageError)
+        assert f"{option.partition('=')[0]}: for one role" in str(result.exception)
+
+
+def test_the_screen_names_ranks_by_their_role(programs: Job, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = CliRunner().invoke(analyze_command, [str(programs.folder), "--out", str(out)])
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["rollout/1", "81.0", "%", *["0.0", "%"] * 3, "19.0", "%", "0.0", "%"] in lines
+    assert sorted(path.name for path in out.iterdir()) == ["roles.json", "rollout", "trainer"]
+    written = json.loads((out / "roles.json").read_text())
+    assert written["schema"] == "stepsplit.roles/1"
+    assert (out / "rollout" / "report.json").exists()
+
+
+def test_a_role_without_an_optimizer_that_gives_the_steps_is_said(tmp_path: Path) -> None:
+    job = Job(tmp_path / "exp1")
+    job.add("rollout", 2, *make_rollouts())
+    job.add("actor", 2, *make_rollouts())
+    found = job.examine().job
+    assert found.step_role == "actor"
+    assert "no role has an optimizer: RL steps are taken to be the steps of actor" in found.lacks
+
+
+def test_files_of_one_role_are_an_ordinary_recording(programs: Job) -> None:
+    report = analyze(programs.folder / "trainer")
+    assert report.run.ranks == (0,)
+    assert {row.code for row in report.warnings} & {"older_captures", "mixed_world_sizes"} == set()

@@ -164,11 +164,29 @@ def test_calls_of_roles_in_one_process_group_are_matched(tmp_path: Path) -> None
     assert [(row.role, row.owner, row.wait_ns) for row in job.waits] == [
         ("rollout", "trainer", 50_000)
     ]
+    # From 50 to 90 µs both rollouts wait for the trainer.
+    assert [(row.role, row.rank, row.held_ns, row.mark) for row in job.held] == [
+        ("trainer", 2, 40_000, "")
+    ]
     assert {role.program for role in job.roles} == {0}
     assert job.lacks == ()
     codes = {row.code for row in analysis.analyses["rollout"].report.warnings}
     assert "other_roles" in codes
     assert "ranks_missing" not in codes
+
+
+def test_the_range_in_which_a_rank_holds_up_all_others_is_named(tmp_path: Path) -> None:
+    job = make_one_group(tmp_path)
+    trainer = GpuTrace(2, 3, groups=[("0", "default_pg", range(3))])
+    for step in STEPS:
+        at = 100 * step
+        trainer.step(step, at, at + 100).kernel("gemm", at, at + 90)
+        trainer.annotation("update_actor", at + 40, at + 85).annotation("inner", at + 60, at + 62)
+        trainer.annotation("Optimizer.step#Adam.step", at + 1, at + 90)
+        trainer.all_reduce(at + 90, at + 100, Seq=step)
+    trainer.write(job.folder / "trainer")
+    (held,) = job.examine().job.held
+    assert (held.rank, held.held_ns, held.mark) == (2, 40_000, "update_actor")
 
 
 def test_messages_to_another_role_make_no_pipeline(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class RoleJob(Struct, frozen=True, kw_only=True):
         rows: Each rank in each RL step.
         waits: Which role waited for which, the longest first.
         held: Which rank held up all others, the longest first.
-        lacks: What cannot be told, one sentence each.
+        lacks: What is not known, one sentence each.
     """
 
     schema: str = SCHEMA

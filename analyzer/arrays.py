@@ -223,9 +223,14 @@ def view_numbers(column: pa.Array) -> npt.NDArray[Any]:
 
 
 def wrap_numbers(column: npt.NDArray[Any]) -> pa.Array:
-    """The numbers as a column, without a copy and without pandas; the inverse of `view_numbers`."""
+    """The numbers as a column, without a copy and without pandas; the inverse of `view_numbers`.
+
+    Booleans, which Arrow packs into bits, are no numbers: ValueError.
+    """
     import pyarrow as pa
 
+    if column.dtype.kind not in "iuf":
+        raise ValueError(f"a column of {column.dtype}")
     column = np.ascontiguousarray(column)
     kind = pa.from_numpy_dtype(column.dtype)
     return pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])

@@ -496,6 +496,8 @@ def _wrap_column(column: npt.NDArray[Any]) -> pa.Array:
 def _read_column(table: pa.Table, name: str) -> npt.NDArray[Any]:
     """The column with its original dtype."""
     column = table.column(name)
+    if column.num_chunks == 0:  # which Arrow would join by way of pandas
+        return np.empty(0, np.str_ if name in _TEXTS else np.dtype(str(column.type)))
     if name not in _TEXTS:
         return view_numbers(_join_chunks(column))
     coded = _join_chunks(column.unify_dictionaries())

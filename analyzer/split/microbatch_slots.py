@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_max, is_inside, list_distinct, union
 from stepsplit.analyzer.split.call_purposes import find_backward_spans, find_issue_ns
-from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
+from stepsplit.analyzer.split.mesh import DATA_AXES, STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.message_patterns import runs_both_ways
 from stepsplit.analyzer.split.message_slots import (
     NEXT,
@@ -311,7 +311,8 @@ def _find_reduction_ns(trace: RankTrace, layout: RankLayout, steps: Int64, count
     messages; else the largest int64."""
     calls, issued, never = trace.calls, find_issue_ns(trace), np.iinfo(np.int64).max
     axes = [layout.find_axes(group) for group in trace.groups]
-    replicas = np.array([*(bool(a) and a <= set(DATA_PARALLEL) for a in axes), False])
+    # Megatron sums over context parallelism as well; groups of it alone sum within a backward.
+    replicas = np.array([*(bool(a & {*DATA_PARALLEL}) and a <= DATA_AXES for a in axes), False])
     reduces = np.isin(calls.op, [OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]])
     step = _find_host_step(issued, steps)
     last = {}

@@ -44,7 +44,8 @@ def test_a_report_is_indented_unless_it_is_very_long() -> None:
     assert [from_json(to_json(one)) for one in (report, longer)] == [report, longer]
 
 
-def test_saving_and_loading_leaves_pandas_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tp2_pp2_dp2", "pp2_m2/rank0_trace.json.gz"])
+def test_saving_and_loading_leaves_pandas_alone(name: str, tmp_path: Path) -> None:
     """Its import takes a quarter of a second, and a page of the dashboard that is made in another
     thread meanwhile would fail on the half-imported module."""
     program = """
@@ -59,7 +60,7 @@ save(out, made.report, made.tables)
 load_tables(out / "tables")
 print("pandas" in sys.modules)
 """
-    sample = Path(__file__).parents[2] / "sample_traces" / "tp2_pp2_dp2"
+    sample = Path(__file__).parents[2] / "sample_traces" / name
     command = [sys.executable, "-c", program, str(sample), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -411,6 +411,22 @@ def test_without_autograds_ranges_the_update_of_the_weights_is_in_no_box(
     ]
 
 
+def test_gradients_that_megatron_reduces_over_context_ranks_too_end_the_last_backward(
+    tmp_path: Path,
+) -> None:
+    """One microbatch: no other backward tells what belongs to one."""
+    groups = [
+        ("0", "PIPELINE_MODEL_PARALLEL_GROUP", [0, 4]),
+        ("1", "DATA_PARALLEL_GROUP_WITH_CP", [0, 1, 2, 3]),
+        ("2", "CONTEXT_PARALLEL_GROUP", [0, 1]),
+        ("3", "DATA_PARALLEL_GROUP", [0, 2]),
+    ]
+    trace = GpuTrace(0, 8, groups=groups).step(1, 0, 300).kernel("gemm", 0, 10)
+    trace.message("send", 4, 10, 15).message("recv", 4, 40, 45).kernel("dgrad", 45, 55)
+    trace.kernel("wgrad", 55, 60).all_reduce(90, 100, group="1").kernel("copy_back", 100, 180)
+    assert boxes(tmp_path, trace) == [(0, "forward", 0, 0, 10), (0, "backward", 0, 45, 60)]
+
+
 def test_the_end_of_a_backward_that_began_before_the_trace_is_no_box(tmp_path: Path) -> None:
     trace = autograd(GpuTrace(0, 2, groups=STAGES), 0, 2, (2, 9)).kernel("gemm", 10, 20)
     trace.message("send", 1, 20, 25).message("recv", 1, 25, 40)

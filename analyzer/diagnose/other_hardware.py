@@ -53,6 +53,7 @@ from stepsplit.analyzer.split.kernel_shapes import (
 )
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
 from stepsplit.analyzer.trace import OPS, EventKind, Float, Int64, RankTrace
+from stepsplit.collectors.formats.run_spec import SHORTHAND
 
 # The result.
 
@@ -188,7 +189,7 @@ def choose_hardware(
             raise UsageError(f"--link {text!r} is not AXIS=PRESET, such as tp=nvlink-5")
         # "nvlink5" is understood as well.
         plain = {known.replace("-", ""): known for known in list_link_names()}
-        by_axis[axis] = load_link(plain.get(name.replace("-", ""), name))
+        by_axis[SHORTHAND.get(axis, axis)] = load_link(plain.get(name.replace("-", ""), name))
     return HardwareChange(source, target, by_axis)
 
 

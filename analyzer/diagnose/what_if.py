@@ -51,6 +51,7 @@ from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.run import find_recorded_device
 from stepsplit.analyzer.split_recording import split_recording
 from stepsplit.analyzer.trace import OP_CODE, Float, Int64
+from stepsplit.collectors.formats.run_spec import SHORTHAND
 
 # What-ifs as JSON, schema "stepsplit.what_if/1".
 
@@ -497,7 +498,8 @@ def parse_change(text: str) -> WhatIfChange:
     if match is None or float(match[3] or match[5] or 1) <= 0:
         raise UsageError(f"{text!r} is not a valid change; use one of {', '.join(EXAMPLES)}")
     if match[1]:
-        return WhatIfChange("link", axis=match[2], times=float(match[3]))
+        axis = SHORTHAND.get(match[2], match[2])
+        return WhatIfChange("link", axis=axis, times=float(match[3]))
     if match[4]:
         return WhatIfChange(match[4], count=int(match[5]))
     return WhatIfChange("schedule", name=match[7])

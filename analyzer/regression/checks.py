@@ -23,6 +23,7 @@ from stepsplit.analyzer.regression.metrics import (
     require_metric,
 )
 from stepsplit.analyzer.report.io import Document
+from stepsplit.collectors.formats.run_spec import SHORTHAND
 
 # Budgets in TOML: a table [budgets] with metric = "limit".
 
@@ -114,6 +115,7 @@ def parse_budget(rule: str) -> Budget:
 
 def build_budget(name: str, limit: str) -> Budget:
     """Build the budget of a metric from the text of its limit. Raises UsageError."""
+    name = ".".join(SHORTHAND.get(part, part) for part in name.split("."))
     metric = find_metric(name)
     if metric is None:
         known = ", ".join(one.name for one in METRICS)

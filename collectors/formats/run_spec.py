@@ -34,6 +34,7 @@ RUN_FILE = "run.json"
 MESH_FILE = "mesh.txt"
 """The file of an upload that states the job's mesh, at its top."""
 SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
+"""Short names of axes, wherever a user names one: in a mesh, a change, a link or a budget."""
 MAX_RANKS = 10_000_000
 """No job is that large: a larger number is damage, and would become lists of that size."""
 _COUNTS_FROM_ONE = (

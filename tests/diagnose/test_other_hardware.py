@@ -170,6 +170,9 @@ def test_a_link_changes_the_transfers_of_its_axis(tmp_path: Path) -> None:
     assert calls["dp_replicate"].carried_ns == calls["dp_replicate"].recorded_ns
     kernels = sum(row.carried_ns - row.recorded_ns for row in found.kernels)
     assert kernels == 0
+    short = what_if(tmp_path / "run", links=["dp=nvlink5"], recorded_on=source).carried
+    assert short is not None
+    assert short.target == "times 1, dp_replicate over nvlink-5"
 
 
 def test_groups_that_fit_in_a_larger_node_use_its_links(tmp_path: Path) -> None:

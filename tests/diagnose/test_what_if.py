@@ -99,8 +99,9 @@ def test_a_group_of_several_axes_is_on_the_links_of_the_outermost(tmp_path: Path
         "mesh": mesh,
     }
     (tmp_path / "run.json").write_text(json.dumps(run))
-    found = what_if(tmp_path, changes=["link:cp=2", "link:dp_replicate=2"])
-    assert [row.gain_ns for row in found.changes] == [5_000, 10_000]
+    found = what_if(tmp_path, changes=["link:cp=2", "link:dp_replicate=2", "link:dp=2"])
+    assert [row.gain_ns for row in found.changes] == [5_000, 10_000, 10_000]
+    assert str(found.changes[2].change) == "link:dp_replicate=2"
 
 
 def test_twice_the_replicas_send_a_little_more(tmp_path: Path) -> None:

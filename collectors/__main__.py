@@ -137,7 +137,7 @@ def _add_record(verbs: _Verbs) -> None:
         type=_split_words,
         metavar="CMD",
         help="command to run once the recording is written, such as 'stepsplit upload --to URL';"
-        " its last argument is the recording's folder",
+        " its last argument is the recording's folder, and it is ended after 30 minutes",
     )
     _add_overwrite(verb)
     verb.set_defaults(run=_record)

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,7 +55,12 @@ def run_command(
     except OSError as error:
         remove_if_empty(out)
         raise CollectError(f"{command[0]}: {error.strerror}; is it on PATH?") from None
-    with _forward_signals(process):
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    # SIGINT reaches the command directly, as the signals of a script do.
+    with _handle_signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: terminate}):
         note_begin()
         return process.wait()
 
@@ -79,17 +85,64 @@ REPORT_FILE, OVERWRITTEN_FOLDERS = "report.json", ("nccl", "memory", "tables")
 """What --overwrite replaces besides the files of the ranks."""
 
 
+HOOK_LIMIT_S = 30 * 60
+"""A finish hook that takes longer is ended: until then the job holds all of its nodes."""
+_HOOK_END_S = 10
+"""What it has after a signal, before the next; Slurm kills all 30 s (KillWait) after SIGTERM."""
+_HOOK_POLL_S = 0.1
+
+
 def run_finish_hook(words: Sequence[str], folder: Path) -> None:
     """Runs a command of the user's with the recording's folder as its last argument, by no shell.
-    Whatever becomes of it is a warning at most."""
-    try:
-        status = run_command([*words, str(folder)], folder, {})
-    except CollectError as error:
-        warn(f"--finish-hook: {error}; the recording is in {folder}")
-        return
-    if status:
-        ended = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        warn(f"--finish-hook {words[0]}: {ended}; the recording is in {folder}")
+    Whatever becomes of it is a warning at most, and it ends within HOOK_LIMIT_S."""
+    until_s = time.monotonic() + HOOK_LIMIT_S
+    kept = f"the recording is in {folder}"
+    hook: subprocess.Popen[bytes] | None = None
+    stopped_by: signal.Signals | None = None
+
+    def signal_all(number: int) -> None:
+        if hook is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(hook.pid, number)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal until_s, stopped_by
+        stopped_by = signal.Signals(number)
+        signal_all(number)
+        until_s = min(until_s, time.monotonic() + _HOOK_END_S)
+
+    # Before the hook is started, so that no signal is lost. The hook inherits that those of the
+    # script are ignored, which Slurm sends to all processes of a step.
+    with _handle_signals({signal.SIGINT: stop, signal.SIGTERM: stop}):
+        try:
+            # In a session of its own, so that what it has started ends with it. It then has no
+            # terminal, and what would wait there for a password fails.
+            hook = subprocess.Popen(
+                [*words, str(folder)], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            warn(f"--finish-hook: {words[0]}: {error.strerror}; is it on PATH?; {kept}")
+            return
+        if stopped_by is not None:
+            signal_all(stopped_by)
+        while hook.poll() is None and time.monotonic() < until_s:
+            time.sleep(_HOOK_POLL_S)
+        if hook.returncode is None:
+            signal_all(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                hook.wait(_HOOK_END_S)
+            signal_all(signal.SIGKILL)
+            # A file system that hangs keeps it even then: it is not waited for.
+            with suppress(subprocess.TimeoutExpired):
+                hook.wait(1)
+            ended = f"ended, as it took longer than {HOOK_LIMIT_S / 60:g} minutes"
+            if stopped_by is not None:
+                ended = f"killed, as it went on after {stopped_by.name}"
+            warn(f"--finish-hook {words[0]}: {ended}; {kept}")
+            return
+    if status := hook.returncode:
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        warn(f"--finish-hook {words[0]}: {how}; {kept}")
 
 
 def describe_recorded(ranks: int, folder: Path, which: str = "") -> str:
@@ -119,25 +172,23 @@ def choose_out(existing: Mapping[str, str], verb: str = "record") -> Path:
 _RUNS = "runs"
 
 
+_Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 _OF_THE_SCRIPT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a training script may handle, such as those before the end of its time in Slurm."""
 
 
 @contextmanager
-def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards SIGTERM to the command. The others reach it directly, from the terminal or as Slurm
-    signals all processes of a task, and must not end this process before it."""
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    handlers = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
-        **{number: signal.signal(number, signal.SIG_IGN) for number in _OF_THE_SCRIPT},
+def _handle_signals(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
+    """Handles these signals, and ignores those of a training script: they reach it directly, from
+    the terminal or as Slurm signals all processes of a task, and must not end this process before
+    it."""
+    ignored = dict.fromkeys(_OF_THE_SCRIPT, signal.SIG_IGN)
+    earlier = {
+        number: signal.signal(number, handler)
+        for number, handler in {**ignored, **handlers}.items()
     }
     try:
         yield
     finally:
-        for number, handler in handlers.items():
+        for number, handler in earlier.items():
             signal.signal(number, handler)

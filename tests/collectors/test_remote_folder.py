@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from stepsplit.collectors import __main__ as collectors
 from stepsplit.collectors.__main__ import main
+from stepsplit.collectors.record import command
 from stepsplit.collectors.record.plan import RecordPlan
 
 URL = "memory://bucket/runs/exp1"
@@ -238,3 +241,71 @@ def test_without_a_recording_no_hook_runs_and_nothing_is_copied(
 
     assert not (tmp_path / "called").exists()
     assert files.find("/bucket") == []
+
+
+@pytest.fixture
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "HOOK_LIMIT_S", 1.2)
+    monkeypatch.setattr(command, "_HOOK_END_S", 0.4)
+
+
+LEFT_BEHIND = "sh -c 'trap \"\" TERM INT; sleep 60 & echo $! > child; wait; sleep 60'"
+"""A hook that ignores signals, as does the process that it has started."""
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, or only not yet waited for by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.usefixtures("short_times")
+def test_a_hook_that_hangs_is_ended_with_all_that_it_started(
+    files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it would hold the nodes of the job until the end of their time."""
+    start_s = time.monotonic()
+    assert run_record("--out", "run", "--finish-hook", LEFT_BEHIND, status=3) == 3
+
+    assert 1.2 < time.monotonic() - start_s < 20
+    problem = "--finish-hook sh: ended, as it took longer than 0.02 minutes; the recording is in "
+    assert f"{problem}{tmp_path / 'run'}" in capsys.readouterr().err
+    assert (tmp_path / "run/rank0_trace.json.gz").exists()
+    assert has_ended(int((tmp_path / "child").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("hook", "problem"),
+    [
+        # It is cancelled as a hook that ends cleanly, as one that does not handle signals, and as
+        # one that ignores them.
+        ('trap "echo ended > end; exit 0" TERM INT; kill -{0} $PPID; sleep 9 & wait', ""),
+        ("kill -{0} $PPID; exec sleep 60", "sh: SIG{0}; the recording is in "),
+        ('trap "" TERM INT; kill -{0} $PPID; sleep 60', "killed, as it went on after SIG{0}; the"),
+    ],
+)
+def test_a_job_that_is_cancelled_ends_its_hook(
+    hook: str, problem: str, number: signal.Signals, files: Any, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command, "HOOK_LIMIT_S", 30)
+    monkeypatch.setattr(command, "_HOOK_END_S", 1)
+    name = number.name.removeprefix("SIG")
+
+    assert run_record("--out", "run", "--finish-hook", f"sh -c '{hook.format(name)}'") == 0
+
+    printed = capsys.readouterr().err
+    assert problem.format(name) in printed
+    assert ("--finish-hook" in printed) == bool(problem)
+    assert (tmp_path / "end").exists() == (not problem)
+
+
+def test_a_hook_has_no_terminal_to_wait_at(files: Any, tmp_path: Path) -> None:
+    hook = "sh -c 'cat > typed; tty > /dev/null || : > none; (: < /dev/tty) || : > no_tty'"
+    assert run_record("--out", "run", "--finish-hook", hook) == 0
+    assert (tmp_path / "typed").read_text() == ""
+    assert (tmp_path / "none").exists()
+    assert (tmp_path / "no_tty").exists()

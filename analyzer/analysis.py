@@ -25,7 +25,7 @@ from stepsplit.analyzer.readers.file_kinds import FileRole
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording, read_recording_files
 from stepsplit.analyzer.readers.recording_files import open_recording
-from stepsplit.analyzer.readers.roles import split_by_role
+from stepsplit.analyzer.readers.roles import find_other_roles, split_by_role
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.analyzer.report.io import is_analyzed, is_report, read_report
@@ -134,7 +134,8 @@ def examine(
         ((0, 1), 4438)
     """
     compare = _make_comparison(job)
-    return _build_analysis(read_recording(places, workers, progress, rules), compare, mesh)
+    recording = read_recording(places, workers, progress, rules)
+    return _build_analysis(recording, places, compare, mesh)
 
 
 def examine_or_find_hang(
@@ -173,40 +174,71 @@ def examine_roles_or_run(
 ) -> Analysis | Hang | RoleAnalysis:
     """As `examine_or_find_hang`, but a recording of several roles is analyzed role by role, without
     job and mesh, which are of one program."""
+    lacks: list[str] = []
+    recordings: dict[str, Recording] = {}
+    failed: list[DataError] = []
     with open_recording(places) as files:
-        by_role = split_by_role(files)
-        recordings = {
-            role: read_recording_files(own, workers, progress, rules)
-            for role, own in by_role.items()
-        }
-    if recordings:
-        return _analyze_roles(recordings, {role: own.places[0] for role, own in by_role.items()})
-    return examine_or_find_hang(places, workers, progress, rules, job, mesh, draft_job)
+        found = split_by_role(files)
+        if found.by_role:
+            for error in files.refused:
+                raise error
+        for role, own in found.by_role.items():
+            try:
+                recordings[role] = read_recording_files(own, workers, progress, rules)
+            except DataError as error:
+                failed.append(error)
+                lacks.append(f"what {role} did: {error}")
+    if not found.by_role:
+        return examine_or_find_hang(places, workers, progress, rules, job, mesh, draft_job)
+    if not recordings:
+        raise failed[0]
+    if found.strays:
+        named = ", ".join(found.strays[:_MOST_STRAYS])
+        more = len(found.strays) - _MOST_STRAYS
+        named += f" and {more} more" if more > 0 else ""
+        lacks.append(f"which role these traces are of, as they lie in the folder of none: {named}")
+    return _analyze_roles(
+        recordings, {role: own.places[0] for role, own in found.by_role.items()}, lacks
+    )
 
 
-def _analyze_roles(recordings: Mapping[str, Recording], places: Mapping[str, str]) -> RoleAnalysis:
-    programs = group_programs(recordings)
-    splits = {
-        number: split_recording(join_programs([recordings[role] for role in own]))
-        for number, own in enumerate(programs)
-        if len(own) > 1
-    }
+_MOST_STRAYS = 3
+
+
+def _analyze_roles(
+    recordings: Mapping[str, Recording], places: Mapping[str, str], lacks: list[str]
+) -> RoleAnalysis:
+    """The analysis of these roles; lacks gets what is missing of them."""
+    own_splits: dict[str, RunSplit] = {}
+    failed: list[DataError] = []
+    for role, recording in recordings.items():
+        try:
+            own_splits[role] = split_recording(forget_other_roles(recording))
+        except DataError as error:
+            failed.append(error)
+            lacks.append(f"what {role} did: {error}")
+    if not own_splits:
+        raise failed[0]
+    recordings = {role: recordings[role] for role in own_splits}
+    ranks = {role: [t.rank for t in one.traces] for role, one in recordings.items()}
+    programs, doubts = group_programs(recordings)
     analyses, roles = {}, []
     for number, own in enumerate(programs):
+        joined = (
+            split_recording(join_programs([recordings[role] for role in own]))
+            if len(own) > 1
+            else None
+        )
         for role in own:
-            recording = recordings[role]
-            split = split_recording(forget_other_roles(recording))
-            if len(own) > 1:
-                split = explain_other_roles(
-                    split, {other: recordings[other] for other in own if other != role}
-                )
-            analyses[role] = _build_from_split(recording, split)
-            whole = splits.get(number, split)
-            ranks = {trace.rank for trace in recording.traces}
-            chosen = tuple(rank for rank in whole.ranks if rank.trace.rank in ranks)
+            others = {other: ranks[other] for other in own if other != role}
+            split = explain_other_roles(own_splits.pop(role), role, others)
+            analyses[role] = _build_from_split(recordings[role], split)
+            whole = joined or split
+            chosen = tuple(rank for rank in whole.ranks if rank.trace.rank in ranks[role])
             roles.append(JobRole(role, number, whole, chosen, analyses[role].report, places[role]))
     roles.sort(key=lambda role: role.name)
-    return RoleAnalysis(build_role_job(next(iter(recordings.values())).name, roles), analyses)
+    run = next(iter(recordings.values())).name
+    return RoleAnalysis(build_role_job(run, roles, [*lacks, *doubts]), analyses)
 
 
 def examine_with_inferred_job(
@@ -252,17 +284,23 @@ def _read_and_build(
             with nullcontext() if has_dumps or states else suppress(DataError):
                 return read_calls(places, states)
         recording = read_recording_files(files, workers, progress, rules)
-    return _build_analysis(recording, compare, mesh, draft)
+    return _build_analysis(recording, places, compare, mesh, draft)
 
 
 def _build_analysis(
     recording: Recording,
+    places: Sequence[str | Path],
     compare: _ModelComparison,
     mesh: Mesh | None = None,
     draft: _JobDrafter | None = None,
 ) -> Analysis:
     recording = forget_other_roles(recording)
-    return _build_from_split(recording, split_recording(recording, mesh), compare, draft)
+    split = split_recording(recording, mesh)
+    if recording.spec is not None and recording.spec.role:
+        is_folder = len(places) == 1 and Path(places[0]).is_dir()
+        others = find_other_roles(Path(places[0]), recording.spec.name) if is_folder else {}
+        split = explain_other_roles(split, recording.spec.role, others)
+    return _build_from_split(recording, split, compare, draft)
 
 
 def _build_from_split(

@@ -178,7 +178,7 @@ def _record(options: argparse.Namespace) -> int:
         warn(f"the command {ended}, but ranks {ranks} go on; what they record is in {out}{copied}")
         return exit_status
     # NCCL's logs are still written by ranks that go on.
-    remove_if_empty(out)
+    remove_if_empty(out, plan.role)
     identity = read_identity() if each_rank else None
     speaks = identity is None or identity.rank == 0
     recorded = speaks and _report_recording(plan, start_s)
@@ -230,7 +230,7 @@ def _report_recording(plan: RecordPlan, start_s: float) -> bool:
     if not set(out.glob("rank*")) - records and not is_rank(os.environ):
         for path in (*records, out / RUN_FILE):
             path.unlink(missing_ok=True)
-    remove_if_empty(out)
+    remove_if_empty(out, plan.role)
     return False
 
 

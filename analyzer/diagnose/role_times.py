@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations, product
 
 import numpy as np
 from msgspec import Struct, structs
@@ -14,6 +15,7 @@ from msgspec.structs import astuple
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, TRANSFERS, WAITS, Bucket
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.compression import find_archive
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.headline import divide_parts
 from stepsplit.analyzer.report.report import Report
@@ -26,8 +28,9 @@ from stepsplit.analyzer.report.roles import (
     RoleTime,
     RoleWaitRow,
 )
+from stepsplit.analyzer.split.matching import match
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.trace import Category, Int64, Lack, Note
+from stepsplit.analyzer.trace import OP_CODE, Category, Int64, Lack, Note, compute_start_offsets_ns
 
 TRAINERS = ("trainer", "train", "training", "actor", "policy", "learner")
 """Names of the role whose steps are the RL steps, where several roles or none have an optimizer."""
@@ -47,20 +50,84 @@ class JobRole(Struct, frozen=True):
     place: str
 
 
-def group_programs(recordings: Mapping[str, Recording]) -> list[list[str]]:
-    """The roles that are of one process group: jobs of one size, of which they have other ranks."""
-    programs: list[tuple[int, set[int], list[str]]] = []
-    for role, recording in recordings.items():
-        ranks = {trace.rank for trace in recording.traces}
-        size = max(trace.world_size for trace in recording.traces)
-        for known_size, known, roles in programs:
-            if size == known_size and not known & ranks:
-                known |= ranks
-                roles.append(role)
-                break
+def group_programs(recordings: Mapping[str, Recording]) -> tuple[list[list[str]], list[str]]:
+    """The roles that are of one process group, and of which roles that is not known.
+
+    They have calls in common. Of jobs of one size, of which they have other ranks, two roles may
+    still be two programs of which not all ranks were recorded.
+    """
+    ranks = {role: {trace.rank for trace in one.traces} for role, one in recordings.items()}
+    size = {role: max(trace.world_size for trace in one.traces) for role, one in recordings.items()}
+    programs = [[role] for role in recordings]
+    doubts: dict[tuple[str, str], str] = {}
+    for first, second in combinations(recordings, 2):
+        one, other = (next(own for own in programs if role in own) for role in (first, second))
+        is_apart = all(not ranks[a] & ranks[b] for a in one for b in other)
+        if one is other or size[first] != size[second] or not is_apart:
+            continue
+        if doubt := _doubt_one_group(recordings[first], recordings[second]):
+            doubts[first, second] = doubt
         else:
-            programs.append((size, ranks, [role]))
-    return [roles for _, _, roles in programs]
+            one += other
+            programs.remove(other)
+    lacks = [
+        f"whether {first} and {second} are of one process group: {doubt}"
+        for (first, second), doubt in doubts.items()
+        if not any(first in own and second in own for own in programs)
+    ]
+    return programs, lacks
+
+
+_SAME_CLOCK_NS = 1_000_000
+"""How far the traces of two processes of one host may be apart."""
+
+_HOST_CLOCKS_NS = 60_000_000_000
+"""How far the clocks of two hosts may be apart."""
+
+
+def _doubt_one_group(first: Recording, second: Recording) -> str:
+    """Why the roles may be of two process groups; "" if they have calls in common, which can have
+    been at the same time."""
+    traces = join_programs([first, second]).traces
+    matched = match(traces)
+    is_first = np.isin([trace.rank for trace in traces], [trace.rank for trace in first.traces])
+    rows = np.flatnonzero(matched.shared >= 0)
+    shared, side = matched.shared[rows], is_first[matched.trace[rows]]
+    both = np.intersect1d(shared[side], shared[~side])
+    if not len(both):
+        own = (set(matched.group[is_first[matched.trace] == one].tolist()) for one in (True, False))
+        if set.intersection(*own) - {-1}:
+            return "their calls in the groups of both do not match"
+        return "they have the same world size and other ranks, but no call in common"
+    rows = rows[np.isin(shared, both)]
+    # All members of a call have come before the first one leaves it, and a message is sent before
+    # it is received; that bounds by how much the clocks of two hosts differ.
+    offsets = compute_start_offsets_ns(traces)[matched.trace[rows]]
+    op, together = matched.op[rows], matched.together[rows]
+    sends, receives = op == OP_CODE["send"], op == OP_CODE["recv"]
+    hosts = [trace.host or f"rank {trace.rank}" for trace in traces]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    host = np.array([numbers[one] for one in hosts])[matched.trace[rows]]
+    side, label = is_first[matched.trace[rows]], np.searchsorted(both, matched.shared[rows])
+    none = np.iinfo(np.int64).max // 4
+    start = np.where(together | sends, matched.start_ns[rows] + offsets, -none)
+    end = np.where(together | receives, matched.end_ns[rows] + offsets, none)
+    is_named = {numbers[trace.host] for trace in traces if trace.host}
+    for one, other in product(np.unique(host[side]).tolist(), np.unique(host[~side]).tolist()):
+        at, to = side & (host == one), ~side & (host == other)
+        begins, ends = [], []
+        for chosen in (at, to):
+            latest = np.full(len(both), -none)
+            earliest = np.full(len(both), none)
+            np.maximum.at(latest, label[chosen], start[chosen])
+            np.minimum.at(earliest, label[chosen], end[chosen])
+            begins.append(latest)
+            ends.append(earliest)
+        least, most = int((begins[0] - ends[1]).max()), int((ends[0] - begins[1]).min())
+        allowed = _SAME_CLOCK_NS if one == other and one in is_named else _HOST_CLOCKS_NS
+        if least > min(allowed, most + _SAME_CLOCK_NS) or most < -allowed:
+            return "their calls look alike, but were not at the same time"
+    return ""
 
 
 def join_programs(recordings: Sequence[Recording]) -> Recording:
@@ -92,39 +159,43 @@ def forget_other_roles(recording: Recording) -> Recording:
     return structs.replace(recording, traces=tuple(traces))
 
 
-def explain_other_roles(split: RunSplit, others: Mapping[str, Recording]) -> RunSplit:
+def explain_other_roles(
+    split: RunSplit, role: str, others: Mapping[str, Sequence[int]]
+) -> RunSplit:
     """The split of one role, in which ranks of other roles are not said to be missing."""
-    elsewhere = {trace.rank for one in others.values() for trace in one.traces}
-    known = elsewhere | {rank.trace.rank for rank in split.ranks}
-    world_size = max(rank.trace.world_size for rank in split.ranks)
-    if not known.issuperset(range(world_size)):
+    missing = set(range(max(rank.trace.world_size for rank in split.ranks)))
+    missing -= {rank.trace.rank for rank in split.ranks}
+    # Those that are left out have a note of their own.
+    missing -= {note.rank for note in split.notes if note.rank is not None}
+    absent = next((note for note in split.notes if note.lack is Lack.RANKS), None)
+    if not role or absent is None:
         return split
+    others = {name: ranks for name, ranks in others.items() if missing & {*ranks}}
     named = "; ".join(
-        f"{role} {units.format_number_list(sorted(trace.rank for trace in one.traces))}"
-        for role, one in others.items()
+        f"{name} {units.format_number_list(sorted(missing & {*ranks}))}"
+        for name, ranks in others.items()
     )
-    text = (
-        f"other roles of the job ({named}) are reported by themselves: waits for them are estimates"
-        " here"
-    )
-    notes = [note for note in split.notes if note.lack is not Lack.RANKS]
-    return replace(split, notes=(Note("other_roles", text), *notes))
+    notes = [note for note in split.notes if note is not absent]
+    if missing <= {rank for ranks in others.values() for rank in ranks}:
+        text = (
+            f"other roles of the job ({named}) are reported by themselves: waits for them are"
+            " estimates here"
+        )
+        return replace(split, notes=(Note("other_roles", text), *notes))
+    known = f"; in folders of other roles: {named}" if named else ""
+    text = f"{absent.message}: they may be of other roles than {role}{known}"
+    return replace(split, notes=(replace(absent, message=text), *notes))
 
 
-def build_role_job(run: str, roles: Sequence[JobRole]) -> RoleJob:
+def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str] = ()) -> RoleJob:
     """Puts the roles on one clock, and sums for each the RL steps.
 
     An RL step ends when the last rank of the role that trains has ended its step. Programs without
-    a common process group are compared by the clocks of their hosts.
+    a common process group are compared by the clocks of their hosts. known_lacks are said first.
     """
     stepping, lacks = _choose_step_role(roles)
+    lacks = [*known_lacks, *lacks]
     edges, numbers = _find_edges(stepping)
-    if not numbers:
-        raise DataError(
-            stepping.place,
-            f"role {stepping.name} has no step, and RL steps are those of its optimizer",
-            "record at least one whole step of it",
-        )
     times: dict[tuple[str, int], list[RoleTime]] = {}
     waits: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * len(numbers))
     role_of = {(one.program, rank.trace.rank): one.name for one in roles for rank in one.ranks}
@@ -168,6 +239,7 @@ def build_role_job(run: str, roles: Sequence[JobRole]) -> RoleJob:
                     for rank in role.ranks
                 ),
                 role.report.findings[0].message if role.report.findings else "",
+                find_archive(role.place),
             )
             for role in roles
         ),
@@ -194,17 +266,24 @@ def build_role_job(run: str, roles: Sequence[JobRole]) -> RoleJob:
 
 def _choose_step_role(roles: Sequence[JobRole]) -> tuple[JobRole, list[str]]:
     """The role whose steps are the RL steps, and what is doubtful of that."""
+    stepping = [role for role in roles if _find_edges(role)[1]]
+    if not stepping:
+        named = ", ".join(role.name for role in roles)
+        raise DataError(roles[0].place, f"no whole step of {named}", "record one of the trainer")
     training = [
         role
         for role in roles
         if any(rank.trace.events.match_prefix("Optimizer.step#").any() for rank in role.ranks)
     ]
-    if len(training) == 1:
+    whole = [role for role in training if role in stepping]
+    if len(training) == 1 and whole:
         return training[0], []
-    candidates = training or roles
+    candidates = whole or stepping
     order = {name: at for at, name in enumerate(TRAINERS)}
     chosen = min(candidates, key=lambda role: (order.get(role.name.lower(), len(order)), role.name))
-    some = "no role has an optimizer" if not training else "several roles have an optimizer"
+    some = "several roles have an optimizer" if training else "no role has an optimizer"
+    if training and not whole:
+        some = f"no whole step of {', '.join(role.name for role in training)}"
     return chosen, [f"{some}: RL steps are taken to be the steps of {chosen.name}"]
 
 
@@ -375,8 +454,8 @@ def _describe_clocks(roles: Sequence[JobRole]) -> list[str]:
         return []
     named = "; ".join(", ".join(role.name for role in own) for _, own in sorted(programs.items()))
     said = [
-        f"what one of these programs waits for in another ({named}): they have no process group in"
-        " common, and are compared by the clock, not by their calls"
+        f"what one of these programs waits for in another ({named}): no call joins them, and they"
+        " are compared by the clock, not by their calls"
     ]
     hosts = {rank.trace.host for role in roles for rank in role.ranks}
     if len(hosts) > 1:

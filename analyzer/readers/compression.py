@@ -63,6 +63,13 @@ _ARCHIVE = re.compile(r"\.(zip|tar|tgz|tbz2|txz|tar\.\w+)$", re.I)
 _DIGITS = re.compile(r"([0-9]+)")
 
 
+def find_archive(where: str) -> str:
+    """The archive of which this display name is a member or folder; "" if it is of none."""
+    parts = where.split("/")
+    names = ("/".join(parts[:end]) for end in range(1, len(parts)))
+    return next((one for one in names if _ARCHIVE.search(one) and not Path(one).is_dir()), "")
+
+
 @contextmanager
 def list_files(places: Sequence[str]) -> Iterator[tuple[Source, ...]]:
     """The files at paths and URLs, each once, including the members of archives.

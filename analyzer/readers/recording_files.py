@@ -30,7 +30,7 @@ class RecordingFiles(Struct, frozen=True):
     """The files of a recording by kind.
 
     places are those that were searched. others are files that are no part of a recording. refused
-    are the errors of named files, notes those of other files.
+    are the errors of named files, notes those of other files: skipped, in the same order.
     """
 
     places: tuple[str, ...]
@@ -38,6 +38,7 @@ class RecordingFiles(Struct, frozen=True):
     others: tuple[Source, ...]
     refused: tuple[DataError, ...]
     notes: tuple[Note, ...]
+    skipped: tuple[Source, ...] = ()
 
     def list_files(self, role: FileRole) -> list[tuple[FileKind[Any], Source]]:
         """The files of this role, by kind and in order."""
@@ -115,7 +116,7 @@ def _sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordi
     """Sorts the files by kind. Unknown files are ignored, or are errors if they were named."""
     by_kind: dict[FileKind[Any], list[Source]] = defaultdict(list)
     others: list[Source] = []
-    refused, notes = [], []
+    refused, notes, skipped = [], [], []
     present = {source.where for source in sources}
     for source in sources:
         is_named = source.where in places
@@ -138,10 +139,13 @@ def _sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordi
                 refused.append(error)
             else:
                 notes.append(_note_skipped(source, error))
+                skipped.append(source)
             continue
         for kind in kinds:
             by_kind[kind].append(source)
-    return RecordingFiles(places, dict(by_kind), tuple(others), tuple(refused), tuple(notes))
+    return RecordingFiles(
+        places, dict(by_kind), tuple(others), tuple(refused), tuple(notes), tuple(skipped)
+    )
 
 
 def _note_skipped(source: Source, error: DataError) -> Note:

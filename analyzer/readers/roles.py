@@ -6,38 +6,93 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.file_kinds import FileKind, FileRole
+from stepsplit.analyzer.readers.rank_traces import parse_rank
 from stepsplit.analyzer.readers.recording_files import RecordingFiles
 from stepsplit.analyzer.readers.sources import Source
+from stepsplit.collectors.formats.rank_record import read_record
+from stepsplit.collectors.formats.run_spec import RUN_FILE, from_json
+from stepsplit.collectors.safe_io.regular_file import read_regular
 
 
-def split_by_role(files: RecordingFiles) -> dict[str, RecordingFiles]:
-    """The files of each role, by name; empty if there are not two roles.
+class RoleFiles(Struct, frozen=True):
+    """The files of each role, by name; strays are the traces that are of none."""
+
+    by_role: Mapping[str, RecordingFiles]
+    strays: tuple[str, ...] = ()
+
+
+def split_by_role(files: RecordingFiles) -> RoleFiles:
+    """The files of each role; of none if there are not two roles.
 
     The recorder names the role in run.json and in the records of the ranks, and the files of a role
     are those in the folder of one of these, or below it. Files elsewhere are of no role.
     """
     named = _read_role_folders(files)
     if len(set(named.values())) < 2:
-        return {}
+        return RoleFiles({})
+
+    def find_role(source: Source) -> str | None:
+        return next((named[one] for one in source.inner.parents if one in named), None)
+
     of_role: dict[str, dict[FileKind[Any], list[Source]]] = defaultdict(lambda: defaultdict(list))
+    strays: list[str] = []
     for kind, sources in files.by_kind.items():
         for source in sources:
-            role = next((named[one] for one in source.inner.parents if one in named), None)
+            role = find_role(source)
             if role is not None:
                 of_role[role][kind].append(source)
-    return {
-        role: RecordingFiles(
-            tuple(str(folder) for folder, own in sorted(named.items()) if own == role),
+            elif kind.role is FileRole.TRACE:
+                strays.append(source.where)
+    skipped = [*zip(files.skipped, files.notes, strict=True)]
+    strays += (source.where for source in files.skipped if find_role(source) is None)
+    where = {
+        source.inner.parent: source.where.rpartition("/")[0] or "."
+        for one in (FileRole.RUN, FileRole.RECORD)
+        for _, source in files.list_files(one)
+    }
+    by_role = {}
+    for role, by_kind in sorted(of_role.items()):
+        own = [note for source, note in skipped if find_role(source) == role]
+        by_role[role] = RecordingFiles(
+            tuple(where[folder] for folder, one in sorted(named.items()) if one == role),
             {kind: by_kind[kind] for kind in files.by_kind if kind in by_kind},
-            (), (), (),
+            tuple(source for source in files.others if find_role(source) == role),
+            (),
+            tuple(own),
         )
-        for role, by_kind in sorted(of_role.items())
-    }  # fmt: skip
+    return RoleFiles(by_role, tuple(sorted(strays)))
+
+
+def find_other_roles(place: Path, run: str) -> Mapping[str, Sequence[int]]:
+    """The other roles of the run whose folders lie next to that of a role, with the ranks of their
+    traces."""
+    found: dict[str, Sequence[int]] = {}
+    # What cannot be read is no known role.
+    with suppress(OSError):
+        for folder in sorted(place.resolve().parent.iterdir()):
+            if folder == place.resolve():
+                continue
+            ranks = {parse_rank(PurePosixPath(one)) for one in folder.glob("rank*_trace.json*")}
+            for path in (folder / RUN_FILE, *sorted(folder.glob("rank*_record.json"))):
+                with suppress(OSError, ValueError):
+                    text = read_regular(path)
+                    if path.name == RUN_FILE:
+                        spec = from_json(text)
+                        name, role = spec.name, spec.role
+                    else:
+                        record = read_record(text)
+                        name, role = record.run, record.role
+                    if role and name == run:
+                        found[role] = sorted(rank for rank in ranks if rank is not None)
+                    break
+    return found
 
 
 def check_one_role(files: RecordingFiles) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import msgspec
 from msgspec import Struct
 
@@ -92,6 +94,7 @@ class RoleRow(Struct, frozen=True):
         world_size: The ranks in the process group of its program.
         program: The number of its program, from 0; roles of one process group have the same.
         place: Its folder.
+        archive: The archive that place is in; "" if it is in none.
         time: The mean of its ranks and the RL steps.
         rank_times: The mean of the RL steps for each of its ranks.
         finding: The first finding in its own report; "" without one.
@@ -105,6 +108,15 @@ class RoleRow(Struct, frozen=True):
     time: RoleTime
     rank_times: tuple[RoleTime, ...]
     finding: str = ""
+    archive: str = ""
+
+    @property
+    def command(self) -> str:
+        """What shows the role by itself: an archive is analyzed as a whole only."""
+        if not self.archive:
+            return f"stepsplit analyze {shlex.quote(self.place)}"
+        inner = shlex.quote(self.place.removeprefix(f"{self.archive}/"))
+        return f"unpack {shlex.quote(self.archive)}, then stepsplit analyze {inner}"
 
 
 class RlStepRow(Struct, frozen=True):

@@ -29,8 +29,13 @@ def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs) -> int:
     A negative status is the signal that killed the command. Raises CollectError if the command
     cannot be started or the folder cannot be written.
     """
-    make_folder(Path(plan.out))
-    return run_command(command, Path(plan.out), build_environment(os.environ, plan, nccl))
+    out = Path(plan.out)
+    make_folder(out)
+    try:
+        return run_command(command, out, build_environment(os.environ, plan, nccl))
+    except CollectError:
+        remove_if_empty(out, plan.role)
+        raise
 
 
 def make_folder(out: Path) -> None:
@@ -151,8 +156,9 @@ def describe_recorded(ranks: int, folder: Path, which: str = "") -> str:
     return f"recorded {counted}; analyze with: stepsplit analyze {shlex.quote(str(folder))}"
 
 
-def remove_if_empty(folder: Path) -> None:
-    """Removes the folder if nothing was written to it, and `runs` if that was the first one."""
+def remove_if_empty(folder: Path, role: str = "") -> None:
+    """Removes the folder if nothing was written to it, and `runs` if that was the first one; that
+    of a role, and then the one that the roles share."""
     # Another rank's `record` may already have removed it.
     with suppress(OSError):
         (folder / "nccl").rmdir()
@@ -160,6 +166,8 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
         if folder.parent.name == _RUNS:
             folder.parent.rmdir()
+    if role and not folder.exists():
+        remove_if_empty(folder.parent)
 
 
 def choose_out(existing: Mapping[str, str], verb: str = "record") -> Path:

@@ -124,9 +124,8 @@ def analyze_command(
             "--parts": all_parts or None, "--log-to": log_to or None,
         }  # fmt: skip
         if useless := [name for name, value in given.items() if value is not None]:
-            first = analysis.job.roles[0].place
             raise UsageError(
-                f"{', '.join(useless)}: for one role; analyze its folder, such as {first}"
+                f"{', '.join(useless)}: for one role, such as: {analysis.job.roles[0].command}"
             )
         _show_roles(analysis, json_file, out)
         return

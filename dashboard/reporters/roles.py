@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -54,7 +52,7 @@ def build_roles_screen(job: RoleJob) -> RenderableType:
     parts += [Text(), Text("EACH ROLE")]
     for role in job.roles:
         parts.append(Text(f"{role.name}: {role.finding or 'no bottleneck found'}"))
-        parts.append(Text(f"  stepsplit analyze {shlex.quote(role.place)}"))
+        parts.append(Text(f"  {role.command}"))
     return Group(*parts)
 
 

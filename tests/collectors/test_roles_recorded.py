@@ -58,3 +58,13 @@ def test_a_plan_keeps_its_role() -> None:
 def test_record_needs_the_folder_that_roles_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", "--role", "rollout", "--", "true"]) == 2
     assert "--role needs --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["true", "no-such-command"])
+def test_a_role_that_records_nothing_leaves_no_folder(command: str, tmp_path: Path) -> None:
+    out = tmp_path / "exp1"
+    main(["record", "--out", str(out), "--role", "rollout", "--", command])
+    assert not out.exists()
+    (out / "trainer").mkdir(parents=True)
+    main(["record", "--out", str(out), "--role", "rollout", "--", command])
+    assert [path.name for path in out.iterdir()] == ["trainer"]

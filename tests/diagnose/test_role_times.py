@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,3 +242,106 @@ def test_files_of_one_role_are_an_ordinary_recording(programs: Job) -> None:
     report = analyze(programs.folder / "trainer")
     assert report.run.ranks == (0,)
     assert {row.code for row in report.warnings} & {"older_captures", "mixed_world_sizes"} == set()
+
+
+def test_a_trace_outside_of_all_roles_is_named(programs: Job) -> None:
+    stray = make_trainer().write(programs.folder)
+    broken = programs.folder / "rank7_trace.json"
+    broken.write_text("")
+    job = programs.examine().job
+    assert job.lacks[0] == (
+        f"which role these traces are of, as they lie in the folder of none: {stray}, {broken}"
+    )
+    assert list_parts(job)["trainer/0"] == (100, 20, 0, 0, 0, 80, 0)
+
+
+@pytest.mark.parametrize("content", [None, "", "no trace"])
+def test_a_role_that_cannot_be_read_is_said_first(programs: Job, content: str | None) -> None:
+    programs.add("critic", 1)
+    if content is not None:
+        (programs.folder / "critic" / "rank0_trace.json").write_text(content)
+    analysis = programs.examine()
+    assert analysis.job.lacks[0].startswith(f"what critic did: {programs.folder / 'critic'}")
+    assert content is None or "rank0_trace.json: " in analysis.job.lacks[0]
+    assert [role.name for role in analysis.job.roles] == ["rollout", "trainer"]
+    assert list_parts(analysis.job)["rollout/1"] == (100, 81, 0, 0, 0, 19, 0)
+
+
+def test_without_the_trainer_the_steps_are_those_of_another_role(programs: Job) -> None:
+    (programs.folder / "trainer" / "rank0_trace.json.gz").unlink()
+    job = programs.examine().job
+    assert job.step_role == "rollout"
+    assert "what trainer did: " in job.lacks[0]
+    assert "no role has an optimizer: RL steps are taken to be the steps of rollout" in job.lacks
+
+
+def test_without_any_role_the_first_error_is_raised(tmp_path: Path) -> None:
+    job = Job(tmp_path / "exp1")
+    job.add("rollout", 2)
+    job.add("trainer", 1)
+    with pytest.raises(DataError, match="rollout: no trace found"):
+        job.examine()
+
+
+def test_of_an_archive_it_is_said_what_to_unpack(programs: Job, tmp_path: Path) -> None:
+    archive = tmp_path / "e.tgz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(programs.folder, "exp1")
+    analysis = examine_roles_or_run([archive])
+    assert isinstance(analysis, RoleAnalysis)
+    assert [role.command for role in analysis.job.roles] == [
+        f"unpack {archive}, then stepsplit analyze exp1/rollout",
+        f"unpack {archive}, then stepsplit analyze exp1/trainer",
+    ]
+    own = programs.examine().job.roles[0]
+    assert own.command == f"stepsplit analyze {programs.folder / 'rollout'}"
+
+
+@pytest.mark.parametrize(
+    ("nelems", "later_us", "group", "doubt"),
+    [
+        (500, 0, range(4), "their calls in the groups of both do not match"),
+        (1000, 2_000, range(4), "their calls look alike, but were not at the same time"),
+        (1000, 0, (2, 3), "no call in common"),
+        (1000, 0, range(4), ""),
+    ],
+)
+def test_programs_of_one_size_are_one_group_only_if_their_calls_match(
+    nelems: int, later_us: int, group: Sequence[int], doubt: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path / "exp1")
+    for role, ranks, size, later, members in (
+        ("rollout", (0, 1), 1000, 0, range(4) if len(group) == 4 else (0, 1)),
+        ("trainer", (2, 3), nelems, later_us, group),
+    ):
+        traces = [
+            GpuTrace(rank, 4, base_ns=BASE_NS + later * 1000, groups=[("0", "", members)])
+            for rank in ranks
+        ]
+        for trace in traces:
+            for step in STEPS:
+                at, busy = 100 * step, 30 + 10 * trace.rank
+                trace.step(step, at, at + 100).kernel("gemm", at, at + busy)
+                trace.all_reduce(at + busy, at + 100, nelems=size, Seq=step)
+        job.add(role, 4, *traces)
+    found = job.examine().job
+    assert len({role.program for role in found.roles}) == (2 if doubt else 1)
+    assert [(row.role, row.owner) for row in found.waits] == (
+        [] if doubt else [("rollout", "trainer")]
+    )
+    said = [lack for lack in found.lacks if "rollout and trainer are of one process group" in lack]
+    assert len(said) == bool(doubt)
+    assert all(doubt in lack for lack in said)
+
+
+def test_ranks_of_other_roles_are_not_missing_in_the_folder_of_one(tmp_path: Path) -> None:
+    job = make_one_group(tmp_path)
+    report = analyze(job.folder / "rollout")
+    (said,) = [row.message for row in report.warnings if row.code == "other_roles"]
+    assert "other roles of the job (trainer 2)" in said
+    assert report.summary is not None
+    assert report.summary.lacks == ()
+    shutil.move(job.folder / "rollout", tmp_path / "elsewhere")
+    alone = analyze(tmp_path / "elsewhere")
+    (said,) = [row.message for row in alone.warnings if row.code == "ranks_missing"]
+    assert said.endswith("missing from the recording: 2: they may be of other roles than rollout")

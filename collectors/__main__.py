@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,8 @@ from stepsplit.collectors.record.command import (
     check_out,
     choose_out,
     describe_recorded,
+    interrupt_on_signals,
+    name_signal,
     record,
     remove_if_empty,
     run_finish_hook,
@@ -32,7 +33,12 @@ from stepsplit.collectors.record.command import (
 from stepsplit.collectors.record.environment import NcclLogs
 from stepsplit.collectors.record.gather import gather
 from stepsplit.collectors.record.plan import RecordPlan
-from stepsplit.collectors.record.remote_folder import RemoteFolder, is_url, open_remote_folder
+from stepsplit.collectors.record.remote_folder import (
+    RemoteFolder,
+    is_url,
+    open_remote_folder,
+    show_url,
+)
 from stepsplit.collectors.safe_io.regular_file import read_regular
 from stepsplit.collectors.safe_io.safe_text import escape_controls, guard_output
 
@@ -160,11 +166,31 @@ def _record(options: argparse.Namespace) -> int:
     if not each_rank:
         # A rank started by srun must not stop: it may be a restart of the job.
         check_out(out, options.overwrite)
-        if remote:
-            remote.check(options.overwrite)
+    if remote:
+        remote.check(speaks=not each_rank or read_identity().rank == 0)
     start_s = time.time()
     status = record(command, plan, NcclLogs(options.nccl_calls, options.nccl_inspector))
     exit_status = 128 - status if status < 0 else status
+    # The training's status is returned whatever becomes of the rest.
+    try:
+        with interrupt_on_signals():
+            _finish(options, plan, remote, status, start_s)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
+        reason = str(error) or type(error).__name__
+        warn(f"{reason}: what follows the training ends here; the recording is in {out}")
+    return exit_status
+
+
+def _finish(
+    options: argparse.Namespace,
+    plan: RecordPlan,
+    remote: RemoteFolder | None,
+    status: int,
+    start_s: float,
+) -> None:
+    """Says what was recorded, copies it, and runs the hook."""
+    out = Path(plan.out)
+    each_rank = is_rank(os.environ)
     # The ranks that srun starts next to this one have the same plan.
     remaining: dict[int, int] = {}
     if not each_rank and find_ranks_of_plan(plan):
@@ -172,21 +198,25 @@ def _record(options: argparse.Namespace) -> int:
         time.sleep(1.0)
         remaining = find_ranks_of_plan(plan)
     if remaining:
-        ended = f"was killed ({signal.Signals(-status).name})" if status < 0 else "has ended"
+        ended = f"was killed ({name_signal(-status)})" if status < 0 else "has ended"
         ranks = ", ".join(f"{rank} (process {pid})" for rank, pid in sorted(remaining.items()))
         copied = "; it is not copied" if remote else ""
         warn(f"the command {ended}, but ranks {ranks} go on; what they record is in {out}{copied}")
-        return exit_status
+        return
     # NCCL's logs are still written by ranks that go on.
     remove_if_empty(out, plan.role)
     identity = read_identity() if each_rank else None
     speaks = identity is None or identity.rank == 0
     recorded = speaks and _report_recording(plan, start_s)
-    if remote and remote.copy(out, identity) and recorded:
-        sys.stderr.write(f"copied to {escape_controls(remote.shown)}\n")
+    if remote:
+        if recorded:
+            place = escape_controls(remote.shown)
+            sys.stderr.write(f"copying it to {place}; Ctrl-C or SIGTERM ends that\n")
+        copied_to = remote.copy(out, identity)
+        if recorded and copied_to:
+            sys.stderr.write(f"copied to {escape_controls(copied_to)}\n")
     if recorded and options.finish_hook:
         run_finish_hook(options.finish_hook, out)
-    return exit_status
 
 
 def _split_words(text: str) -> list[str]:
@@ -201,11 +231,16 @@ def _split_words(text: str) -> list[str]:
 
 
 def _open_remote(options: argparse.Namespace) -> RemoteFolder | None:
-    """The folder at the URL of --out, if it is one."""
-    remote = open_remote_folder(options.out) if options.out and is_url(options.out) else None
-    if options.standby and (remote or options.finish_hook):
+    """The folder at the URL of --out, if it is one. Raises CollectError for what does not go
+    together."""
+    url = options.out if options.out and is_url(options.out) else ""
+    if options.standby and (url or options.finish_hook):
         raise CollectError("--standby leaves the recording to stepsplit attach: copy that one")
-    return remote
+    if options.standby and options.role:
+        raise CollectError("--standby leaves the recording to stepsplit attach, which has no roles")
+    if url and options.overwrite:
+        raise CollectError("--overwrite: nothing at a URL is replaced; choose another --out")
+    return open_remote_folder(url) if url else None
 
 
 def _report_recording(plan: RecordPlan, start_s: float) -> bool:
@@ -289,7 +324,7 @@ def _add_attach(verbs: _Verbs, explain_stop: ExplainStop | None) -> None:
 
 def _attach(options: argparse.Namespace, explain_stop: ExplainStop | None) -> int:
     if options.out and is_url(options.out):
-        raise CollectError(f"{options.out} is a URL: attach to a folder, and copy that")
+        raise CollectError(f"{show_url(options.out)} is a URL: attach to a folder, and copy that")
     out = Path(options.out).absolute() if options.out else None
     if out is not None:
         check_out(out, options.overwrite)

@@ -146,7 +146,7 @@ def run_finish_hook(words: Sequence[str], folder: Path) -> None:
             warn(f"--finish-hook {words[0]}: {ended}; {kept}")
             return
     if status := hook.returncode:
-        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        how = name_signal(-status) if status < 0 else f"exit status {status}"
         warn(f"--finish-hook {words[0]}: {how}; {kept}")
 
 
@@ -200,3 +200,23 @@ def _handle_signals(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[Non
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def interrupt_on_signals() -> Iterator[None]:
+    """Raises KeyboardInterrupt with the signal's name on SIGINT and SIGTERM: what is done after the
+    training ends, and its status is still returned."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(name_signal(number))
+
+    with _handle_signals({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
+        yield
+
+
+def name_signal(number: int) -> str:
+    """SIGKILL for 9; real-time signals but the first and the last have no names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

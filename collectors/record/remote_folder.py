@@ -1,20 +1,40 @@
 """The folder of a recording at a URL, such as s3://bucket/runs/exp1.
 
-What was recorded on the disk is copied there by fsspec.
+What was recorded on the disk is copied there by fsspec. Nothing at a URL is ever deleted or
+replaced: the hosts of a job copy to one folder, and none of them knows the files of all.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import threading
+from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stepsplit.collectors.formats.file_names import is_recorded_name
-from stepsplit.collectors.formats.run_spec import RUN_FILE
+from stepsplit.collectors.formats.rank_record import read_record
+from stepsplit.collectors.formats.run_spec import RUN_FILE, from_json
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.job.launcher import Identity
-from stepsplit.collectors.record.command import OVERWRITTEN_FOLDERS, REPORT_FILE
 from stepsplit.collectors.record.gather import list_files
+from stepsplit.collectors.safe_io.regular_file import read_regular
+
+CHECK_LIMIT_S = 5.0
+"""What the training waits for a server before it starts."""
+FILE_LIMIT_S = 600.0
+"""What each file, and the choice of the folder, may take at the end: the job keeps its nodes."""
+_MOST_LOOKED_AT = 64
+_MOST_FOLDERS = 100
+_RECORD = re.compile(r"rank(\d{1,7})_record\.json")
+
+_Result = TypeVar("_Result")
+_Processes = dict[int, tuple[str, int]]
+"""Rank -> host and process number, in which the parts of one recording agree."""
 
 
 def is_url(place: str) -> bool:
@@ -22,61 +42,159 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-@dataclass(frozen=True, slots=True)
+def show_url(url: str) -> str:
+    """The URL without what may be secret in it: name and password, and the query."""
+    protocol, _, rest = url.partition("://")
+    before_query = rest.partition("?")[0]
+    if "@" in rest[len(before_query) :]:
+        # Either the password has a question mark, or the query an @.
+        return f"{protocol}://..."
+    # A password may have a slash, and a folder an @: both end at the last one.
+    _, at, place = before_query.rpartition("@")
+    return f"{protocol}://{'...@' * bool(at)}{place}"
+
+
+@dataclass(slots=True)
 class RemoteFolder:
-    """A folder at a URL; shown: the URL without the name and password that it may have."""
+    """A folder at a URL. shown: the URL without secrets; name: that of the run.
+
+    The copy goes to the folder, or to the first of FOLDER-2, FOLDER-3, ... that has no other
+    recording.
+    """
 
     shown: str
     name: str
-    _files: Any
-    _path: str
+    _url: str
+    _opened: tuple[Any, str] | None = None
+    _free: int | None = None
+    """The first folder without a recording before the training; None: the server was away. The
+    hosts of a job look before the first of them copies, and so choose the same."""
 
-    def check(self, overwrite: bool) -> None:
-        """Removes an earlier recording from the folder, or raises CollectError if it may not, as
-        `check_out`. A server that does not answer is a warning: it may by the end of the job."""
+    def check(self, speaks: bool) -> None:
+        """Chooses the folder before the training, within CHECK_LIMIT_S; a server that does not
+        answer is a warning, if this process speaks for all ranks. Raises CollectError for a URL
+        that no installed package serves."""
+
+        def find_free() -> int:
+            self._open()
+            return _find_first(1, lambda n: not any(map(is_recorded_name, self._list(n))))
+
         try:
-            names = self._list_names()
-            recorded = [name for name in names if is_recorded_name(name)]
-            if recorded and overwrite:
-                for name in names:
-                    if name in (*recorded, REPORT_FILE, *OVERWRITTEN_FOLDERS):
-                        self._files.rm(f"{self._path}/{name}", recursive=True)
+            self._free = _run_within(CHECK_LIMIT_S, find_free)
         except Exception as error:  # noqa: BLE001  each backend has errors of its own
-            warn(f"{self.shown}: {_describe(error)}; it is tried again at the end")
+            problem = f"{self.shown}: {self._describe(error)}"
+            if self._opened is None and isinstance(error, ImportError | ValueError):
+                raise CollectError(problem) from None
+            if speaks:
+                warn(f"{problem}; it is tried again at the end")
             return
-        if recorded and not overwrite:
-            raise CollectError(
-                f"{self.shown} has a recording: choose another --out, or replace it with"
-                " --overwrite"
-            )
+        if self._free > 1 and speaks:
+            warn(f"{self.shown} has a recording: this one is copied to {self._show(self._free)}")
 
-    def copy(self, folder: Path, identity: Identity | None) -> bool:
-        """Copies the recording, and returns whether that succeeded; a failure is a warning.
+    def copy(self, folder: Path, identity: Identity | None) -> str:
+        """Copies the recording, and returns to which URL, "" if to none; a failure is a warning.
 
         identity: the rank whose own files are copied alone, where each rank runs `record`.
         """
-        files = [path for path in list_files(folder) if _is_of(path, identity)]
         try:
-            # run.json last: where it is, the recording is whole.
-            for path in sorted(files, key=lambda path: path.name == RUN_FILE):
-                target = f"{self._path}/{path.relative_to(folder).as_posix()}"
-                if target.startswith("/"):
-                    # Of object storage, s3fs would make the bucket of a misspelt URL.
-                    self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-                self._files.put_file(str(path), target)
+            paths = [path for path in list_files(folder) if _is_of(path, identity)]
+            files = {path.relative_to(folder).as_posix(): path for path in paths}
+            if not files:
+                return ""
+            # Ranks that each record on a shared disk may copy a log twice; it belongs to all.
+            own = {name for name in files if identity is None or is_recorded_name(name)}
+            number = _run_within(FILE_LIMIT_S, lambda: self._choose(own, folder))
+            # run.json last: where it is, all that this process copies is there.
+            for name in sorted(files, key=lambda name: name == RUN_FILE):
+                _run_within(FILE_LIMIT_S, partial(self._put, files[name], number, name))
         except Exception as error:  # noqa: BLE001
-            warn(f"{self.shown}: not copied ({_describe(error)}); the recording is in {folder}")
-            return False
-        return True
+            problem = self._describe(error)
+            warn(f"{self.shown}: not copied ({problem}); the recording is in {folder}")
+            return ""
+        return self._show(number)
 
-    def _list_names(self) -> list[str]:
+    def _choose(self, own: Set[str], folder: Path) -> int:
+        """The number of the first folder that may take these files."""
+        self._open()
+        here: _Processes = {}
+        for name in (RUN_FILE, *own):
+            if _RECORD.fullmatch(name) or name == RUN_FILE:
+                with suppress(OSError, ValueError):
+                    here |= _read_processes(name, read_regular(folder / name))
+        return _find_first(self._free or 1, lambda n: self._fits(n, own, here))
+
+    def _fits(self, number: int, own: Set[str], here: _Processes) -> bool:
+        """Whether the folder has none of these files, and no file of another recording."""
+        listed = self._list(number)
+        there = set(listed)
+        for parent in {name.rpartition("/")[0] for name in own} - {""}:
+            there |= {f"{parent}/{name}" for name in self._list(number, parent)}
+        if there & own:
+            return False
+        if not any(map(is_recorded_name, listed)):
+            return True
+        # The processes that run.json names there; else, of each host that it names here, one.
+        looked_at = [RUN_FILE] if RUN_FILE in there else []
+        if not looked_at:
+            records = [name for name in listed if _RECORD.fullmatch(name)]
+            by_host = {here.get(_find_rank(name), (name, 0))[0]: name for name in records}
+            looked_at = list(by_host.values())[:_MOST_LOOKED_AT]
+        processes: _Processes = {}
+        for name in looked_at:
+            with suppress(ValueError):
+                processes |= _read_processes(name, self._files.cat_file(self._place(number, name)))
+        common = processes.keys() & here.keys()
+        if any(processes[rank] != here[rank] for rank in common):
+            return False
+        # What other hosts have copied may say nothing of this one, where no run.json does: then
+        # only the folder that all of them have chosen before the training is taken.
+        return bool(common) or number == self._free
+
+    def _put(self, path: Path, number: int, name: str) -> None:
+        target = self._place(number, name)
+        if target.startswith("/"):
+            # Of object storage, s3fs would make the bucket of a misspelt URL.
+            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._files.put_file(str(path), target)
+
+    def _list(self, number: int, below: str = "") -> list[str]:
+        """The names in the folder, or in one below it."""
         try:
             # What was listed before may be kept, by s3fs for one.
             self._files.invalidate_cache()
-            paths = self._files.ls(self._path, detail=False)
+            paths = self._files.ls(self._place(number, below), detail=False)
         except FileNotFoundError:
             return []
         return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+    def _open(self) -> None:
+        import fsspec.core  # the extra [cloud]
+
+        if self._opened is None:
+            # Some backends connect here.
+            files, path = fsspec.core.url_to_fs(self._url)
+            if not path.rstrip("/"):
+                raise ValueError("name a folder")
+            self._opened = files, path.rstrip("/")
+
+    @property
+    def _files(self) -> Any:
+        assert self._opened is not None
+        return self._opened[0]
+
+    def _place(self, number: int, name: str) -> str:
+        assert self._opened is not None
+        return f"{self._opened[1]}{_number(number)}{'/' * bool(name)}{name}"
+
+    def _show(self, number: int) -> str:
+        return f"{self.shown.rstrip('/')}{_number(number)}"
+
+    def _describe(self, error: Exception) -> str:
+        """The error on one line. Where the URL has a secret, a backend may quote it in parts."""
+        if self.shown != self._url and not isinstance(error, CollectError):
+            return f"{type(error).__name__}, not shown in full because of what is secret in the URL"
+        problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return " ".join(str(problem).split())
 
 
 def open_remote_folder(url: str) -> RemoteFolder:
@@ -84,21 +202,40 @@ def open_remote_folder(url: str) -> RemoteFolder:
 
     Raises CollectError if no installed package writes there.
     """
-    try:
-        import fsspec.core  # the extra [cloud]
-    except ImportError:
-        raise CollectError(f"a URL needs fsspec; pip install 'stepsplit[cloud]': {url}") from None
-    protocol, _, place = url.partition("://")
-    host, slash, path = place.partition("/")
-    shown = f"{protocol}://{host.rpartition('@')[2]}{slash}{path}"
-    try:
-        files, path = fsspec.core.url_to_fs(url)
-    except Exception as error:  # noqa: BLE001  of a package that is missing, or has no credentials
-        raise CollectError(f"{shown}: {_describe(error)}") from None
-    path = path.rstrip("/")
-    if not path:
-        raise CollectError(f"{shown}: name a folder")
-    return RemoteFolder(shown, path.rpartition("/")[2], files, path)
+    shown = show_url(url)
+    if importlib.util.find_spec("fsspec") is None:
+        raise CollectError(f"a URL needs fsspec; pip install 'stepsplit[cloud]': {shown}")
+    name = shown.partition("://")[2].rstrip("/").rpartition("/")[2]
+    return RemoteFolder(shown, name.removeprefix("...@"), url)
+
+
+def _find_first(start: int, is_right: Callable[[int], bool]) -> int:
+    for number in range(start, _MOST_FOLDERS + 1):
+        if is_right(number):
+            return number
+    raise CollectError(f"it and all up to -{_MOST_FOLDERS} have recordings; choose another --out")
+
+
+def _run_within(limit_s: float, call: Callable[[], _Result]) -> _Result:
+    """The result of the call, or CollectError: a server that hangs cannot be stopped, and is left
+    to a thread that ends with this process. A signal ends the wait."""
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="stepsplit-url", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise CollectError(f"no answer within {limit_s:g} s")
+    return results[0]
 
 
 def _is_of(path: Path, identity: Identity | None) -> bool:
@@ -113,6 +250,16 @@ def _is_of(path: Path, identity: Identity | None) -> bool:
     return identity.local_rank == 0
 
 
-def _describe(error: Exception) -> str:
-    problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(str(problem).split())
+def _read_processes(name: str, content: bytes) -> _Processes:
+    """The processes that run.json or a rank's record names. Raises ValueError."""
+    ranks = from_json(content).ranks if name == RUN_FILE else (read_record(content).rank,)
+    return {one.rank: (one.host, one.pid) for one in ranks}
+
+
+def _find_rank(name: str) -> int:
+    found = _RECORD.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
+def _number(number: int) -> str:
+    return f"-{number}" if number > 1 else ""

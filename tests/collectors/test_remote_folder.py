@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 import pytest
 
 from stepsplit.collectors import __main__ as collectors
 from stepsplit.collectors.__main__ import main
-from stepsplit.collectors.record import command
+from stepsplit.collectors.formats.rank_record import RankRecord, write_record
+from stepsplit.collectors.formats.run_spec import RankInfo, RunSpec, write_run_json
+from stepsplit.collectors.record import command, remote_folder
 from stepsplit.collectors.record.plan import RecordPlan
 
 URL = "memory://bucket/runs/exp1"
@@ -69,19 +74,115 @@ def test_a_file_url_is_a_folder(files: Any, tmp_path: Path) -> None:
     assert (tmp_path / "else where/exp1/nccl/host.log").read_bytes() == b"log"
 
 
-def test_an_earlier_recording_is_refused_or_replaced(
+def list_copied(files: Any) -> dict[str, set[str]]:
+    """The files in each folder next to URL's."""
+    copied: dict[str, set[str]] = {}
+    for path in files.find("/bucket/runs"):
+        folder, _, name = path.removeprefix("/bucket/runs/").partition("/")
+        copied.setdefault(folder, set()).add(name)
+    return copied
+
+
+def test_an_earlier_recording_stays_and_the_copy_goes_beside_it(
     files: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("rank7_trace.json.gz", "nccl/old.log", "tables/a", "report.json", "notes.md"):
+    earlier = {"rank7_trace.json.gz", "nccl/old.log", "tables/a", "report.json", "notes.md"}
+    for name in earlier:
         files.pipe(f"/bucket/runs/exp1/{name}", b"old")
 
-    assert run_record("--out", URL) == 2
-    assert f"{URL} has a recording: choose another --out" in capsys.readouterr().err
-    assert len(files.find("/bucket")) == 5
+    assert run_record("--out", URL, status=3) == 3
+    assert run_record("--out", URL) == 0
 
-    assert run_record("--out", URL, "--overwrite") == 0
-    left = {path.removeprefix("/bucket/runs/exp1/") for path in files.find("/bucket")}
-    assert left == {name for name in WRITTEN if not name.startswith(".")} | {"notes.md"}
+    new = {name for name in WRITTEN if not name.startswith(".")}
+    assert list_copied(files) == {"exp1": earlier, "exp1-2": new, "exp1-3": new}
+    said = [line for line in capsys.readouterr().err.splitlines() if URL in line]
+    assert said == [
+        f"stepsplit: {URL} has a recording: this one is copied to {URL}-2",
+        f"copying it to {URL}; Ctrl-C or SIGTERM ends that",
+        f"copied to {URL}-2",
+        f"stepsplit: {URL} has a recording: this one is copied to {URL}-3",
+        f"copying it to {URL}; Ctrl-C or SIGTERM ends that",
+        f"copied to {URL}-3",
+    ]
+
+
+def test_a_hundred_recordings_are_enough(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that says so of any folder is not asked on while the training runs."""
+    for end in ("", *(f"-{number}" for number in range(2, 101))):
+        files.pipe(f"/bucket/runs/exp1{end}/run.json", b"{}")
+
+    assert run_record("--out", URL) == 0
+
+    problem = "it and all up to -100 have recordings; choose another --out"
+    assert f"{URL}: {problem}; it is tried again at the end" in capsys.readouterr().err
+    assert len(files.find("/bucket")) == 100
+
+
+def write_part(plan: RecordPlan, pids: Mapping[int, int], own: Sequence[int]) -> None:
+    """What a host has of a job of two hosts with one rank each; run.json on that of rank 0."""
+    infos = {rank: RankInfo(rank, 0, f"host{rank}", pid, "cpu") for rank, pid in pids.items()}
+    for rank in own:
+        Path(plan.out, f"rank{rank}_trace.json.gz").write_bytes(str(pids[rank]).encode())
+        write_record(Path(plan.out), RankRecord(plan.name, infos[rank], 2, "gloo"))
+        if rank == 0:
+            write_run_json(
+                Path(plan.out), RunSpec(plan.name, 2, "gloo", ranks=tuple(infos.values()))
+            )
+
+
+def run_host(
+    rank: int, pids: Mapping[int, int], monkeypatch: pytest.MonkeyPatch,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
+    """`record` on the host of a rank; meanwhile: what another one does during the training."""
+
+    def train(command: Sequence[str], plan: RecordPlan, nccl: object) -> int:
+        Path(plan.out).mkdir(parents=True)
+        write_part(plan, pids, [rank])
+        meanwhile()
+        return 0
+
+    monkeypatch.setattr(collectors, "record", train)
+    assert run_record("--out", URL) == 0
+
+
+FILES_OF = {
+    0: {"run.json", "rank0_trace.json.gz", "rank0_record.json"},
+    1: {"rank1_trace.json.gz", "rank1_record.json"},
+}
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 0)])
+def test_hosts_of_one_job_copy_to_one_folder(
+    first: int, last: int, files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever ends first, and next to an earlier recording."""
+    files.pipe("/bucket/runs/exp1/rank0_trace.json.gz", b"earlier")
+    pids = {0: 10, 1: 11}
+
+    run_host(last, pids, monkeypatch, lambda: run_host(first, pids, monkeypatch))
+
+    assert list_copied(files) == {
+        "exp1": {"rank0_trace.json.gz"}, "exp1-2": FILES_OF[0] | FILES_OF[1],
+    }  # fmt: skip
+    assert files.cat("/bucket/runs/exp1/rank0_trace.json.gz") == b"earlier"
+
+
+def test_a_host_that_is_restarted_mixes_no_attempts(
+    files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other host goes on, and its ranks are started again with the new ones."""
+    attempts = {0: 20, 1: 11}, {0: 30, 1: 31}
+
+    def restart() -> None:
+        run_host(1, attempts[0], monkeypatch)
+        run_host(1, attempts[1], monkeypatch)
+
+    run_host(0, attempts[1], monkeypatch, restart)
+
+    assert list_copied(files) == {"exp1": FILES_OF[1], "exp1-2": FILES_OF[0] | FILES_OF[1]}
+    assert files.cat("/bucket/runs/exp1/rank1_trace.json.gz") == b"11"
+    assert files.cat("/bucket/runs/exp1-2/rank1_trace.json.gz") == b"31"
 
 
 @pytest.mark.parametrize("failing", ["put_file", "makedirs"])
@@ -105,17 +206,93 @@ def test_a_failed_copy_leaves_the_recording_on_the_disk(
     assert (folder / "rank0_trace.json.gz").exists()
 
 
-def test_a_server_that_does_not_answer_is_asked_again_at_the_end(
-    files: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*arguments: object, **options: object) -> None:
-        raise TimeoutError("no answer in 5 s")
+def fail_first(files: Any, times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server does not answer when it is asked the first times."""
+    ls, asked = type(files).ls, iter(range(sys.maxsize))
 
-    monkeypatch.setattr(type(files), "ls", fail)
+    def answer(*arguments: Any, **options: Any) -> Any:
+        if next(asked) < times:
+            raise TimeoutError("no answer in 5 s")
+        return ls(*arguments, **options)
+
+    monkeypatch.setattr(type(files), "ls", answer)
+
+
+@pytest.mark.parametrize("earlier", ["rank7_trace.json.gz", "run.json"])
+def test_a_server_that_was_away_is_asked_again_before_the_copy(
+    earlier: str, files: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.pipe(f"/bucket/runs/exp1/{earlier}", b"earlier")
+    fail_first(files, 1, monkeypatch)
 
     assert run_record("--out", URL) == 0
+
     assert f"{URL}: no answer in 5 s; it is tried again at the end" in capsys.readouterr().err
-    assert len(files.store) == 6
+    copied = list_copied(files)
+    assert (copied["exp1"], len(copied["exp1-2"])) == ({earlier}, 6)
+
+
+def test_to_a_server_that_stays_away_nothing_is_copied(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_first(files, float("inf"), monkeypatch)
+
+    assert run_record("--out", URL, status=4) == 4
+
+    kept = f"the recording is in {tmp_path / 'runs/record'}"
+    assert f"{URL}: not copied (no answer in 5 s); {kept}" in capsys.readouterr().err
+    assert list_copied(files) == {}
+
+
+def test_a_server_that_hangs_holds_up_neither_the_training_nor_its_end(
+    files: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote_folder, "CHECK_LIMIT_S", 0.1)
+    monkeypatch.setattr(remote_folder, "FILE_LIMIT_S", 0.2)
+    monkeypatch.setattr(type(files), "ls", lambda *arguments, **options: time.sleep(20))
+
+    start_s = time.monotonic()
+    assert run_record("--out", URL, status=3) == 3
+
+    assert time.monotonic() - start_s < 10
+    printed = capsys.readouterr().err
+    assert f"{URL}: no answer within 0.1 s; it is tried again at the end" in printed
+    assert f"{URL}: not copied (no answer within 0.2 s); the recording is in " in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_during_the_copy_does_not_change_the_status(
+    number: signal.Signals, files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """SIGINT and SIGTERM end it; the others are for the training."""
+    put_file = type(files).put_file
+
+    def put(*arguments: Any, **options: Any) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        put_file(*arguments, **options)
+
+    monkeypatch.setattr(type(files), "put_file", put)
+
+    assert run_record("--out", URL, "--finish-hook", "touch called", status=3) == 3
+
+    ends = number in (signal.SIGINT, signal.SIGTERM)
+    problem = f"{number.name}: what follows the training ends here; the recording is in "
+    assert (f"{problem}{tmp_path / 'runs/record'}" in capsys.readouterr().err) == ends
+    assert (tmp_path / "called").exists() != ends
+
+
+def test_a_folder_that_cannot_be_listed_does_not_change_the_status(
+    files: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(40, "Too many levels of symbolic links")
+
+    monkeypatch.setattr(remote_folder, "list_files", fail)
+
+    assert run_record("--out", URL, status=3) == 3
+    assert f"{URL}: not copied (Too many levels of symb" in capsys.readouterr().err
 
 
 class _ObjectStorage(fsspec.AbstractFileSystem):  # type: ignore[misc]
@@ -156,15 +333,22 @@ def test_of_ranks_that_each_record_every_one_copies_its_own(
     environment: Mapping[str, str], expected: set[str], files: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """And none is refused for what the others have copied: it may be a restart."""
+    """And none is refused for what the others have copied meanwhile."""
     for name, value in (environment | {"WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
-    files.pipe("/bucket/runs/exp1/rank9_record.json", b"of another rank")
+    train = collectors.record
+
+    def train_with_others(*arguments: Any) -> int:
+        files.pipe("/bucket/runs/exp1/rank9_record.json", b"of another rank")
+        files.pipe("/bucket/runs/exp1/nccl/host.log", b"copied by another host")
+        return train(*arguments)
+
+    monkeypatch.setattr(collectors, "record", train_with_others)
 
     assert run_record("--out", URL) == 0
 
     copied = {path.removeprefix("/bucket/runs/exp1/") for path in files.find("/bucket")}
-    assert copied - {"rank9_record.json"} == expected
+    assert copied == expected | {"rank9_record.json", "nccl/host.log"}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +356,8 @@ def test_of_ranks_that_each_record_every_one_copies_its_own(
     [
         (["--out", "nonesuch://a/b"], "nonesuch://a/b: Protocol not known: nonesuch"),
         (["--out", "memory://"], "memory://: name a folder"),
+        (["--out", URL, "--overwrite"], "--overwrite: nothing at a URL is replaced; choose ano"),
+        (["--out", "run", "--role", "a", "--standby"], "attach, which has no roles"),
         (["--out", URL, "--standby"], "--standby leaves the recording to stepsplit attach"),
         (["--finish-hook", "true", "--standby"], "--standby leaves the recording"),
         (["--finish-hook", "a 'b"], 'argument --finish-hook: No closing quotation in "a \'b"'),
@@ -188,11 +374,37 @@ def test_what_cannot_work_is_said_before_the_training(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_password_in_the_url_is_not_shown(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_record("--out", "nonesuch://me:secret@host/b") == 2
+SECRETS = [
+    ("nonesuch://me:hunter2@host/b", "nonesuch://...@host/b: "),
+    ("nonesuch://me:hun/ter2@host/b", "nonesuch://...@host/b: "),
+    ("nonesuch://me:hun?ter2@host/b", "nonesuch://...: "),
+    ("nonesuch://me:hun%3Fter2@host/b", "nonesuch://...@host/b: "),
+    ("nonesuch://host/b?sig=hunter2", "nonesuch://host/b: "),
+    ("nonesuch://host/b?sig=hun@ter2", "nonesuch://...: "),
+    ("a::nonesuch://me:hunter2@host/b", "a::nonesuch://...@host/b: "),
+]
+
+
+@pytest.mark.parametrize(("url", "shown"), SECRETS)
+def test_no_secret_of_a_url_is_shown(
+    url: str, shown: str, files: Any, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Nor in an error of the package that connects, which may quote it all or in parts."""
+
+    def fail(url: str) -> None:
+        raise RuntimeError(f"{url}: 401 for {unquote(url)[15:]}")
+
+    assert run_record("--out", url) == 2
+    assert main(["attach", "--out", url]) == 2
+    monkeypatch.setattr("fsspec.core.url_to_fs", fail)
+    assert run_record("--out", url) == 0
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    assert run_record("--out", url) == 2
+
     printed = capsys.readouterr().err
-    assert "nonesuch://host/b: " in printed
-    assert "secret" not in printed
+    assert printed.count(shown) >= 3
+    assert re.findall("hun|ter2", printed) == []
 
 
 def test_attach_takes_no_url(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,6 +432,7 @@ def test_the_hook_gets_the_folder_and_no_shell(files: Any, tmp_path: Path) -> No
         ("false", "--finish-hook false: exit status 1; the recording is in "),
         ("nonesuch", "--finish-hook: nonesuch: No such file or directory; is it on PATH?; the"),
         ("sh -c 'kill -9 $$'", "--finish-hook sh: SIGKILL; the recording is in "),
+        ("sh -c 'kill -37 $$'", "--finish-hook sh: signal 37; the recording is in "),
     ],
 )
 def test_a_hook_that_fails_is_a_warning(

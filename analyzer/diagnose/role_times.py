@@ -216,6 +216,10 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
         lacks.append("no RL step is recorded whole on all ranks: what is not recorded is unknown")
     counted = [at for at, whole in enumerate(is_whole) if whole or not any(is_whole)]
     lacks += _describe_clocks(roles)
+    programs: dict[int, list[JobRole]] = defaultdict(list)
+    for role in roles:
+        programs[role.program].append(role)
+    lacks += [text for own in programs.values() if (text := _describe_missing_ranks(own))]
     step_ns = np.diff(edges).tolist()
     return RoleJob(
         run=run,
@@ -259,7 +263,7 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
                 key=lambda row: -row.wait_ns,
             )
         ),
-        held=_find_held(roles, edges, counted),
+        held=_find_held([*programs.values()], edges, counted),
         lacks=tuple(lacks),
     )  # fmt: skip
 
@@ -359,19 +363,29 @@ _LEAST_HELD = 0.005
 """Of the RL step: shorter times are those in which the last rank of a call arrives."""
 
 
+def _describe_missing_ranks(roles: Sequence[JobRole]) -> str:
+    """Which ranks of the program of these roles are not recorded; "" if all are."""
+    ranks = [rank.trace for role in roles for rank in role.ranks]
+    missing = sorted({*range(max(one.world_size for one in ranks))} - {one.rank for one in ranks})
+    if not missing:
+        return ""
+    named = " and ".join(role.name for role in roles)
+    numbers = units.format_number_list(missing)
+    doubt = ": which rank holds up all others is unknown" if len(roles) > 1 else ""
+    return f"of the ranks of {named}, these are not recorded: {numbers}{doubt}"
+
+
 def _find_held(
-    roles: Sequence[JobRole], edges: Int64, counted: Sequence[int]
+    programs: Sequence[Sequence[JobRole]], edges: Int64, counted: Sequence[int]
 ) -> tuple[HeldRow, ...]:
     """The ranks for which all others of their process group wait, the longest first.
 
     A rank that is not recorded is not known to wait, so that then no one holds it up.
     """
-    programs: dict[int, list[tuple[str, RunSplit, RankSplit]]] = defaultdict(list)
-    for role in roles:
-        programs[role.program] += [(role.name, role.split, rank) for rank in role.ranks]
     rows: list[HeldRow] = []
-    for ranks in programs.values():
-        if len({name for name, _, _ in ranks}) < 2:
+    for roles in programs:
+        ranks = [(role.name, role.split, rank) for role in roles for rank in role.ranks]
+        if len(roles) < 2 or _describe_missing_ranks(roles):
             continue
         # The number of ranks that do not wait, and the sum of their places, between all instants in
         # which a wait begins or ends: where there is one rank, the sum is its place.

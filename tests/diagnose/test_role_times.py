@@ -192,6 +192,17 @@ def test_the_range_in_which_a_rank_holds_up_all_others_is_named(tmp_path: Path) 
     assert (held.rank, held.held_ns, held.mark) == (2, 40_000, "update_actor")
 
 
+def test_with_a_rank_that_is_not_recorded_no_one_holds_up_all_others(tmp_path: Path) -> None:
+    job = make_one_group(tmp_path)
+    next((job.folder / "rollout").glob("rank1_trace*")).unlink()
+    found = job.examine().job
+    assert found.held == ()
+    assert found.lacks == (
+        "of the ranks of rollout and trainer, these are not recorded: 1: which rank holds up all"
+        " others is unknown",
+    )
+
+
 def test_messages_to_another_role_make_no_pipeline(tmp_path: Path) -> None:
     job = make_one_group(tmp_path, with_transfer=False)
     groups = [("0", "default_pg", range(3))]

@@ -106,6 +106,25 @@ def test_an_earlier_recording_stays_and_the_copy_goes_beside_it(
     ]
 
 
+def test_two_jobs_that_run_at_the_same_time_replace_no_file_of_each_other(
+    files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen an empty folder."""
+    train = collectors.record
+
+    def train_beside_another(*arguments: Any) -> int:
+        files.pipe("/bucket/runs/exp1/rank1_trace.json.gz", b"of the other job")
+        return train(*arguments)
+
+    monkeypatch.setattr(collectors, "record", train_beside_another)
+
+    assert run_record("--out", URL) == 0
+
+    assert files.cat("/bucket/runs/exp1/rank1_trace.json.gz") == b"of the other job"
+    copied = list_copied(files)
+    assert (len(copied["exp1"]), len(copied["exp1-2"])) == (1, 6)
+
+
 def test_a_hundred_recordings_are_enough(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A server that says so of any folder is not asked on while the training runs."""
     for end in ("", *(f"-{number}" for number in range(2, 101))):

@@ -110,6 +110,7 @@ REASONS: dict[str, dict[str, str]] = {
         "read_cupti_version ctypes.CDLL": "a library that is loaded already",
     },
     "collectors/record/command.py": {
+        "run_finish_hook subprocess.Popen": "the user's own command, in its words",
         "check_out .unlink": "an earlier recording, with --overwrite",
         "check_out shutil.rmtree": "an earlier recording, with --overwrite",
         "remove_if_empty .rmdir": "empty",

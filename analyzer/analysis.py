@@ -24,7 +24,7 @@ from stepsplit.analyzer.parts.breakdown import break_down
 from stepsplit.analyzer.readers.file_kinds import FileRole
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording, read_recording_files
-from stepsplit.analyzer.readers.recording_files import open_recording
+from stepsplit.analyzer.readers.recording_files import RecordingFiles, open_recording
 from stepsplit.analyzer.readers.roles import find_other_roles, split_by_role
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
 from stepsplit.analyzer.report.build import build_report
@@ -179,7 +179,11 @@ def examine_roles_or_run(
     failed: list[DataError] = []
     with open_recording(places) as files:
         found = split_by_role(files)
-        if found.by_role:
+        if not found.by_role:
+            draft = _make_draft(job) if draft_job else None
+            compare = _make_comparison(job)
+            whole = _read_or_find_hang(files, places, workers, progress, rules)
+        else:
             for error in files.refused:
                 raise error
         for role, own in found.by_role.items():
@@ -189,7 +193,9 @@ def examine_roles_or_run(
                 failed.append(error)
                 lacks.append(f"what {role} did: {error}")
     if not found.by_role:
-        return examine_or_find_hang(places, workers, progress, rules, job, mesh, draft_job)
+        if not isinstance(whole, Recording):
+            return whole
+        return _build_analysis(whole, places, compare, mesh, draft)
     if not recordings:
         raise failed[0]
     if found.strays:
@@ -272,19 +278,31 @@ def _read_and_build(
     draft: _JobDrafter | None,
 ) -> Analysis | Hang:
     with open_recording(places) as files:
-        if not files.list_files(FileRole.TRACE):
-            from stepsplit.analyzer.diagnose.hang.find import read_calls
-            from stepsplit.analyzer.diagnose.hang.rank_states import read_states
+        found = _read_or_find_hang(files, places, workers, progress, rules)
+    if not isinstance(found, Recording):
+        return found
+    return _build_analysis(found, places, compare, mesh, draft)
 
-            # Dumps, states of ranks, logs of watchdogs or an answer of NCCL's RAS; without any, and
-            # without a trace, reading the recording says what is missing. What is wrong with a dump
-            # or a state says more than that.
-            has_dumps = bool(files.list_files(FileRole.FLIGHT))
-            states = None if has_dumps else read_states(places)
-            with nullcontext() if has_dumps or states else suppress(DataError):
-                return read_calls(places, states)
-        recording = read_recording_files(files, workers, progress, rules)
-    return _build_analysis(recording, places, compare, mesh, draft)
+
+def _read_or_find_hang(
+    files: RecordingFiles,
+    places: Sequence[str | Path],
+    workers: Workers,
+    progress: Progress,
+    rules: Rules,
+) -> Recording | Hang:
+    if not files.list_files(FileRole.TRACE):
+        from stepsplit.analyzer.diagnose.hang.find import read_calls
+        from stepsplit.analyzer.diagnose.hang.rank_states import read_states
+
+        # Dumps, states of ranks, logs of watchdogs or an answer of NCCL's RAS; without any, and
+        # without a trace, reading the recording says what is missing. What is wrong with a dump
+        # or a state says more than that.
+        has_dumps = bool(files.list_files(FileRole.FLIGHT))
+        states = None if has_dumps else read_states(places)
+        with nullcontext() if has_dumps or states else suppress(DataError):
+            return read_calls(places, states)
+    return read_recording_files(files, workers, progress, rules)
 
 
 def _build_analysis(

@@ -658,13 +658,12 @@ def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
             own = slices[rank]
             columns = {
                 "rank": wrap_numbers(np.full(len(own.lane), rank, dtype=np.int32)),
-                **{
-                    name: pa.DictionaryArray.from_arrays(wrap_numbers(code), wrap_texts(texts))
-                    for name, code, texts in (
-                        ("lane", own.lane, own.lanes),
-                        ("name", own.name, own.names),
-                    )
-                },
+                "lane": pa.DictionaryArray.from_arrays(
+                    wrap_numbers(own.lane), wrap_texts(own.lanes)
+                ),
+                "name": pa.DictionaryArray.from_arrays(
+                    wrap_numbers(own.name), wrap_texts(own.names)
+                ),
                 **{name: wrap_numbers(getattr(own, name)) for name in _NUMBER_COLUMNS},
             }
             table = pa.table(columns, schema=_build_slice_schema())

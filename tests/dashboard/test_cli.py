@@ -144,7 +144,7 @@ def test_an_internal_error_is_one_line_that_names_the_traceback_file(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("stepsplit.analyzer.analysis.examine_or_find_hang", broken)
+    monkeypatch.setattr("stepsplit.analyzer.analysis.examine_roles_or_run", broken)
     assert cli.run(["analyze", str(trace)]) == 4
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -383,11 +383,12 @@ def _number_layers(
 
 
 class _State(Struct, frozen=True):
-    """What the open ranges say: layer, kind, and whether they are of modules."""
+    """What the open ranges say: layer, kind, whether they are of modules, and the pass."""
 
     layer: int = NO_LAYER
     kind: PartKind | None = None
     in_module: bool = False
+    phase: PartPhase = PartPhase.FORWARD
 
 
 def _build_timeline(
@@ -420,7 +421,7 @@ def _build_timeline(
             entered, entered_modules = _enter(state, of_modules, scope, layers)
             kind = PartKind.OTHER if entered.kind is None else entered.kind
             is_placed = entered.in_module or kind != PartKind.OTHER or entered.layer != NO_LAYER
-            phase = PartPhase.FORWARD if is_placed else PartPhase.OTHER
+            phase = entered.phase if is_placed else PartPhase.OTHER
             if kind in OUTSIDE_PASSES:
                 phase = PartPhase.OTHER
             number = numbers[Part(entered.layer, kind, phase)]
@@ -454,9 +455,11 @@ def _enter(
         kind = PartKind.HEAD
     is_new_layer = scope.is_module and layer != outer.layer
     inner = _State(
-        layer, kind if is_new_layer else nest_kind(outer.kind, kind), outer.in_module or
-        scope.is_module,
-    )  # fmt: skip
+        layer=layer,
+        kind=kind if is_new_layer else nest_kind(outer.kind, kind),
+        in_module=outer.in_module or scope.is_module,
+        phase=outer.phase if scope.phase is None else scope.phase,
+    )
     return inner, inner if scope.is_module else of_modules
 
 

@@ -197,6 +197,10 @@ def _build_row(
     call_ns = sums.total_ns / sums.calls
     peak = None if limits is None else limits.find_peak(dtype, work.limit)
     achieved = (work.flops if work.limit == "compute" else work.bytes) / call_ns * 1e9
+    if peak is not None and achieved > peak:
+        # More than the device can do: the inputs are views of which a part is read, lie in a cache,
+        # or are those of another op.
+        return row
     reachable_ns = None if limits is None else limits.compute_reachable_ns(one, work, family)
     saves_ns = None
     if reachable_ns is not None:

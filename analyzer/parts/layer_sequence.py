@@ -268,7 +268,7 @@ def _find_pass_begins(
     A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next
     embedding; where autograd has no ranges, at messages, which may also be issued within a pass.
     """
-    is_mark = events.name_mask(
+    says_begin = events.name_mask(
         tuple(
             name.startswith((STEP, ENGINE))
             or (
@@ -278,6 +278,8 @@ def _find_pass_begins(
             for name in events.names
         )
     )
+    # The device's copy of a step's mark begins while the host is in the middle of a pass.
+    is_mark = says_begin & events.is_category(Category.OP, Category.ANNOTATION)
     marked_ns = np.sort(np.concatenate((events.start_ns[is_mark], messages_ns)))
     number = np.searchsorted(marked_ns, start_ns, side="right").tolist()
     begins = [0]

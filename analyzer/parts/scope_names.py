@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from stepsplit.analyzer.parts.part import NO_LAYER, PartKind
+from stepsplit.analyzer.parts.part import NO_LAYER, PartKind, PartPhase
 from stepsplit.analyzer.trace import PYTHON_FUNCTION
 
 
@@ -27,6 +27,7 @@ class ScopeName(Struct, frozen=True):
         is_linear: Whether it is a module that multiplies by one matrix.
         is_alone: Whether the ranges around it say nothing of it: FSDP gathers weights of other
             modules than the one that runs.
+        phase: The pass that an annotation says; None if it says none.
     """
 
     kind: PartKind | None = None
@@ -35,6 +36,7 @@ class ScopeName(Struct, frozen=True):
     is_module: bool = False
     is_linear: bool = False
     is_alone: bool = False
+    phase: PartPhase | None = None
 
 
 MODULE_MARK = "stepsplit::module "
@@ -77,6 +79,13 @@ _WHOLE_MODEL = re.compile(r"model$|_for_")
 _OPTIMIZER = re.compile(
     r"^Optimizer\.|optimizer|clip_grad|grad_?(norm|clip)|unscale_|GradScaler|lr_scheduler", re.I
 )
+_PHASES = (
+    (PartPhase.RECOMPUTE, re.compile(r"recompute", re.I)),
+    (PartPhase.BACKWARD, re.compile(r"\([BW]\)$|backward|(?<![a-z])(bwd|[dw]grad)(?![a-z])", re.I)),
+)
+"""The pass of an annotation: words, or the letters of zero-bubble schedules, of which W computes
+gradients of weights."""
+
 _IN_PYTHON = re.compile(r"^(?:\w*loss\w*|cross_entropy|clip_grad_\w+|get_grad_norm\w*)$", re.I)
 """Python functions that count: losses and the clipping of gradients; others only name files."""
 
@@ -136,7 +145,8 @@ def parse_range_name(name: str) -> ScopeName | None:
     scope = _parse_path(name)
     if scope.kind is None and scope.layer == NO_LAYER:
         return None
-    return ScopeName(scope.kind, scope.layer)
+    phase = next((phase for phase, pattern in _PHASES if pattern.search(name)), None)
+    return ScopeName(scope.kind, scope.layer, phase=phase)
 
 
 @lru_cache(1 << 16)

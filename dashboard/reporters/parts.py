@@ -77,7 +77,7 @@ class PartsTable:
             name: [_format_time(ns, unit_ns) for ns in values] for name, values in columns.items()
         }
         least_ns = LEAST_EXCESS * sum(totals)
-        shown["slowest rank"] = [_describe_slowest(rows, least_ns) for _, rows in groups]
+        shown["slowest rank"] = [_describe_slowest(rows, least_ns, unit_ns) for _, rows in groups]
         self._columns = {name: cells for name, cells in shown.items() if any(cells)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -104,18 +104,19 @@ def _format_time(ns: int, unit_ns: int) -> str:
     return units.format_parts(count, unit_ns) if count else ""
 
 
-def _describe_slowest(rows: Sequence[PartRow], least_ns: float) -> str:
-    """The rank that computes longest above the others, in which layer, and by how much."""
+def _describe_slowest(rows: Sequence[PartRow], least_ns: float, unit_ns: int) -> str:
+    """The rank that computes longest above the median of the others, in which layer, and by how
+    much: as time, for a share of a part that is hardly there says nothing."""
     # With one rank there is none to be slower than.
-    several = [row for row in rows if row.ranks > 1 and row.median_compute_ns]
+    several = [row for row in rows if row.ranks > 1]
     if not several:
         return ""
     worst = max(several, key=lambda row: row.slowest_compute_ns - row.median_compute_ns)
-    if worst.slowest_compute_ns - worst.median_compute_ns < least_ns:
+    above_ns = worst.slowest_compute_ns - worst.median_compute_ns
+    if above_ns < least_ns:
         return ""
-    above = worst.slowest_compute_ns / worst.median_compute_ns - 1
     where = "" if worst.layer is None else f" layer {worst.layer}"
-    return f"r{worst.slowest_rank}{where} +{units.format_percent(above)}"
+    return f"r{worst.slowest_rank}{where} +{_format_time(above_ns, unit_ns)}"
 
 
 def build_all_parts(report: Report) -> list[RenderableType]:

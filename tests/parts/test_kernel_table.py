@@ -55,6 +55,16 @@ def test_a_kernel_is_compared_with_the_limit_of_its_device(tmp_path: Path) -> No
     assert gemm.share + add_row.share == pytest.approx(1)
 
 
+def test_a_rate_above_what_the_device_can_do_is_no_rate(tmp_path: Path) -> None:
+    """Of views a part is read: 3 x 67 MB in 50 us would be 4.0 TB/s of 3.35."""
+    trace = GpuTrace(gpu=H100).step(1, 0, 100)
+    views = [[8192, 4096], [8192, 4096]]
+    launch_op(trace, "aten::add", "at::native::vectorized_elementwise_kernel", 0, (5, 55), views)
+    trace.write(tmp_path)
+    (row,) = analyze(tmp_path).kernel_table
+    assert (row.step_ns, row.limit, row.bytes, row.peak_share) == (50_000, "", None, None)
+
+
 def test_a_kernel_without_shapes_has_a_time_and_no_rate(tmp_path: Path) -> None:
     GpuTrace(gpu=H100).step(1, 0, 100).kernel("my_kernel", 0, 100).write(tmp_path)
     (row,) = analyze(tmp_path).kernel_table

@@ -137,6 +137,27 @@ def test_ops_without_any_range_have_layers_and_their_backward_too(tmp_path: Path
         assert own == expected
 
 
+def test_the_devices_copy_of_a_steps_mark_does_not_end_a_pass(tmp_path: Path) -> None:
+    """It begins with the step's first kernel, while the host is in the middle of its forward."""
+    trace = GpuTrace().step(1, 0, 200).gpu_annotation("ProfilerStep#1", 12, 110)
+    ops = {"G": ("aten::mm", "nvjet_tst"), "A": ("aten::_flash_attention_forward", "flash_fwd")}
+    for place, letter in enumerate("GAGGGAGGG"):
+        op, kernel = ops[letter]
+        at = 10 * place
+        trace.op(op, at, at + 9)
+        trace.launch(kernel, (at + 1, at + 2), (at + 12, at + 22))
+    trace.write(tmp_path)
+    compute = {
+        (row.layer, row.part): row.compute_ns // 1000
+        for row in analyze(tmp_path).parts
+        if row.compute_ns
+    }
+    assert compute == {
+        (0, "attention"): 30, (0, "mlp"): 10, (1, "attention"): 30, (1, "mlp"): 10,
+        (None, "head"): 10,
+    }  # fmt: skip
+
+
 def test_the_microbatches_of_a_stage_are_no_further_layers(tmp_path: Path) -> None:
     """Without autograd's ranges a backward may look like more layers of the forward before it."""
     trace = CpuTrace(0, 2, [("0", "default_pg", [0, 1])]).step(1, 0, 400)

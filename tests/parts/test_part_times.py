@@ -243,6 +243,25 @@ def test_a_function_around_the_model_is_no_part_of_the_loss(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.parametrize(
+    ("annotation", "part", "phase"),
+    [
+        ("attn(F)", "attention", "forward"), ("mlp(B)", "mlp", "backward"),
+        ("mlp(W)", "mlp", "backward"), ("attention_bwd", "attention", "backward"),
+        ("layers.3.mlp backward", "mlp", "backward"), ("recompute mlp", "mlp", "recompute"),
+        ("attn_wgrad", "attention", "backward"), ("lm_head", "head", "forward"),
+        ("loss (B)", "loss", "backward"), ("optimizer backward", "optimizer", "other"),
+    ],
+)  # fmt: skip
+def test_an_annotation_says_the_pass(
+    annotation: str, part: str, phase: str, tmp_path: Path
+) -> None:
+    trace = GpuTrace().step(1, 0, 100).annotation(annotation, 0, 50)
+    trace.launch("gemm", (10, 12), (20, 100)).write(tmp_path)
+    places = {(row.part, row.phase) for row in analyze(tmp_path).parts if row.compute_ns}
+    assert places == {(part, phase)}
+
+
 def test_a_container_of_layers_is_no_layer(tmp_path: Path) -> None:
     trace = CpuTrace().step(1, 0, 90)
     trace._add("nn.Module: TransformerBlock_0", "python_function", 0, 90, 100)

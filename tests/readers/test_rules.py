@@ -95,6 +95,22 @@ def test_real_kernel_names_are_classified(name: str, kind: str, op: str) -> None
         assert BUILT_IN.find_op(name) == op
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        # "_bN_" is a bias, and no batch norm.
+        ("bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32_cga1x1x1_16dp256b_rM_TN"
+         "_transOut_schedP2x1x2x3_biasM_bN_tma_tmaOpt_clmp_swiGlu_dynBatch_sm100f", "gemm"),
+        ("bmm_Bfloat16_E2m1E2m1_Fp32_Ab16_Bb16_t128x8x512_s5_et128x8_m128x8x64_c1x1x1_rM_TN"
+         "_transOut_schPd2x1x2x3_biasFp32M_bN_rgTma_clmp_dynB_sm100f", "gemm"),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int>", "normalization"),
+        ("gemm_bn_relu_kernel", "normalization"),
+    ],
+)  # fmt: skip
+def test_real_kernel_names_have_a_family(name: str, family: str) -> None:
+    assert BUILT_IN.find_family(name) == family
+
+
 def written(folder: Path, text: str) -> Path:
     path = folder / "rules.toml"
     path.write_text(text)

@@ -147,8 +147,10 @@ def compare_two(recordings: Recordings, query: CompareQuery) -> ToolAnswer:
             ),
         )
     about = (
-        "candidate against baseline: medians of the step; buckets are means per step and rank and"
-        " add up to the difference of the mean step; rows: exposed communication and kernels"
+        "candidate against baseline: medians of the step; within_noise: whether the difference is"
+        " within the spread of the steps of these two runs, though runs of a job may differ by more"
+        " (check with several runs on each side); buckets are means per step and rank and add up to"
+        " the difference of the mean step; rows: exposed communication and kernels"
     )
     columns = ("of", "name", "axis", "baseline_ns", "candidate_ns")
     return ToolAnswer(about, values, columns, rows, unknowns)

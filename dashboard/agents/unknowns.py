@@ -268,6 +268,16 @@ UNKNOWNS = (
         ),
     ),
     UnknownEntry(
+        ("recording",),
+        _if(
+            lambda report: True,
+            "loss, accuracy, and clocks, power or temperature of a device",
+            "not_recorded",
+            "a recording of where time goes has none of them",
+            "the training's own logs, and nvidia-smi or DCGM while it runs",
+        ),
+    ),
+    UnknownEntry(
         ("findings",),
         _if(
             lambda report: not report.findings,

@@ -471,8 +471,8 @@ def test_a_rank_that_is_slow_in_single_steps_is_a_straggler_there(
     assert (found.code, found.ranks, found.steps) == ("slow_rank", (1,), slow)
     assert found.gain_ns == pytest.approx(120_000 * len(slow) / 5, rel=0.05)
     assert found.message == (
-        f"rank 1 is a straggler in {times} steps: as many kernels take 1.92x as long there as in "
-        f"its other steps{equal}"
+        f"rank 1 is a straggler in {times} steps ({', '.join(map(str, slow))}): as many kernels "
+        f"take 1.92x as long there as in its other steps{equal}"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import JobConfig
-from stepsplit.dashboard.agents.answers import CannotAnswer, Own, ToolAnswer, mark_recorded
+from stepsplit.dashboard.agents.answers import CannotAnswer, Own, ToolAnswer
 from stepsplit.dashboard.agents.queries import (
     CheckQuery,
     CompareQuery,
@@ -159,21 +159,18 @@ def compare_two(recordings: Recordings, query: CompareQuery) -> ToolAnswer:
 def check_runs(recordings: Recordings, query: CheckQuery) -> ToolAnswer:
     """Whether runs stay within budgets."""
     from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-    from stepsplit.analyzer.regression.checks import parse_budgets
+    from stepsplit.analyzer.regression.checks import parse_budget
     from stepsplit.analyzer.regression.judge import check_candidate
     from stepsplit.analyzer.regression.metrics import extract_metrics
 
-    for rule in query.budgets:
-        # A rule may also be the path of a file with rules, which nothing here opens.
-        if ":" not in rule or Path(rule).exists():
-            raise UsageError(
-                f"budget {mark_recorded(rule)}: write METRIC:LIMIT, such as exposed_comm:5%"
-            )
+    # The command line also takes files of rules; here a rule is never taken for the path of one.
+    rules = [parse_budget(rule) for rule in query.budgets or DEFAULT_BUDGETS]
+    # As there, the last budget of a metric counts.
+    budgets = tuple({budget.metric: budget for budget in rules}.values())
     sides = [
         [extract_metrics(recordings.open(name).report, name) for name in side]
         for side in (query.candidate, query.baseline)
     ]
-    budgets = parse_budgets(query.budgets or DEFAULT_BUDGETS)
     one = check_candidate(sides[0], sides[1], budgets, query.across_setups)
     values = {
         "answer": one.answer,
@@ -395,6 +392,6 @@ def find_hang(recordings: Recordings, query: HangQuery) -> ToolAnswer:
                 "their Flight Recorder dumps, or stepsplit hang on the running job",
             ),
         )
-    about = "calls that do not end, and who is missing; condition clear: no call is open"
+    about = "calls that do not end, and who is missing; if the condition is clear, no call is open"
     columns = ("group", "op", "seq", "message_bytes", "waiting", "missing", "waits_for")
     return ToolAnswer(about, values, columns, rows, unknowns)

@@ -210,16 +210,21 @@ def _walk_recordings(folder: Path, base: Path, depth: int) -> Iterator[ListedRun
     traces = sum(is_trace_name(name) for name in files)
     place = folder.relative_to(base).as_posix()
     if REPORT_NAME in files:
-        yield ListedRun(place, f"report, and {traces} traces" if traces else "report")
+        yield ListedRun(place, f"report, and {_count(traces, 'trace')}" if traces else "report")
     elif traces or any(is_recorded_name(name) for name in files):
-        yield ListedRun(place, f"recording with {traces} traces")
+        yield ListedRun(place, f"recording with {_count(traces, 'trace')}")
     elif depth < _MAX_DEPTH:
         # Files are known by their content when they are read; these may as well be something else.
         if others := sum(_MAY_BE_RECORDED.fullmatch(name) is not None for name in files):
-            yield ListedRun(place, f"{others} files that may be traces or dumps of ranks")
+            files_of = _count(others, "file")
+            yield ListedRun(place, f"{files_of} that may be traces or dumps of ranks")
         for entry in entries:
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                 yield from _walk_recordings(Path(entry.path), base, depth + 1)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _open_path(name: str, path: Path) -> OpenedRun:

@@ -57,8 +57,8 @@ def mcp_command(folders: tuple[Path, ...], url: str | None, artifacts: str) -> N
 def schema_command(name: str | None) -> None:
     """Print the JSON Schema of a report or another result.
 
-    NAME is report, prediction, hang, check, comparison or finding. Without it the names are listed,
-    with the commands that write such JSON.
+    NAME is report, prediction, ledger, roles, hang, check, comparison or finding. Without it the
+    names are listed, with the commands that write such JSON.
     """
     from stepsplit.analyzer.schemas import SCHEMAS, schema_to_json
 

@@ -387,6 +387,7 @@ def test_folders_of_files_with_numbers_are_listed_and_those_below_them(tmp_path:
         (tmp_path / name).write_text("")
     listed = ask(Recordings((tmp_path,)), "recordings")
     assert [row[0] for row in listed["rows"]] == ["dumps", "job", "job/late"]
+    assert listed["rows"][0][1] == "1 file that may be traces or dumps of ranks"
 
 
 def test_pipes_and_sockets_are_never_opened(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,11 +416,20 @@ def test_a_job_names_no_file_outside(home: Path) -> None:
 
 def test_a_budget_is_no_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    (home / "a:b").write_text('[budgets]\nexposed_comm = "5%"\n')
-    recordings, run = Recordings((home / "open",)), ["run"]
-    for rule in ("secret/job.toml", "a:b", str(home / "a:b"), "/etc/passwd"):
-        said = refuse(recordings, "check", candidate=run, baseline=run, budgets=[rule])
-        assert "write METRIC:LIMIT" in said
+    for name in ("there:5%", "calls:exact"):
+        (home / name).write_text('[budgets]\nexposed_comm = "5%"\n')
+    recordings, sides = Recordings((home / "open",)), {"candidate": ["run"], "baseline": ["run"]}
+
+    def check(rule: str) -> str:
+        return refuse(recordings, "check", **sides, budgets=[rule])
+
+    assert "has no limit" in check("secret/job.toml") and "has no limit" in check("/etc/passwd")
+    # Neither does it say which files there are.
+    for there in ("there:5%", str(home / "there:5%")):
+        absent = there.replace("there:", "absent:")
+        assert check(there) == check(absent).replace("absent", "there")
+    answer = ask(recordings, "check", **sides, budgets=["calls:exact"])
+    assert [row[0] for row in answer["rows"]] == ["calls"]
 
 
 def test_nothing_is_written(

@@ -199,6 +199,9 @@ def test_the_command_prints_a_schema(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == schema_to_json("report")
     assert cli.run(["schema"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*SCHEMAS]
+    assert cli.run(["schema", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert [name for name in SCHEMAS if name not in said] == []
     assert cli.run(["schema", "run"]) == 2
     assert capsys.readouterr().err == (
         "stepsplit: no schema 'run'; there are: report, prediction, ledger, roles, hang, check,"

@@ -451,7 +451,8 @@ DEFAULT_CHANGES = (*PLAIN_KINDS, "link:all=2", "replicas=2")
 """The changes that are estimated by default."""
 
 _CHANGE_PATTERN = re.compile(
-    r"(link):([a-z_]+)=([0-9.]+)|(microbatches|replicas|buckets)=(\d+)|(schedule)=([a-z0-9-]+)"
+    r"(link):([a-z_]+)=([0-9]{1,9}\.?[0-9]{0,9}|\.[0-9]{1,9})"
+    r"|(microbatches|replicas|buckets)=([0-9]{1,9})|(schedule)=([a-z0-9-]+)"
 )
 
 

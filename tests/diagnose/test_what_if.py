@@ -32,7 +32,13 @@ def test_a_change_is_written_as_it_is_read() -> None:
     assert [str(row.change) for row in found.changes] == words
 
 
-@pytest.mark.parametrize("words", ["", "link:tp", "link:tp=0", "microbatches=0", "faster"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "", "link:tp", "link:tp=0", "link:tp=.", "link:tp=1.2.3", f"link:tp={'9' * 400}",
+        "microbatches=0", f"microbatches={'9' * 5_000}", "microbatches=٣", "faster",
+    ],
+)  # fmt: skip
 def test_other_words_are_refused_and_shown_how(words: str, tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 10)
     with pytest.raises(UsageError, match="microbatches=8"):

@@ -36,6 +36,9 @@ _MAX_KINDS = 64
 _MIN_SIGMAS = 6.0
 """As for single kernels (slow_kernels.py)."""
 
+_MIN_STEPS = 3
+"""Of fewer steps of a rank it is not known how much they differ."""
+
 
 class _Excess(NamedTuple):
     """By how much the runs of a kernel in a step take longer than on the median rank: logarithms of
@@ -105,18 +108,17 @@ def find_slow_devices(split: RunSplit) -> dict[int, Float]:
         agrees = weight * (ratio >= _LEAST_APART)
         if agrees.sum() < _AGREE * weight.sum():
             # A device that heats up is not slow at first. That this is no chance shows
-            # where the steps of several others do not differ.
+            # where the steps of several others do not differ, or those of the only other one.
             by_step = by_step or {other: _measure_steps(own) for other, own in excess.items()}
             others = [own for other, own in by_step.items() if other != index]
             apart = [abs(ratio) for own in others for ratio in own.values()]
+            noise = SIGMA_OF_MAD * float(np.median(apart)) if len(others) > 1 else np.inf
+            if len(split.ranks) == 2 and len(others) == 1:
+                noise = _measure_drift(excess[1 - index])
             hot_steps = [step for step, own in by_step[index].items() if own >= _LEAST_APART]
             step = np.repeat([one.step for one in parts], [len(one.log_ratio) for one in parts])
             hot = np.isin(step, hot_steps)
-            if (
-                len(others) < 2
-                or typical < _MIN_SIGMAS * SIGMA_OF_MAD * float(np.median(apart))
-                or agrees[hot].sum() < _AGREE * weight[hot].sum()
-            ):
+            if typical < _MIN_SIGMAS * noise or agrees[hot].sum() < _AGREE * weight[hot].sum():
                 continue
         # In each step by itself: a device that heats up slows down from step to step. A step that
         # no peer has whole has the pace of the others.
@@ -132,6 +134,21 @@ def _measure_pace(parts: Sequence[_Excess]) -> float:
     lasted = sum(float(one.took_ns.sum()) for one in parts)
     should = sum(float((one.took_ns * np.exp(-one.log_ratio)).sum()) for one in parts)
     return min(should / lasted, 1.0)
+
+
+def _measure_drift(parts: Sequence[_Excess]) -> float:
+    """By how much, as a logarithm, steps of a rank differ from its median step at most; infinite
+    if too few have the same kernels."""
+    spent: dict[int, float] = defaultdict(float)
+    runs: Counter[int] = Counter()
+    for one in parts:
+        spent[one.step] += float(one.took_ns.sum())
+        runs[one.step] += len(one.took_ns)
+    usual = Counter(runs.values()).most_common(1)[0][0]
+    alike = np.log([spent[step] for step, count in runs.items() if count == usual])
+    if len(alike) < _MIN_STEPS:
+        return np.inf
+    return float(np.abs(alike - np.median(alike)).max())
 
 
 def _measure_steps(parts: Sequence[_Excess]) -> dict[int, float]:

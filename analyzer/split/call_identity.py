@@ -210,6 +210,10 @@ def _pair_streams(rows: CallRows, sent: Int64, received: Int64) -> list[tuple[In
     ]
     if not 2 <= len(streams[0]) == len(streams[1]) <= _MOST_STREAMS:
         return [(sent, received)]
+    by_order = subtract_paired_ends(_list_sizes(rows, sent), _list_sizes(rows, received))
+    order_scatter_ns = measure_mean_scatter_ns([by_order])
+    if not is_clearly_closer(0.0, order_scatter_ns):
+        return [(sent, received)]
     sends, receives = ([_list_sizes(rows, own) for own in side] for side in streams)
     apart_ns = [[subtract_paired_ends(one, other) for other in receives] for one in sends]
     # The clocks of the ranks may be apart, by as much for all streams.
@@ -218,8 +222,7 @@ def _pair_streams(rows: CallRows, sent: Int64, received: Int64) -> list[tuple[In
         measure_mean_scatter_ns([apart_ns[one][at] for one, at in enumerate(order)])
         for order in orders
     ]
-    by_order = subtract_paired_ends(_list_sizes(rows, sent), _list_sizes(rows, received))
-    if not is_clearly_closer(min(scatter_ns), measure_mean_scatter_ns([by_order])):
+    if not is_clearly_closer(min(scatter_ns), order_scatter_ns):
         return [(sent, received)]
     best = orders[int(np.argmin(scatter_ns))]
     return [(one, streams[1][at]) for one, at in zip(streams[0], best, strict=True)]

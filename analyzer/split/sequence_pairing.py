@@ -85,8 +85,21 @@ def subtract_paired_ends(first: CallSequence, second: CallSequence) -> Int64:
     shifts = np.arange(-MAX_SHIFT, MAX_SHIFT + 1)
     shifts = shifts[_count_paired(first, second, shifts) >= _TELLING]
     shifts = _find_consistent(first, second, shifts) if len(shifts) else shifts
-    apart = [_subtract_ends(first, second, shift) for shift in shifts.tolist()]
-    return min(apart, key=lambda one: measure_mean_scatter_ns([one]), default=first.end_ns[:0])
+    if not len(shifts):
+        return first.end_ns[:0]
+    scatter_ns = []
+    for part, there, paired in _pair_by_shift(first, second, shifts):
+        # All shifts at once: differences of ends in order of size, those of no pair behind them.
+        apart_ns = first.end_ns - second.end_ns[there]
+        apart_ns = np.sort(np.where(paired, apart_ns, _NEVER), axis=1)
+        count = _count_paired(first, second, part)
+        middle = [(count - 1) // 2, count // 2]
+        # Twice the median and the distances, which are whole numbers.
+        twice_ns = np.take_along_axis(apart_ns, np.stack(middle, axis=1), axis=1).sum(axis=1)
+        is_pair = np.arange(len(first)) < count[:, np.newaxis]
+        distance_ns = np.where(is_pair, 2 * apart_ns - twice_ns[:, np.newaxis], 0)
+        scatter_ns.append(np.abs(distance_ns).sum(axis=1) / (2 * count))
+    return _subtract_ends(first, second, int(shifts[np.concatenate(scatter_ns).argmin()]))
 
 
 def measure_mean_scatter_ns(apart_ns: Sequence[Int64]) -> float:
@@ -99,7 +112,8 @@ def measure_mean_scatter_ns(apart_ns: Sequence[Int64]) -> float:
 
 
 def is_clearly_closer(scatter_ns: float, than_ns: float) -> bool:
-    """Whether ends that scatter so little tell a pairing from one with the other scatter."""
+    """Whether ends that scatter so little tell a pairing from one with the other scatter; of 0 ns,
+    whether any could."""
     return scatter_ns <= _MAX_SCATTER_NS and _PLAIN * scatter_ns + _NOISE_NS < than_ns
 
 

@@ -167,8 +167,22 @@ class MoreWork:
     """Of the step's passes through layers: first or second half, or all."""
 
 
+@dataclass(frozen=True)
+class CausalBlocks:
+    """A ring of causal attention whose ranks have the blocks of the sequence in order: of its own
+    block a rank computes half, of those before it all, and of those behind it nothing."""
+
+
 Cause = (
-    SlowRank | HostStall | SlowLink | ExpertLoad | Throttling | ExtraKernels | SlowKernel | MoreWork
+    SlowRank
+    | HostStall
+    | SlowLink
+    | ExpertLoad
+    | Throttling
+    | ExtraKernels
+    | SlowKernel
+    | MoreWork
+    | CausalBlocks
 )
 
 
@@ -649,7 +663,12 @@ class _Process:
         else:
             for step in range(job.cp):
                 works = self._pass_around_ring(messages) if step < job.cp - 1 else []
-                self.launch_compute(name, op, layer_ns * share / job.cp)
+                blocks = 1.0
+                if CausalBlocks() in job.causes and step:
+                    place = self.group("cp").ranks.index(self.rank)
+                    blocks = 2.0 if step <= place else 0.0
+                if blocks:
+                    self.launch_compute(name, op, layer_ns * share / job.cp * blocks)
                 for work in works:
                     self.wait(work)
         self.launch_all(kernels[middle + 1 :], layer_ns)

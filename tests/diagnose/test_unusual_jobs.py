@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cuda_simulator.jobs import (
+    CausalBlocks,
     Cause,
     ExpertLoad,
     ExtraKernels,
@@ -74,6 +75,51 @@ def test_a_job_that_the_benchmark_does_not_draw(
     (found,) = [one for one in report.findings if one.code == code]
     assert found.ranks == ranks
     assert found.gain_ns == pytest.approx(cost_ns, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [({"cp": 2}, (1,)), ({"cp": 4}, (2, 3)), ({"cp": 4, "dp": 2}, (2, 3, 6, 7)),
+     ({"cp": 8, "layers": 1}, (4, 5, 6, 7))],
+)  # fmt: skip
+def test_a_ring_of_causal_attention_with_blocks_in_order(
+    sizes: dict[str, Any], ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Dealt out evenly, all rounds of the ring are as long: its work stays, the waits go."""
+    sizes = {"microbatches": 2, "layers": 2, "layer_ns": 3_000_000, **sizes}
+    report, cost_ns = record(tmp_path, sizes, CausalBlocks())
+    assert (report.findings[0].code, report.findings[0].ranks) == ("uneven_ranks", ranks)
+    assert report.findings[0].gain_ns == pytest.approx(cost_ns, rel=0.08)
+
+
+def test_ends_that_are_recorded_late_hold_up_what_starts_before_them(tmp_path: Path) -> None:
+    """The norm of the gradients starts when they are reduced, 3 us before the recorded end."""
+    sizes = {"dp": 4, **FEW, "reduce_norm": True, "touching": True}
+    job = Job("unusual", seed=4, **sizes)
+    ran, cured = simulate(replace(job, causes=(SlowRank(2, 1.1),))), simulate(job)
+    ran.write(tmp_path, TraceStyle(late_ends_ns=3_000))
+    (slow,) = [one for one in analyze(tmp_path).findings if one.code == "slow_rank"]
+    assert slow.gain_ns == pytest.approx(ran.step_ns - cured.step_ns, rel=0.05)
+
+
+def test_a_device_that_heats_up_beside_a_single_other_one(tmp_path: Path) -> None:
+    report, cost_ns = record(
+        tmp_path, {"dp": 2, **FEW, "steps": 5, "noise": 0.02}, Throttling(1, 1.0, 1.2)
+    )
+    assert (report.findings[0].code, report.findings[0].ranks) == ("slow_rank", (1,))
+    assert report.findings[0].gain_ns == pytest.approx(cost_ns, rel=0.05)
+
+
+def test_larger_kernels_of_a_stage_leave_its_communication_as_it_is(tmp_path: Path) -> None:
+    """Stages of as many layers reduce as many bytes: work that moves takes none of these along."""
+    sizes = {"pp": 2, "tp": 2, "microbatches": 8, "layers": 1}
+    job = Job("unusual", seed=4, **sizes)
+    ran = simulate(replace(job, causes=(MoreWork(0, 1.2), MoreWork(1, 1.2))))
+    even = simulate(replace(job, causes=tuple(MoreWork(rank, 1.1) for rank in range(4))))
+    ran.write(tmp_path)
+    (uneven,) = [one for one in analyze(tmp_path).findings if one.code == "uneven_stages"]
+    assert uneven.ranks == (0, 1)
+    assert uneven.gain_ns == pytest.approx(ran.step_ns - even.step_ns, rel=0.05)
 
 
 def test_throttling_and_a_slow_link_are_two_findings(tmp_path: Path) -> None:

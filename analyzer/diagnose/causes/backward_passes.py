@@ -12,6 +12,9 @@ from stepsplit.analyzer.trace import Category, Float, Int64
 _FORWARD_SHARE = 1 / 3
 """Forward share of forward + backward if they are not marked: a backward takes twice as long."""
 
+_LATE_END_NS = 10_000
+"""A backward may seem to end by so much after what waited for it begins, as recorded ends are late."""
+
 
 class BackwardPasses(Struct, frozen=True):
     """The backward passes of a rank.
@@ -50,9 +53,11 @@ class BackwardPasses(Struct, frozen=True):
         the time since the start of the step.
         """
         boxes = self.rank.grids[window].slots
-        last = [box for box in boxes if box.phase != "forward" and box.end_ns <= until]
+        latest = until + _LATE_END_NS
+        last = [box for box in boxes if box.phase != "forward" and box.end_ns <= latest]
         if last:
-            return max((box.start_ns, box.end_ns) for box in last)
+            begin, end = max((box.start_ns, box.end_ns) for box in last)
+            return begin, min(end, until)
         start, _ = self._find_edges_ns(window)
         begun = self.begun_ns[(self.begun_ns >= start) & (self.begun_ns < until)]
         is_known = self.is_marked and len(begun)

@@ -20,6 +20,7 @@ from stepsplit.analyzer.diagnose.causes.expert_load import (
     compare_sent_tokens,
     measure_expert_loads,
 )
+from stepsplit.analyzer.diagnose.causes.ring_rounds import deal_out_rounds, find_ring_segments
 from stepsplit.analyzer.diagnose.causes.uneven_kernels import measure_uneven_work
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import scale_transfers, scale_work
@@ -32,6 +33,9 @@ from stepsplit.analyzer.trace import Float, Int64
 
 _IMBALANCE_RATIO = 1.02
 """A rank or stage counts as imbalanced above this multiple of the mean work."""
+
+_PART = 0.9
+"""Kernels with at most this share of a rank's compute are a part of its work."""
 
 _MIN_STEPS, _MIN_SIGMAS = 2, 3.0
 """With this many steps, more work must exceed its noise by so many standard errors."""
@@ -95,9 +99,15 @@ def _balance_ranks(
     # The rows that share their work: ranks of a stage in a step.
     label = group_ids(steps.step, context.stage)
     usual, peers = of_stage, "average rank"
-    who = f"ranks {units.format_number_list(heavy)}"
-    if len(heavy) == 1:
-        who = f"rank {worst}"
+    who = f"ranks {units.format_number_list(heavy)}" if len(heavy) > 1 else f"rank {worst}"
+    segments = WorkSegments.measure(context.graph, "compute", measure_uneven_work(context))
+    every = WorkSegments.measure(context.graph, "compute")
+    # A part of the work that is mostly between the messages of a ring is dealt out to all of it.
+    uneven_ns = segments.spent_ns[mine].sum()
+    in_rings = (segments.spent_ns * find_ring_segments(context, segments))[mine].sum()
+    is_ring = 2 * in_rings > uneven_ns and uneven_ns < _PART * every.spent_ns[mine].sum()
+    is_one = len(heavy) == 1 and not is_ring
+    if is_one:
         others = context.average_peers(label, work, others=True)
         usual, peers = np.where(rank == worst, others, work), "other ranks"
         ratio = float(work[mine].mean() / max(others[mine].mean(), 1.0))
@@ -127,18 +137,25 @@ def _balance_ranks(
     def balance(graph: DependencyGraph) -> DependencyGraph:
         if by_experts:
             return balance_experts(context, graph)
-        segments = WorkSegments.measure(context.graph, "compute", measure_uneven_work(context))
         # Segments are comparable between ranks that made as many calls in the step.
         labels = int(label.max(initial=-1)) + 1
         fewest, most = (limit(label, segments.calls, labels) for limit in (group_min, group_max))
         equal = (fewest == most)[label]
         graph = scale_work(graph, "compute", np.where(equal, 1.0, usual / np.maximum(work, 1)))
         pace = (context.peer_speed * context.work_factor)[:, np.newaxis]
-        spent = segments.spent_ns * pace
-        is_one = len(heavy) == 1
-        columns = [context.average_peers(label, column, others=is_one) for column in spent.T]
+        columns = [
+            context.average_peers(label, own, others=is_one) for own in (segments.spent_ns * pace).T
+        ]
+        target = np.stack(columns, axis=1)
         chosen = equal & (rank == worst) if is_one else equal
-        return segments.set_work(graph, chosen, np.stack(columns, axis=1) / pace)
+        if is_ring:
+            # What a rank does not compute in a round holds up none: the others do.
+            all_ns = [context.average_peers(label, own) for own in (every.spent_ns * pace).T]
+            dealt_ns = deal_out_rounds(context, segments, target, np.stack(all_ns, axis=1))
+            spent_ns = segments.spent_ns * pace
+            most_ns = [group_max(label, column, labels) for column in spent_ns.T]
+            target = spent_ns * dealt_ns / np.maximum(np.stack(most_ns, axis=1)[label], 1)
+        return segments.set_work(graph, chosen, target / pace)
 
     verb = "have" if len(heavy) > 1 else "has"
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
@@ -183,10 +200,16 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
     doubt = _describe_doubt(context, ranks, context.ranks.tolist())
 
     def balance(graph: DependencyGraph) -> DependencyGraph:
-        # Communication within a stage scales with its number of layers.
+        # Communication within a stage is that of its layers: as many bytes on all of them.
         kernels = context.find_kernels(lambda axes: bool(axes) and axes <= STAGE_AXES)
-        own = times[graph.kernels.step[kernels]]
-        return scale_transfers(scale_work(graph, "compute", times), kernels, own)
+        row, table = graph.kernels.step[kernels], context.split.matched
+        sent = np.maximum(table.message_bytes[graph.kernels.row[kernels]], 1)
+        of_rank = np.zeros(len(mean))
+        np.add.at(of_rank, row[row >= 0], sent[row >= 0])
+        step = context.graph.steps.step
+        own = context.average_peers(group_ids(step, context.stage), of_rank)
+        ratio = context.average_peers(group_ids(step), own) / np.maximum(own, 1)
+        return scale_transfers(scale_work(graph, "compute", times), kernels, ratio[row])
 
     remedy = replay_remedy(
         context,

@@ -27,6 +27,8 @@ class WorkSegments(Struct, frozen=True):
         node: The nodes that have work of steps.
         segment: The segment of each of these.
         part_ns: The work of each of these.
+        ends_with: The call that ends each segment, of the graph's kernels, shape (rows, segments);
+            -1 of the last one of a row, and behind it.
     """
 
     work: str
@@ -35,6 +37,7 @@ class WorkSegments(Struct, frozen=True):
     node: Int64
     segment: Int64
     part_ns: Int64
+    ends_with: Int64
 
     @classmethod
     def measure(
@@ -55,7 +58,8 @@ class WorkSegments(Struct, frozen=True):
         own = needs.source < timelines
         np.maximum.at(anchor_of, needing[own], needs.source[own])
         anchor = anchor_of[kernels.start]
-        anchor = np.sort(anchor[anchor >= 0])
+        call = np.argsort(anchor, kind="stable")[np.count_nonzero(anchor < 0) :]
+        anchor = anchor[call]
         node = np.flatnonzero(graph.step[:timelines] >= 0)
         row = graph.step[node].astype(np.int64)
         # The anchors before a node, without those before the first node of its step.
@@ -70,7 +74,10 @@ class WorkSegments(Struct, frozen=True):
         part = graph.work_ns[node, WORK.index(work)]
         part = part if part_ns is None else np.minimum(part, part_ns[node])
         np.add.at(spent, (row, segment), part)
-        return cls(work, calls, spent, node, segment, part)
+        column = np.arange(spent.shape[1])
+        ends_with = np.append(call, -1)[np.minimum(first[:, np.newaxis] + column, len(call))]
+        ends_with = np.where(column < calls[:, np.newaxis], ends_with, -1)
+        return cls(work, calls, spent, node, segment, part, ends_with)
 
     def set_work(self, graph: DependencyGraph, rows: Bool, target_ns: Float) -> DependencyGraph:
         """The graph in which these rows have this much work in each segment.

@@ -13,7 +13,7 @@ _FORWARD_SHARE = 1 / 3
 """Forward share of forward + backward if they are not marked: a backward takes twice as long."""
 
 _LATE_END_NS = 10_000
-"""A backward may seem to end by so much after what waited for it begins, as recorded ends are late."""
+"""A backward may seem to end by so much after what waited for it begins: late recorded ends."""
 
 
 class BackwardPasses(Struct, frozen=True):

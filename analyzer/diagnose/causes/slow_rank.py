@@ -84,7 +84,7 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
         if not one.equal_work or one.index in slow:
             continue
         rank = int(context.ranks[one.index])
-        steps = ", ".join(map(str, context.list_steps(one.rows)))
+        named = ", ".join(map(str, context.list_steps(one.rows)))
         equal = context.split.ranks[one.index].trace.shapes.known_work
         yield _speed_up(
             context,
@@ -93,7 +93,7 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
             one.pace,
             one.rows,
             one.longest,
-            f"rank {rank} is a straggler in {int(one.rows.sum())} of {one.steps} steps ({steps}): "
+            f"rank {rank} is a straggler in {int(one.rows.sum())} of {one.steps} steps ({named}): "
             f"as many kernels take {one.ratio:.2f}x as long there as in its other steps"
             f"{_EQUAL[equal]}",
             equal,

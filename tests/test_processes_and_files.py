@@ -138,6 +138,9 @@ REASONS: dict[str, dict[str, str]] = {
         "RankFiles.make_folder .unlink": "drafts of the rank, by names of ours",
         "RankFiles.read_activations .unlink": "a file of ours, once it is read",
     },
+    "collectors/record/remote_folder.py": {
+        "_copy_for_owner .unlink": "its own draft, of a random name",
+    },
     "collectors/record/scratch_disk.py": {
         "choose_raw_folder '/tmp'": "raw traces",
     },

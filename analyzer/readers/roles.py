@@ -3,6 +3,7 @@ of its own, whose ranks may have the same numbers."""
 
 from __future__ import annotations
 
+import stat
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -76,12 +77,18 @@ def find_other_roles(place: Path, run: str) -> Mapping[str, Sequence[int]]:
     found: dict[str, Sequence[int]] = {}
     # What cannot be read is no known role.
     with suppress(OSError):
-        for folder in sorted(place.resolve().parent.iterdir()):
-            if folder == place.resolve():
+        own = place.resolve()
+        owner = own.stat().st_uid
+        for folder in sorted(own.parent.iterdir()):
+            # Nobody has named these folders, and in /tmp some are of other users.
+            status = folder.lstat()
+            if folder == own or not stat.S_ISDIR(status.st_mode) or status.st_uid != owner:
                 continue
             ranks = {parse_rank(PurePosixPath(one)) for one in folder.glob("rank*_trace.json*")}
             for path in (folder / RUN_FILE, *sorted(folder.glob("rank*_record.json"))):
                 with suppress(OSError, ValueError):
+                    if path.stat().st_size > _LARGEST_BYTES:
+                        continue
                     text = read_regular(path)
                     if path.name == RUN_FILE:
                         spec = from_json(text)
@@ -93,6 +100,10 @@ def find_other_roles(place: Path, run: str) -> Mapping[str, Sequence[int]]:
                         found[role] = sorted(rank for rank in ranks if rank is not None)
                     break
     return found
+
+
+_LARGEST_BYTES = 64 << 20
+"""Of a file that says the role of a folder nobody has named; 100,000 ranks take 20 MB."""
 
 
 def check_one_role(files: RecordingFiles) -> None:

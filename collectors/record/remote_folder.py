@@ -7,7 +7,9 @@ replaced: the hosts of a job copy to one folder, and none of them knows the file
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Set
 from contextlib import suppress
@@ -22,6 +24,7 @@ from stepsplit.collectors.formats.run_spec import RUN_FILE, from_json
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.job.launcher import Identity
 from stepsplit.collectors.record.gather import list_files
+from stepsplit.collectors.safe_io.atomic_file import create_private, make_owner_folder
 from stepsplit.collectors.safe_io.regular_file import read_regular
 
 CHECK_LIMIT_S = 5.0
@@ -152,6 +155,9 @@ class RemoteFolder:
 
     def _put(self, path: Path, number: int, name: str) -> None:
         target = self._place(number, name)
+        if self._is_on_disk():
+            _copy_for_owner(path, Path(target))
+            return
         if target.startswith("/"):
             # Of object storage, s3fs would make the bucket of a misspelt URL.
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
@@ -176,6 +182,11 @@ class RemoteFolder:
             if not path.rstrip("/"):
                 raise ValueError("name a folder")
             self._opened = files, path.rstrip("/")
+
+    def _is_on_disk(self) -> bool:
+        from fsspec.implementations.local import LocalFileSystem
+
+        return isinstance(self._files, LocalFileSystem)
 
     @property
     def _files(self) -> Any:
@@ -207,6 +218,19 @@ def open_remote_folder(url: str) -> RemoteFolder:
         raise CollectError(f"a URL needs fsspec; pip install 'stepsplit[cloud]': {shown}")
     name = shown.partition("://")[2].rstrip("/").rpartition("/")[2]
     return RemoteFolder(shown, name.removeprefix("...@"), url)
+
+
+def _copy_for_owner(path: Path, target: Path) -> None:
+    """Copies a file as a recording is written, readable by this user only. fsspec makes files and
+    folders as the umask says, and writes through links, which may be others'."""
+    make_owner_folder(target.parent)
+    draft = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+    try:
+        with path.open("rb") as source, open(draft, "xb", opener=create_private) as copy:
+            shutil.copyfileobj(source, copy)
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _find_first(start: int, is_right: Callable[[int], bool]) -> int:

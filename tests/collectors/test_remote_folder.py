@@ -74,6 +74,36 @@ def test_a_file_url_is_a_folder(files: Any, tmp_path: Path) -> None:
     assert (tmp_path / "else where/exp1/nccl/host.log").read_bytes() == b"log"
 
 
+def test_a_copy_on_the_disk_is_for_its_owner_only_and_follows_no_link_of_others(
+    files: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exp1, own = tmp_path / "shared/exp1", tmp_path / "bashrc"
+    own.write_bytes(b"mine")
+    (exp1 / "nccl").mkdir(parents=True)
+    (exp1 / "nccl/host.log").symlink_to(own)
+    # Each rank of srun copies its own files, and the logs of all.
+    for name in ("SLURM_PROCID", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    previous = os.umask(0)
+    try:
+        assert run_record("--out", f"file://{exp1}") == 0
+        monkeypatch.delenv("RANK")
+        monkeypatch.delenv("SLURM_PROCID")
+        assert run_record("--out", f"file://{tmp_path}/new/exp1") == 0
+    finally:
+        os.umask(previous)
+
+    assert own.read_bytes() == b"mine"
+    assert (exp1 / "nccl/host.log").read_bytes() == b"log"
+    written = [exp1 / "nccl/host.log", exp1 / "run.json", *(tmp_path / "new").rglob("*")]
+    modes = {path.relative_to(tmp_path): oct(path.stat().st_mode & 0o777) for path in written}
+    assert modes == {
+        path.relative_to(tmp_path): "0o700" if path.is_dir() else "0o600" for path in written
+    }
+    assert oct((tmp_path / "new").stat().st_mode & 0o777) == "0o700"
+
+
 def list_copied(files: Any) -> dict[str, set[str]]:
     """The files in each folder next to URL's."""
     copied: dict[str, set[str]] = {}

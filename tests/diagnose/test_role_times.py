@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tarfile
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -356,3 +358,35 @@ def test_ranks_of_other_roles_are_not_missing_in_the_folder_of_one(tmp_path: Pat
     alone = analyze(tmp_path / "elsewhere")
     (said,) = [row.message for row in alone.warnings if row.code == "ranks_missing"]
     assert said.endswith("missing from the recording: 2: they may be of other roles than rollout")
+
+
+@pytest.mark.parametrize("made", ["a link", "too large", "of another user", "a pipe"])
+def test_folders_beside_a_role_that_nobody_named_are_read_with_care(
+    tmp_path: Path, made: str
+) -> None:
+    job = make_one_group(tmp_path)
+    trainer = job.folder / "trainer"
+    files = [trainer / "run.json", *trainer.glob("rank*_record.json")]
+    if made == "a link":
+        trainer = shutil.move(trainer, tmp_path / "elsewhere")
+        (job.folder / "trainer").symlink_to(trainer)
+    elif made == "of another user":
+        if os.geteuid():
+            pytest.skip("needs root")
+        os.chown(trainer, 12345, 12345)
+    for file in files:
+        if made == "too large":
+            with file.open("rb+") as wide:
+                # A file without blocks takes no disk, and memory without a limit.
+                wide.truncate(0)
+                wide.truncate(300 << 20)
+        elif made == "a pipe":
+            file.unlink(missing_ok=True)
+            os.mkfifo(file)
+    tracemalloc.start()
+    report = analyze(job.folder / "rollout")
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    codes = {row.code for row in report.warnings}
+    assert "ranks_missing" in codes and "other_roles" not in codes
+    assert most_bytes < 100 << 20

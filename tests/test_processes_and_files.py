@@ -1,4 +1,5 @@
-"""Each place that starts a process, deletes, or makes a temporary or a private file has a reason.
+"""Each place that starts or ends a process, deletes, or makes a temporary or private file has a
+reason.
 
 A process of ours imports nothing from the current folder; a deletion hits what we made; a file in a
 place that others may write is no one else's. Whoever adds a place says why that holds.
@@ -18,18 +19,19 @@ WATCHED = {
     "concurrent.futures": ("ProcessPoolExecutor",),
     "ctypes": ("CDLL",),
     "multiprocessing": ("Manager", "Pipe", "Pool", "Process", "get_context", "set_start_method"),
-    "os": ("fork", "forkpty", "link", "makedirs", "mkdir", "mkfifo", "mknod", "open", "popen",
-           "remove", "removedirs", "rmdir", "symlink", "system", "unlink"),
+    "os": ("fork", "forkpty", "kill", "killpg", "link", "makedirs", "mkdir", "mkfifo", "mknod",
+           "open", "popen", "remove", "removedirs", "rename", "replace", "rmdir", "symlink",
+           "system", "unlink"),
     "pty": ("fork", "spawn"),
-    "shutil": ("rmtree",),
+    "shutil": ("move", "rmtree"),
     "subprocess": ("Popen", "call", "check_call", "check_output", "getoutput", "run"),
     "sys": ("executable",),
     "tempfile": ("NamedTemporaryFile", "SpooledTemporaryFile", "TemporaryDirectory",
                  "TemporaryFile", "gettempdir", "mkdtemp", "mkstemp", "mktemp", "tempdir"),
 }  # fmt: skip
 FAMILIES = ("os.exec", "os.posix_spawn", "os.spawn")
-METHODS = ("rmdir", "rmtree", "unlink")
-"""Of a path, or of anything else."""
+METHODS = ("rm", "rmdir", "rmtree", "unlink")
+"""Of a path, a file system of fsspec, or anything else."""
 SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")
 """Folders that others may write to, in texts."""
 
@@ -106,10 +108,14 @@ REASONS: dict[str, dict[str, str]] = {
     "collectors/formats/watch_notes.py": {
         "take_capture_request .unlink": "a file of ours below the watch's folder",
     },
+    "collectors/guard.py": {
+        "delay_sigterm os.kill": "this process itself, which was to end",
+    },
     "collectors/probes/versions.py": {
         "read_cupti_version ctypes.CDLL": "a library that is loaded already",
     },
     "collectors/record/command.py": {
+        "run_finish_hook.signal_all os.killpg": "the hook, which leads a group of its own",
         "run_finish_hook subprocess.Popen": "the user's own command, in its words",
         "check_out .unlink": "an earlier recording, with --overwrite",
         "check_out shutil.rmtree": "an earlier recording, with --overwrite",
@@ -194,6 +200,7 @@ REASONS: dict[str, dict[str, str]] = {
         "read_environment tempfile.gettempdir": "its free space is read",
     },
     "dashboard/store/artifacts.py": {
+        "RemoteArtifacts.remove .rm": "the folder of a valid id below the URL",
         "RemoteArtifacts._drop_outdated_results .unlink": "a copy of what is elsewhere",
         "RemoteArtifacts._drop_outdated_results shutil.rmtree": "a copy of what is elsewhere",
         "RemoteArtifacts.drop_uploads shutil.rmtree": "a copy of what is elsewhere",
@@ -204,6 +211,7 @@ REASONS: dict[str, dict[str, str]] = {
         "_make_database .unlink": "its own draft",
     },
     "dashboard/store/worker.py": {
+        "Workers._clear os.killpg": "a worker that it has started, which leads a group of its own",
         "Workers._start subprocess.Popen": "by helper_process",
         "_run_in_process tempfile.tempdir": "the folder of its worker",
         "_run_next_job tempfile.TemporaryDirectory": "random and 0700",
@@ -211,6 +219,7 @@ REASONS: dict[str, dict[str, str]] = {
         "end_with_parent ctypes.CDLL": "this process itself",
     },
     "dashboard/watch_process.py": {
+        "_is_alive os.kill": "signal 0, which only asks",
         "ReducerProcess._start subprocess.Popen": "by helper_process",
     },
     "dashboard/web/gateway.py": {

@@ -80,7 +80,7 @@ def find_other_roles(place: Path, run: str) -> Mapping[str, Sequence[int]]:
         own = place.resolve()
         owner = own.stat().st_uid
         for folder in sorted(own.parent.iterdir()):
-            # Nobody has named these folders, and in /tmp some are of other users.
+            # The user has not named these folders, and in /tmp some are of other users.
             status = folder.lstat()
             if folder == own or not stat.S_ISDIR(status.st_mode) or status.st_uid != owner:
                 continue
@@ -103,7 +103,7 @@ def find_other_roles(place: Path, run: str) -> Mapping[str, Sequence[int]]:
 
 
 _LARGEST_BYTES = 64 << 20
-"""Of a file that says the role of a folder nobody has named; 100,000 ranks take 20 MB."""
+"""Of a file that says the role of a folder that was not named; 100,000 ranks take 20 MB."""
 
 
 def check_one_role(files: RecordingFiles) -> None:

@@ -361,9 +361,7 @@ def test_ranks_of_other_roles_are_not_missing_in_the_folder_of_one(tmp_path: Pat
 
 
 @pytest.mark.parametrize("made", ["a link", "too large", "of another user", "a pipe"])
-def test_folders_beside_a_role_that_nobody_named_are_read_with_care(
-    tmp_path: Path, made: str
-) -> None:
+def test_folders_beside_that_of_a_role_are_read_with_care(tmp_path: Path, made: str) -> None:
     job = make_one_group(tmp_path)
     trainer = job.folder / "trainer"
     files = [trainer / "run.json", *trainer.glob("rank*_record.json")]

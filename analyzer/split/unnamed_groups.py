@@ -549,6 +549,9 @@ def _choose_groups(
         return chosen
     along = [one for one in sized if scope.axis and scope.axis in one[0].axes]
     likely = along or [one for one in sized if scope.size]
+    if not likely and not scope.axis and len(sized) == 1 and len(sized[0][1].groups) > 1:
+        # Of all sets of groups that the recording lists, the only one that no call contradicts.
+        likely = [one for one in sized if one[0].listed]
     if len(likely) == 1:
         return likely[0][1]
     return _SEVERAL

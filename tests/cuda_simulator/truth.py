@@ -52,7 +52,11 @@ def measure_exposed(simulation: Simulation) -> list[Exposed]:
     result = []
     for timeline, own in zip(simulation.timelines, numbered, strict=True):
         recorded = [run for run in timeline.kernels if run.step >= first]
+        # The first recorded step begins with its mark, or with the end of what was launched before.
+        earlier = [run.end_ns for run in timeline.kernels if run.step < first]
+        begin_ns = max([timeline.steps[first][1], *earlier])
         compute = _merge((r.start_ns, r.end_ns) for r in recorded if _computes(r.kernel))
+        compute.insert(0, (begin_ns, begin_ns))
         pieces = [(r.start_ns, r.start_ns, r.end_ns) for r in recorded if _copies(r.kernel)]
         for run, key in own:
             if run.step >= first:

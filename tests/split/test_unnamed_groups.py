@@ -108,6 +108,17 @@ def test_a_hot_expert_costs_what_its_tokens_or_its_compute_say(
     assert ("probably" in report.findings[0].message) == (not annotates)
 
 
+@pytest.mark.parametrize("library", ["nccl", "deep_ep"])
+def test_a_slow_rank_with_a_few_more_tokens_is_no_hot_expert(library: str, tmp_path: Path) -> None:
+    slow, more = SlowRank(3, 1.3), ExpertLoad(3, 1.04)
+    job = replace(EXPERTS, experts_by=library, causes=(slow, more))
+    simulation, report = run(job, tmp_path, replace(APART, annotates=True))
+    gain_ns = simulation.step_ns - simulate(job.without(slow)).step_ns
+    said = report.findings[0]
+    assert (said.code, said.ranks) == ("slow_rank", (3,))
+    assert said.gain_ns == pytest.approx(gain_ns, rel=0.15)
+
+
 @pytest.mark.slow
 def test_halves_of_unmatched_calls_are_not_compared_with_each_other(tmp_path: Path) -> None:
     """A kernel that sends is short: one that receives has not waited for what it takes longer."""
@@ -132,6 +143,14 @@ def test_a_slow_link_of_experts_is_slow_for_as_many_bytes(library: str, tmp_path
 @pytest.mark.slow
 def test_a_slow_link_of_symmetric_memory_is_slow_for_the_same_grid(tmp_path: Path) -> None:
     job = replace(TENSORS, dp=2, causes=(SlowLink("tp", 5, 3.0),))
+    simulation, report = run(job, tmp_path)
+    assert_costs(simulation, report, "slow_link", set(range(8)))
+
+
+@pytest.mark.slow
+def test_a_slow_link_of_copies_between_barriers_is_slow_for_as_many_bytes(tmp_path: Path) -> None:
+    """No rank comes last alone; of the listed groups all others are contradicted."""
+    job = replace(COPIES, dp=16, shards=8, causes=(SlowLink("dp", 2, 2.0),))
     simulation, report = run(job, tmp_path)
     assert_costs(simulation, report, "slow_link", set(range(8)))
 
@@ -164,6 +183,18 @@ def test_two_groups_of_a_graph_are_separated_by_when_their_members_end(tmp_path:
     style = replace(APART, graph=True)
     simulation, report = run(replace(GRAPH, tp=2, dp=4), tmp_path, style)
     assert_true(simulation, report, style)
+
+
+def test_a_saving_is_a_lower_bound_where_calls_of_unknown_groups_may_wait(tmp_path: Path) -> None:
+    """The two ranks of the other sum wait in a call whose group is not known."""
+    job = replace(GRAPH, tp=2, dp=2, causes=(SlowRank(3, 1.25),))
+    simulation, report = run(job, tmp_path, replace(APART, graph=True, lists_groups="none"))
+    (cause,) = job.causes
+    gain_ns = simulation.step_ns - simulate(job.without(cause)).step_ns
+    said = report.findings[0]
+    assert (said.code, said.ranks) == ("slow_rank", (3,))
+    assert 0 < said.gain_ns <= gain_ns
+    assert "at least, as calls of unknown groups" in said.message
 
 
 @pytest.mark.slow

@@ -94,16 +94,14 @@ def assert_true(simulation: Simulation, report: Report, style: TraceStyle = APAR
     assert said.gain_ns == pytest.approx(gain_ns, rel=0.15)
 
 
-def assert_costs(
-    simulation: Simulation, report: Report, code: str, ranks: set[int], share: float = SHARE
-) -> None:
+def assert_costs(simulation: Simulation, report: Report, code: str, ranks: set[int]) -> None:
     """The first finding is the planted cause, with what it costs within 15 %."""
     (cause,) = simulation.job.causes
     gain_ns = simulation.step_ns - simulate(simulation.job.without(cause)).step_ns
     said = report.findings[0]
     assert (said.code, set(said.ranks)) == (code, ranks)
     assert said.gain_ns == pytest.approx(gain_ns, rel=0.15)
-    assert max(list_errors(simulation, report)) <= share
+    assert max(list_errors(simulation, report)) <= SHARE
 
 
 Trace = dict[str, Any]

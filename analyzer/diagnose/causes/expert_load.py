@@ -24,6 +24,11 @@ _LEAST_IMBALANCE = 0.02
 MORE_TOKENS = 0.02
 """A rank's experts receive more tokens if it sends more than the others by this fraction."""
 
+_EXPLAINED = 0.25
+"""A rank computes longer because of its tokens if it sends at least this share of that more, which
+is half of what its experts receive more: routers are never quite even, and a slow device has a few
+more tokens by chance."""
+
 MORE_COMPUTE = 0.05
 """Where no size was recorded, they do if they compute longer than the others by this fraction."""
 
@@ -224,6 +229,12 @@ def balance_experts(context: ReplayContext, graph: DependencyGraph) -> Dependenc
     factor[busy] = group_mean(group_ids(group, graph.steps.step[busy]), total[busy]) / total[busy]
     changed[nodes, column] = np.rint(changed[nodes, column] * factor[row])
     return replace(graph, work_ns=changed)
+
+
+def explain_by_tokens(more_tokens: float, longer: float) -> bool:
+    """Whether so many more tokens than the others have are why a rank computes longer than they do,
+    both as fractions."""
+    return more_tokens > max(MORE_TOKENS, _EXPLAINED * longer)
 
 
 def compare_sent_tokens(context: ReplayContext, rank: int) -> float:

@@ -97,6 +97,13 @@ def find_bottlenecks(
         for rank, lack in lacks
         if rank is not None and lack is Lack.KERNELS and (rank, Lack.FILE) not in lacks
     }
+    # Nothing says for whom a call without a group waits, so that no replay shortens its wait.
+    unknown_ns = 0.0
+    for rank in split.ranks:
+        exposed, own = rank.attribution.exposed, rank.trace.calls
+        unknown = ((own.group_id < 0) & (own.peer < 0))[exposed.call]
+        unknown_ns += (exposed.end_ns - exposed.start_ns)[unknown].sum() / len(rank.steps)
+    unknown_ns /= len(split.ranks)
     slowdown = compute_profiling_slowdown(records) or 0.0
     for remedy in remedies:
         finding = remedy.finding
@@ -133,6 +140,9 @@ def find_bottlenecks(
             continue
         if is_once:
             finding = replace(finding, message=f"{finding.message}; from a single step")
+        if cause.of_peers and unknown_ns >= least_ns:
+            text = "at least, as calls of unknown groups may wait for it, too"
+            finding = replace(finding, message=f"{finding.message}; {text}")
         if finding.gain_ns >= least_ns:
             finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))
             ranked.append(((is_last, is_hidden, -finding.gain_ns), finding))

@@ -15,9 +15,9 @@ from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.expert_load import (
     MORE_COMPUTE,
-    MORE_TOKENS,
     balance_experts,
     compare_sent_tokens,
+    explain_by_tokens,
     measure_expert_loads,
 )
 from stepsplit.analyzer.diagnose.causes.ring_rounds import deal_out_rounds, find_ring_segments
@@ -115,8 +115,9 @@ def _balance_ranks(
     than = f"the {peers} of {'its' if len(heavy) == 1 else 'their'} stage"
     more_tokens = compare_sent_tokens(context, worst)
     load = float(measure_expert_loads(context)[context.ranks == worst][0]) - 1
-    by_experts = more_tokens > MORE_TOKENS or load > MORE_COMPUTE
-    if by_experts and more_tokens <= MORE_TOKENS:
+    is_sized = explain_by_tokens(more_tokens, ratio - 1)
+    by_experts = is_sized or load > MORE_COMPUTE
+    if by_experts and not is_sized:
         usual, doubt = of_stage, None
         reason = (
             f"; between dispatch and combine it is {units.format_percent(load)} more than the"

@@ -8,8 +8,8 @@ import numpy as np
 
 from stepsplit.analyzer.diagnose.causes.expert_load import (
     MORE_COMPUTE,
-    MORE_TOKENS,
     compare_sent_tokens,
+    explain_by_tokens,
     measure_expert_loads,
 )
 from stepsplit.analyzer.diagnose.counted_work import WorkLaw
@@ -28,11 +28,13 @@ def measure_peer_speed(context: ReplayContext, law: WorkLaw | None = None) -> Fl
     counted work, where ranks have different work.
     """
     of_row = context.graph.steps.rank
-    tokens = {
-        rank
-        for rank in {one.rank for one in context.slow_kernels}
-        if compare_sent_tokens(context, rank) > MORE_TOKENS
-    }
+    tokens = set[int]()
+    for rank in {one.rank for one in context.slow_kernels}:
+        own = [one for one in context.slow_kernels if one.rank == rank]
+        usual_ns = sum(one.lost_ns / (one.ratio - 1) for one in own)
+        longer = sum(one.lost_ns for one in own) / usual_ns
+        if explain_by_tokens(compare_sent_tokens(context, rank), longer):
+            tokens.add(rank)
     if context.slow_kernels:
         load = measure_expert_loads(context)
         tokens |= set(context.ranks[load > 1 + MORE_COMPUTE].tolist())

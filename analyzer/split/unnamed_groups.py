@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace as replace_fields
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids
+from stepsplit.analyzer.arrays import group_ids, sort_distinct
 from stepsplit.analyzer.split.clock import Alignment
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh_groups import parse_group_name, parse_single_axis
@@ -358,25 +358,27 @@ def _find_linked_clocks(
     traces: Sequence[RankTrace], matched: MatchedCalls, alignment: Alignment
 ) -> Int64:
     """A number for each rank, equal for ranks whose clocks are aligned by calls that end together
-    or by messages, or that share a host."""
+    or by messages, or that share a host: the place of the first of them."""
     rows = np.flatnonzero((matched.together | matched.is_message) & (matched.shared >= 0))
     calls = int(matched.shared.max(initial=-1)) + 1
     hosts = {host: n for n, host in enumerate(dict.fromkeys(t.host for t in traces if t.host))}
-    on_host = [(i, len(traces) + calls + hosts[t.host]) for i, t in enumerate(traces) if t.host]
+    on_host = [(i, calls + hosts[t.host]) for i, t in enumerate(traces) if t.host]
     own, other = np.array(on_host, dtype=np.int64).reshape(-1, 2).T
-    # Ranks, calls and hosts are nodes; a rank whose clock is uncertain is on its own.
+    # A rank whose clock is uncertain is on its own.
     sure = np.array([(one.sigma_ns or 0) <= _SURE_CLOCK_NS for one in alignment.clocks])
     trace = np.concatenate((matched.trace[rows].astype(np.int64), own))
-    node = np.concatenate((len(traces) + matched.shared[rows], other))
-    trace, node = trace[sure[trace]], node[sure[trace]]
-    count = len(traces) + calls + len(hosts)
-    # They take longer to import than a small analysis.
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    graph = coo_array((np.ones(len(trace)), (trace, node)), shape=(count, count))
-    label: Int64 = connected_components(graph, directed=False)[1][: len(traces)].astype(np.int64)
-    return label
+    link = np.concatenate((matched.shared[rows], other))[sure[trace]]
+    trace = trace[sure[trace]]
+    # Links between two ranks are few, of however many calls; scipy's connected components take
+    # longer to import than a small analysis.
+    order = np.argsort(link, kind="stable")
+    link, trace = link[order], trace[order]
+    pairs = (trace[:-1] * len(traces) + trace[1:])[link[1:] == link[:-1]]
+    first = np.arange(len(traces))
+    for pair in sort_distinct(pairs).tolist():
+        one, next_one = (first[rank] for rank in divmod(pair, len(traces)))
+        first[first == max(one, next_one)] = min(one, next_one)
+    return first
 
 
 def _find_common_shift(apart_ns: Int64) -> int | None:

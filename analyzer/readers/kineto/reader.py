@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -47,7 +48,7 @@ from stepsplit.analyzer.readers.workers import Progress, Task, Workers, count_wo
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, RankTrace
 
 LEAST_CACHED_BYTES = 16 << 20
-"""Smaller files are not cached: reading them is as fast as importing pyarrow."""
+"""Smaller files are not cached: reading them is as fast as importing pyarrow, as the cache does."""
 
 # Many trace files, read from the cache or in parallel worker processes.
 
@@ -138,7 +139,7 @@ def _store_file(folder: str | None, file: KinetoFile) -> KinetoFile:
 def read_cached(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The trace in the file, from the cache if possible. Raises DataError."""
     with source.open_local() as path:
-        if path.stat().st_size < LEAST_CACHED_BYTES:
+        if path.stat().st_size < LEAST_CACHED_BYTES or not _is_cache_on():
             return read_kineto(DiskFile(path, source.where), rules)
         from stepsplit.analyzer.readers.kineto import cache
 
@@ -148,6 +149,10 @@ def read_cached(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
             if found is not None:
                 cache.save(source, path, found, rules)
         return found
+
+
+def _is_cache_on() -> bool:
+    return os.environ.get("STEPSPLIT_CACHE") != "off"
 
 
 def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules, folder: str | None) -> _Plan:
@@ -172,6 +177,8 @@ def _is_large(source: DiskFile, fair_bytes: int) -> bool:
     least = max(2 * LEAST_RANGE_BYTES, round(_MAX_SHARE * fair_bytes))
     if source.path.stat().st_size < least or is_packed(source.path):
         return False
+    if not _is_cache_on():
+        return True
     from stepsplit.analyzer.readers.kineto import cache
 
     return not cache.has(source)
@@ -198,9 +205,10 @@ def _assemble_file(plan: _Plan, pieces: list[_Piece | DataError]) -> KinetoFile 
     pieces.clear()
     file = join_parts(plan.opening, parts, plan.rules)
     assert isinstance(plan.source, DiskFile)
-    from stepsplit.analyzer.readers.kineto import cache
+    if _is_cache_on():
+        from stepsplit.analyzer.readers.kineto import cache
 
-    cache.save(plan.source, plan.source.path, file, plan.rules)
+        cache.save(plan.source, plan.source.path, file, plan.rules)
     return file
 
 

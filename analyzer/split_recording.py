@@ -6,18 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
-from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config_file import load_hardware
-from stepsplit.analyzer.model.hardware_config import load_link
-from stepsplit.analyzer.model.preset_names import find_preset
-from stepsplit.analyzer.model.rank_layout import GroupPlacement
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.analyzer.split.transfers import ModelledTransfer, TransferModel
 from stepsplit.analyzer.trace import RankTrace
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.model.config import HardwareConfig
 
 
 def split_recording(recording: Recording, mesh: Mesh | None = None) -> RunSplit:
@@ -52,11 +51,8 @@ def build_transfer_model(traces: Sequence[RankTrace], spec: RunSpec | None) -> T
     """
     if not all(trace.on_device for trace in traces):
         return None
-    preset = find_preset(next((trace.device for trace in traces if trace.device), ""))
-    hardware = load_hardware(preset or SLOWEST[0])
-    if preset is None:
-        hardware = replace(hardware, intra=load_link(SLOWEST[1]))
     nodes = _Nodes.build(traces, spec)
+    device = next((trace.device for trace in traces if trace.device), "")
 
     @cache
     def model_transfer(
@@ -65,10 +61,27 @@ def build_transfer_model(traces: Sequence[RankTrace], spec: RunSpec | None) -> T
         is_known = op in EVEN_OPS and message_bytes > 0 and len(ranks) > 1
         if not is_known or not nodes.are_one(ranks):
             return None
-        time = time_of(op, message_bytes, GroupPlacement(len(ranks), len(ranks)), hardware)
+        from stepsplit.analyzer.model.comm_time import time_of
+        from stepsplit.analyzer.model.rank_layout import GroupPlacement
+
+        group = GroupPlacement(len(ranks), len(ranks))
+        time = time_of(op, message_bytes, group, _load_node(device))
         return ModelledTransfer(time.ns, MARGIN * time.high_ns)
 
     return model_transfer
+
+
+@cache
+def _load_node(device: str) -> HardwareConfig:
+    """The preset of a device, or the slowest there may be. Few recordings have a call that asks for
+    it, and what reads it takes a tenth of a second to import."""
+    from stepsplit.analyzer.model.hardware_config import load_hardware, load_link
+    from stepsplit.analyzer.model.preset_names import find_preset
+
+    preset = find_preset(device)
+    if preset is not None:
+        return load_hardware(preset)
+    return replace(load_hardware(SLOWEST[0]), intra=load_link(SLOWEST[1]))
 
 
 @dataclass(frozen=True, slots=True)

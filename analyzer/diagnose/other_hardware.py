@@ -30,12 +30,12 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_decode import Mistakes, read_table
-from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.hardware_config import (
     decode_hardware,
     list_link_names,
     load_attention_rate,
+    load_hardware,
     load_link,
 )
 from stepsplit.analyzer.model.prediction import Band

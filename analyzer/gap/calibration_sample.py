@@ -17,8 +17,8 @@ from stepsplit.analyzer.model.comm_measured import SWEEP_OPS
 from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
 from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
-from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.host_time import compute_launch_time
 from stepsplit.analyzer.model.layer_time import (
     Gemm,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import PLATEAU, time_of
 from stepsplit.analyzer.model.config import HardwareConfig
-from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.config_limits import KEY
 from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 

@@ -48,7 +48,7 @@ from stepsplit.analyzer.model.hardware_config import (
     HARDWARE_KEYS,
     decode_hardware,
     list_hardware_kinds,
-    load_link,
+    load_hardware,
     read_hardware_file,
 )
 from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
@@ -61,8 +61,6 @@ from stepsplit.analyzer.model.key_aliases import (
 )
 from stepsplit.analyzer.model.parameters import count_parameters
 from stepsplit.analyzer.model.preset_names import (
-    DRIVER_NAME,
-    HARDWARE,
     MODELS,
     list_hardware_names,
     list_model_names,
@@ -700,7 +698,7 @@ def _infer_global_batch(table: TomlTable, dp: int) -> int:
     return product
 
 
-# Models and hardware by name.
+# Models by name.
 
 
 @lru_cache(maxsize=256)
@@ -711,22 +709,3 @@ def load_model(name: str) -> ModelConfig:
     model = _decode_model(table, None, 0, mistakes, extra_kinds)
     mistakes.raise_all()
     return replace(model, name=name)
-
-
-@lru_cache(maxsize=256)
-def load_hardware(
-    name: str, nodes_link: str | None = None, gpus_per_node: int | None = None
-) -> HardwareConfig:
-    """Loads a hardware preset by name; nodes_link and gpus_per_node override the preset.
-
-    Raises UsageError, which suggests similar names.
-    """
-    table, mistakes = read_preset(HARDWARE, "hardware", name), Mistakes()
-    device = decode_hardware(table, None, mistakes, {"source": str, DRIVER_NAME: str})
-    mistakes.raise_all()
-    return replace(
-        device,
-        name=name,
-        inter=device.inter if nodes_link is None else load_link(nodes_link),
-        gpus_per_node=gpus_per_node or device.gpus_per_node,
-    )

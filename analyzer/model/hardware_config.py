@@ -32,7 +32,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.analyzer.model.preset_names import PRESETS
+from stepsplit.analyzer.model.preset_names import DRIVER_NAME, HARDWARE, PRESETS, read_preset
 from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, Origin, load_device
 from stepsplit.collectors.safe_io.regular_file import describe_special
 
@@ -122,6 +122,25 @@ def decode_hardware(
     if "gemms" in stated:
         decoded["gemms"] = _decode_gemms(table, dict(peaks_flops_per_s), mistakes)
     return replace(known, **{**select_fields(HardwareConfig, stated), **decoded})
+
+
+@lru_cache(maxsize=256)
+def load_hardware(
+    name: str, nodes_link: str | None = None, gpus_per_node: int | None = None
+) -> HardwareConfig:
+    """Loads a hardware preset by name; nodes_link and gpus_per_node override the preset.
+
+    Raises UsageError, which suggests similar names.
+    """
+    table, mistakes = read_preset(HARDWARE, "hardware", name), Mistakes()
+    device = decode_hardware(table, None, mistakes, {"source": str, DRIVER_NAME: str})
+    mistakes.raise_all()
+    return replace(
+        device,
+        name=name,
+        inter=device.inter if nodes_link is None else load_link(nodes_link),
+        gpus_per_node=gpus_per_node or device.gpus_per_node,
+    )
 
 
 def compute_power_clock(watts: float, rated_watts: float) -> float:

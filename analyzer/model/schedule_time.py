@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import SCHEDULES, Schedule
+from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.schedule import list_chunk_positions
 from stepsplit.analyzer.model.schedule_graph import (
     Costs,
     build_graph,
@@ -208,56 +206,5 @@ def compute_bubble_rate(
     return idle_ns / (idle_ns + microbatches * sum(times_ns))
 
 
-# Bubble of a schedule with equal stages, in the window of all ranks.
-
 Times = tuple[float, float, float]
 """One microbatch on one stage: its forward, input gradient and weight gradient, in one unit."""
-
-
-def compute_ideal_bubble_fraction(
-    schedule: str,
-    stages: int,
-    microbatches: int,
-    chunks: int = 1,
-    times_ns: Times | None = None,
-) -> float | None:
-    """Bubble / window of the schedule with equal stages and no communication, a ratio.
-
-    stages is the number of pipeline ranks (p), chunks the number of stages on each (v);
-    microbatches (m) counts both directions in dualpipe. The window is from the first forward to the
-    last backward of all ranks: of a schedule that splits the backward, by a simulation of its order
-    with times_ns. None if the schedule is not modelled, or if it splits the backward and times_ns
-    is unknown.
-    """
-    if min(stages, microbatches, chunks) < 1:
-        return None
-    passes = _count_bubble_passes(schedule, stages, microbatches, chunks)
-    if passes is not None:
-        return passes / (chunks * microbatches + passes)
-    known = next((one for one in SCHEDULES if one == schedule), None)
-    if known is None or times_ns is None or sum(times_ns) <= 0:
-        return None
-    try:
-        model_stages = 1 + max(map(max, list_chunk_positions(known, stages, chunks)))
-        costs = (times_ns,) * model_stages
-        return compute_pipeline_time(known, stages, microbatches, chunks, costs).bubble_fraction
-    except UsageError:
-        return None
-
-
-def _count_bubble_passes(schedule: str, p: int, m: int, v: int) -> int | None:
-    """A rank's bubble in forward-backward passes of one stage; None for other schedules.
-
-    Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM, SC'21: sections 2.2.1 (GPipe and 1F1B: p-1) and 2.2.2 (interleaved: p-1 passes of
-    a stage that is v times smaller). Fewer microbatches than ranks leave a bubble in each further
-    round of chunks. naive runs one microbatch at a time: each rank works 1/p of the time.
-    """
-    match schedule:
-        case "naive":
-            return (p - 1) * v * m
-        case "gpipe" | "1f1b":
-            return p - 1
-        case "interleaved":
-            return p - 1 + (v - 1) * max(0, p - m)
-    return None

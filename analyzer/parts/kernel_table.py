@@ -6,26 +6,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import number_distinct
-from stepsplit.analyzer.parts.kernel_work import (
-    DeviceLimits,
-    Limit,
-    estimate_work,
-    find_limits,
-    is_product,
-)
+from stepsplit.analyzer.parts.kernel_work import Limit, estimate_work, is_product
 from stepsplit.analyzer.parts.part import NO_LAYER, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.part_times import RankParts
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
 from stepsplit.analyzer.split.kernels import KernelWork
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import GRID, Int64
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.parts.device_limits import DeviceLimits
 
 MAX_NAME_CHARACTERS = 200
 
@@ -126,7 +123,12 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
     everything = sum(row.total_ns for row in sums.values()) or 1
     on_device = all(rank.trace.on_device for rank in split.ranks)
     device = next((rank.trace.device for rank in split.ranks if rank.trace.device), "")
-    limits = find_limits(device) if on_device else None
+    limits = None
+    if on_device:
+        # What a CPU reaches is not known, and the model takes a tenth of a second to import.
+        from stepsplit.analyzer.parts.device_limits import find_limits
+
+        limits = find_limits(device)
     known = list(numbers)
     table = [
         _build_row(key, row, known, everything, rank_steps, on_device, limits)

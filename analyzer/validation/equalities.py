@@ -13,7 +13,8 @@ from stepsplit.analyzer.model.config import (
     StoredDtype,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.config_file import load_model
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.memory_states import (
     States,
     compute_input_bytes,

@@ -31,7 +31,8 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_decode import read_table
-from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.config_file import load_model
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.memory import (
     calibrate_memory,
     compute_memory,

@@ -20,6 +20,7 @@ import msgspec
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.ledger import ROW_KINDS, IncarnationLedger, Ledger, LedgerRow
+from stepsplit.collectors.formats.file_names import list_note_files
 from stepsplit.collectors.formats.watch_notes import (
     LEFT,
     LONG_STEP,
@@ -30,7 +31,6 @@ from stepsplit.collectors.formats.watch_notes import (
     RankSpan,
     RankStarted,
     RankWindow,
-    list_note_files,
     read_all_notes,
     read_beat,
     read_launches,
@@ -50,11 +50,6 @@ _MOST_SKIPPED = 64
 
 
 # From the folder of a watch.
-
-
-def is_watch(place: str | Path) -> bool:
-    """Whether the place is the folder of a watch."""
-    return Path(place).is_dir() and bool(list_note_files(Path(place)))
 
 
 def read_ledger(place: str | Path) -> Ledger:

@@ -41,6 +41,7 @@ from stepsplit.analyzer.watch.records import (
     encode_batch,
 )
 from stepsplit.analyzer.watch.samples import reduce_sample
+from stepsplit.collectors.formats.file_names import list_note_files
 from stepsplit.collectors.formats.run_spec import Mesh
 from stepsplit.collectors.formats.watch_notes import (
     LEFT,
@@ -53,7 +54,6 @@ from stepsplit.collectors.formats.watch_notes import (
     RankStarted,
     RankWindow,
     SampleReport,
-    list_note_files,
     read_notes,
     request_capture,
 )

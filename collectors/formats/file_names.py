@@ -1,4 +1,4 @@
-"""The names of the files of a recording."""
+"""The names of the files of a recording, and of the notes of a watch."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def find_free_folder(folder: Path) -> Path:
     """The folder, or if it exists the first of FOLDER-2, FOLDER-3, ... that does not exist."""
     names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in count(1))
     return next(name for name in names if not name.exists())
+
+
+RANKS = "ranks"
+"""Folder of the notes in that of a watch."""
+
+
+def is_watch(place: str | Path) -> bool:
+    """Whether the place is the folder of a watch."""
+    return Path(place).is_dir() and bool(list_note_files(Path(place)))
+
+
+def list_note_files(folder: Path) -> list[Path]:
+    """The files of notes of all ranks in the folder of a watch, by rank."""
+    files = [path for path in (folder / RANKS).glob("rank*.jsonl") if path.stem[4:].isdecimal()]
+    return sorted(files, key=lambda path: int(path.stem[4:]))
 
 
 def list_recorded(folder: Path) -> list[Path]:

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stepsplit.collectors.formats.file_names import RANKS, list_note_files
 from stepsplit.collectors.formats.json_decode import select_known_fields
 from stepsplit.collectors.safe_io.atomic_file import PRIVATE, create_private, make_owner_folder
 from stepsplit.collectors.safe_io.regular_file import open_regular
 
-RANKS, SAMPLES, LAUNCHES = "ranks", "samples", "launches"
-"""Folders of the notes, of the samples and of the commands."""
+SAMPLES, LAUNCHES = "samples", "launches"
+"""Folders of the samples and of the commands."""
 
 LONG_STEP = 5
 """A step that takes so many times the median of its window is long: something else is in it."""
@@ -351,12 +352,6 @@ class NewNotes:
     notes: tuple[Note, ...]
     cursor: NoteCursor
     lost_lines: int = 0
-
-
-def list_note_files(folder: Path) -> list[Path]:
-    """The files of notes of all ranks in the folder of a watch, by rank."""
-    files = [path for path in (folder / RANKS).glob("rank*.jsonl") if path.stem[4:].isdecimal()]
-    return sorted(files, key=lambda path: int(path.stem[4:]))
 
 
 def read_notes(path: Path, cursor: NoteCursor = NoteCursor()) -> NewNotes:

@@ -90,7 +90,7 @@ def analyze_command(
     """
     from stepsplit.analyzer.analysis import Analysis, RoleAnalysis, examine_roles_or_run
     from stepsplit.analyzer.report.io import save, to_json
-    from stepsplit.analyzer.watch.ledger import is_watch
+    from stepsplit.collectors.formats.file_names import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
     from stepsplit.dashboard.reporters.terminal import build_report_screen
 

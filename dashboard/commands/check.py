@@ -320,7 +320,8 @@ def load_runs(
     from stepsplit.analyzer.analysis import read_run_metrics
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
     from stepsplit.analyzer.watch.goodput import build_goodput_metrics
-    from stepsplit.analyzer.watch.ledger import is_watch, read_ledger
+    from stepsplit.analyzer.watch.ledger import read_ledger
+    from stepsplit.collectors.formats.file_names import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     runs: list[SideRun] = []

@@ -25,7 +25,8 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepsplit.collectors.formats.watch_notes import SampleReport, list_note_files, read_notes
+from stepsplit.collectors.formats.file_names import list_note_files
+from stepsplit.collectors.formats.watch_notes import SampleReport, read_notes
 
 BLOCK = 20
 """Steps of a block; a sample takes four of them."""

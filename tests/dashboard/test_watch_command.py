@@ -224,7 +224,8 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 def read_started(out: Path) -> list[tuple[int, int]]:
     """(rank, pid) of the ranks that have started."""
-    from stepsplit.collectors.formats.watch_notes import RankStarted, list_note_files, read_notes
+    from stepsplit.collectors.formats.file_names import list_note_files
+    from stepsplit.collectors.formats.watch_notes import RankStarted, read_notes
 
     notes = [note for path in list_note_files(out) for note in read_notes(path).notes]
     return [(each.rank, each.pid) for each in notes if isinstance(each, RankStarted)]

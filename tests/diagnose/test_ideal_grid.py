@@ -8,7 +8,7 @@ from support.report_builders import analysis
 
 from stepsplit.analyzer import Boxes
 from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.dashboard.figures.run import select_pipeline
 
 

@@ -46,11 +46,12 @@ from stepsplit.analyzer.gap.calibration_sample import (
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
 from stepsplit.analyzer.model.config import AttentionRate, Dtype, GemmRate, MemoryCorrection
-from stepsplit.analyzer.model.config_file import load_hardware, parse_job
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.device_speed import compute_attention_share
+from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.kernel_shapes import AttentionShape, GemmShape
 from stepsplit.analyzer.split.run import split_run

@@ -32,7 +32,7 @@ from stepsplit.analyzer.model.comm_time import (
     time_of,
 )
 from stepsplit.analyzer.model.config import HardwareConfig, Link, ParallelConfig
-from stepsplit.analyzer.model.config_file import load_hardware
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.preset_names import list_hardware_names
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group

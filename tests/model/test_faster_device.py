@@ -14,7 +14,8 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.config_file import load_model
+from stepsplit.analyzer.model.hardware_config import load_hardware
 
 
 @st.composite

@@ -18,8 +18,9 @@ from stepsplit.analyzer.model.config import (
     RecomputePart,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_hardware, load_model, parse_job
+from stepsplit.analyzer.model.config_file import load_model, parse_job
 from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.host_time import compute_expert_wait, compute_launch_time
 from stepsplit.analyzer.model.layer_time import compute_chunk_passes
 from stepsplit.analyzer.model.memory import compute_memory

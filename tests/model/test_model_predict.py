@@ -36,6 +36,7 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.hardware_config import load_link
+from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.layer_time import LayerPass
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import compute_stage_times, predict, time_messages
@@ -48,7 +49,6 @@ from stepsplit.analyzer.model.prediction import (
 )
 from stepsplit.analyzer.model.profile import list_frameworks
 from stepsplit.analyzer.model.rank_layout import list_stages
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.step_time import StageTime, compute_pipeline, compute_stage_time
 from stepsplit.analyzer.units import format_percent
 

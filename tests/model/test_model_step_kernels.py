@@ -25,9 +25,9 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
     ParallelConfig,
 )
-from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.elementwise import time_elementwise
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.host_time import (
     compute_host_wait,
     compute_launch_time,

@@ -10,8 +10,9 @@ from support.work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import Framework, JobConfig, ParallelConfig, State
-from stepsplit.analyzer.model.config_file import load_hardware, parse_job
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.memory_states import States
 from stepsplit.analyzer.model.offload import (

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config_file import load_hardware, parse_job
+from stepsplit.analyzer.model.config_file import parse_job
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.predict import predict
 
 JOB = """

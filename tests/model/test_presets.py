@@ -15,11 +15,12 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
 )
 from stepsplit.analyzer.model.config_decode import read_table
-from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import (
     list_families,
     list_link_names,
     load_efficiency,
+    load_hardware,
     load_link,
 )
 from stepsplit.analyzer.model.parameters import count_parameters

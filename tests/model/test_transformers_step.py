@@ -13,8 +13,9 @@ from support.work_builders import TINY, job
 
 from stepsplit.analyzer import JobConfig, predict
 from stepsplit.analyzer.model.config import Framework
-from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
 

@@ -14,7 +14,7 @@ from simulator.schedules import SCHEDULES, actions
 from support.builders import BASE_NS, COMM_STREAM, CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze, examine
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.split.microbatch_marks import PHASE_OF_LETTER
 from stepsplit.analyzer.split.microbatch_slots import MicrobatchSlot
 from stepsplit.analyzer.split.pipeline import number_microbatches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,10 +13,13 @@ from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.slow_gemms import FP32, UNALIGNED
 from stepsplit.analyzer.diagnose.graph.replay import reduce_work
-from stepsplit.analyzer.parts.kernel_work import DeviceLimits, estimate_work, find_limits
+from stepsplit.analyzer.parts.kernel_work import estimate_work
 from stepsplit.analyzer.split.kernel_shapes import find_dtype
 from stepsplit.analyzer.split.kernels import KernelWork
 from stepsplit.analyzer.trace import Int64
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.parts.device_limits import DeviceLimits
 
 MAX_KERNELS = 2
 """Number of kernels that are findings; the kernel table has all."""
@@ -31,6 +35,8 @@ def find_kernels_below_limit(context: CauseContext) -> Iterator[Remedy]:
     ranks = context.split.ranks
     if not all(rank.trace.on_device for rank in ranks):
         return
+    from stepsplit.analyzer.parts.device_limits import find_limits  # only for devices: kernel_table
+
     limits = find_limits(next((rank.trace.device for rank in ranks if rank.trace.device), ""))
     if limits is None:
         return

@@ -9,7 +9,7 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.report.build import compute_bubble_fraction, list_full_bubbles
 from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Finding
 

@@ -18,6 +18,7 @@ from stepsplit.analyzer.significance import (
     adjust_holm,
     compute_difference,
     compute_excess,
+    compute_t_tail,
 )
 
 BASE, WORSE = (10.0, 10.2, 9.9, 10.1, 9.8), (10.9, 11.2, 10.7, 11.0, 11.4)
@@ -41,6 +42,19 @@ def test_five_runs_a_side_against_welch_and_the_permutations_of_scipy() -> None:
         close(1 / 252),
         252,
     ) and found.confirm_by_permutation(1e-6)
+
+
+def test_the_tail_of_t_is_that_of_scipy() -> None:
+    freedoms = (1.0, 1.0001, 1.7, 2.0, 3.0, 4.5, 7.0, 19.9, 39.0, 40.0, 41.0, 333.3, 1e4)
+    ts = [sign * (i / 8 + tiny) for i in range(101) for sign in (1, -1) for tiny in (0.0, 1e-5)]
+    for n in freedoms:
+        for t in (*ts, 100.0, -1e4, 1e8, 1e200, 1e-200):
+            assert abs(compute_t_tail(n, t) - float(stats.t.sf(t, n))) <= 1e-12, (n, t)
+    # Of a million calls the fraction has hundreds of terms, each of which is rounded.
+    assert compute_t_tail(1e6, 1.75) == pytest.approx(float(stats.t.sf(1.75, 1e6)), abs=1e-11)
+    # Far out as well, where it is small: the tail of Cauchy's distribution is 1 / (pi t).
+    assert compute_t_tail(1.0, 1e9) == pytest.approx(1e-9 / math.pi, rel=1e-12)
+    assert compute_t_tail(30.0, 20.0) == pytest.approx(float(stats.t.sf(20.0, 30)), rel=1e-11)
 
 
 @settings(deadline=None, max_examples=60)

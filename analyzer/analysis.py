@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.diagnosis import diagnose
+from stepsplit.analyzer.diagnose.rl_windows import JobRole
 from stepsplit.analyzer.diagnose.role_times import (
-    JobRole,
     build_role_job,
     explain_other_roles,
+    find_rl_step,
     forget_other_roles,
     group_programs,
     join_programs,
@@ -329,6 +330,8 @@ def _build_from_split(
 ) -> Analysis:
     breakdown = break_down(split)
     report = build_report(recording, split, diagnose(split, recording.records), breakdown)
+    if (rl_step := find_rl_step(split, report)) is not None:
+        report = replace(report, rl_step=rl_step)
     job_draft = None if draft is None else draft(recording, split)
     tables = build_tables(split, breakdown, recording.memories)
     return Analysis(compare(report, recording, split), tables, job_draft)

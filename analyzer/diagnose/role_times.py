@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import structs
 from msgspec.structs import astuple
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.buckets import BUCKETS, TRANSFERS, WAITS, Bucket
+from stepsplit.analyzer.arrays import Intervals, intersect
+from stepsplit.analyzer.buckets import WAITS
+from stepsplit.analyzer.diagnose.phase_times import build_phases, build_tails, list_generations
+from stepsplit.analyzer.diagnose.rl_windows import (
+    JobRole,
+    map_to_unix_ns,
+    sum_overlaps,
+    sum_windows,
+)
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import find_archive
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.headline import divide_parts
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.rl_step import RlStep, RoleTime
 from stepsplit.analyzer.report.roles import (
     HeldRow,
     RlStepRow,
     RoleJob,
     RoleRow,
     RoleStepRow,
-    RoleTime,
     RoleWaitRow,
 )
 from stepsplit.analyzer.split.matching import match
+from stepsplit.analyzer.split.rl_phases import NO_MARKS, has_rl_phases
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import OP_CODE, Category, Int64, Lack, Note, compute_start_offsets_ns
 
@@ -37,17 +45,6 @@ TRAINERS = ("trainer", "train", "training", "actor", "policy", "learner")
 
 MOST_UNRECORDED = 0.01
 """An RL step of which a rank lacks more is not in the means, unless all lack that."""
-
-
-class JobRole(Struct, frozen=True):
-    """A role: its ranks in the split of its program, its own report, and its folder."""
-
-    name: str
-    program: int
-    split: RunSplit
-    ranks: tuple[RankSplit, ...]
-    report: Report
-    place: str
 
 
 def group_programs(recordings: Mapping[str, Recording]) -> tuple[list[list[str]], list[str]]:
@@ -201,7 +198,7 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
     role_of = {(one.program, rank.trace.rank): one.name for one in roles for rank in one.ranks}
     for role in roles:
         for rank in role.ranks:
-            times[role.name, rank.trace.rank] = _sum_windows(role.split, rank, edges)
+            times[role.name, rank.trace.rank] = sum_windows(role.split, rank, edges)
             for owner, ns in _sum_waits(role.split, rank, edges).items():
                 owner_role = role_of.get((role.program, owner))
                 if owner_role is not None and owner_role != role.name:
@@ -220,6 +217,12 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
     for role in roles:
         programs[role.program].append(role)
     lacks += [text for own in programs.values() if (text := _describe_missing_ranks(own))]
+    is_marked = any(has_rl_phases(rank.trace) for role in roles for rank in role.ranks)
+    marked = roles if is_marked else ()
+    pairs = dict.fromkeys(times, np.repeat(edges, 2)[1:-1])
+    phases, phase_rows = build_phases(marked, times, pairs, numbers, counted)
+    tails, tail_rows, unknown_tails = build_tails(marked, phases, edges, numbers, counted)
+    lacks += unknown_tails
     step_ns = np.diff(edges).tolist()
     return RoleJob(
         run=run,
@@ -265,7 +268,41 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
         ),
         held=_find_held([*programs.values()], edges, counted),
         lacks=tuple(lacks),
+        phases=phases,
+        phase_rows=phase_rows,
+        tails=tails,
+        tail_rows=tail_rows,
     )  # fmt: skip
+
+
+def find_rl_step(split: RunSplit, report: Report) -> RlStep | None:
+    """The RL step of a job of one program by phase; None if no rank marks one that only RL has.
+
+    It is the mean of the steps that are full on all ranks, each as long as on its rank.
+    """
+    role = JobRole("", 0, split, split.ranks, report, "")
+    if not any(has_rl_phases(rank.trace) for rank in split.ranks):
+        return None
+    full = [{one.step: one for one in rank.steps if one.kind == "full"} for rank in split.ranks]
+    numbers = sorted(set.intersection(*map(set, full)))
+    if not numbers:
+        return None
+    edges: dict[tuple[str, int], Int64] = {}
+    times: dict[tuple[str, int], list[RoleTime]] = {}
+    for rank, steps in zip(split.ranks, full, strict=True):
+        pairs = [
+            (steps[one].start_ns, steps[one].start_ns + steps[one].split.step_ns) for one in numbers
+        ]
+        key = "", rank.trace.rank
+        edges[key] = np.array(pairs, dtype=np.int64).ravel() + split.alignment.t0_unix_ns
+        times[key] = sum_windows(split, rank, edges[key])[::2]
+    counted = range(len(numbers))
+    phases, _ = build_phases([role], times, edges, numbers, counted)
+    # The longest part of the loop is on one clock, with all that ends in it.
+    whole, whole_numbers = _find_edges(role)
+    tails, _, lacks = build_tails([role], phases, whole, whole_numbers, range(len(whole_numbers)))
+    step_ns = sum(row.time.window_ns for row in phases)
+    return RlStep(len(numbers), step_ns, phases, tails, tuple(lacks))
 
 
 def _choose_step_role(roles: Sequence[JobRole]) -> tuple[JobRole, list[str]]:
@@ -315,46 +352,15 @@ def _find_edges(role: JobRole) -> tuple[Int64, list[int]]:
     return np.array(edges, dtype=np.int64) + role.split.alignment.t0_unix_ns, numbers
 
 
-def _map_to_unix_ns(split: RunSplit, rank: RankSplit, own_ns: Int64) -> Int64:
-    """Own times of the rank in Unix ns of its program's reference clock."""
-    at = split.ranks.index(rank)
-    return split.alignment.clocks[at].map_to_common_ns(own_ns) + split.alignment.t0_unix_ns
-
-
-def _sum_windows(split: RunSplit, rank: RankSplit, edges: Int64) -> list[RoleTime]:
-    """What the rank did between each two edges, to the nanosecond."""
-    band = rank.attribution.band
-    start, end = (_map_to_unix_ns(split, rank, side) for side in (band.start_ns, band.end_ns))
-    sums = np.zeros((len(BUCKETS), len(edges) - 1), dtype=np.int64)
-    for bucket in Bucket:
-        chosen = band.bucket == int(bucket)
-        sums[bucket] = _sum_overlaps(start[chosen], end[chosen], edges)
-    windows = np.diff(edges)
-    unrecorded = windows - sums.sum(axis=0)
-    assert (unrecorded >= 0).all(), f"rank {rank.trace.rank}: bands overlap"
-    return [
-        RoleTime(
-            window_ns=int(windows[at]),
-            compute_ns=int(sums[Bucket.COMPUTE, at]),
-            transfer_ns=int(sums[list(TRANSFERS), at].sum()),
-            wait_ns=int(sums[list(WAITS), at].sum()),
-            copy_ns=int(sums[Bucket.COPY, at]),
-            idle_ns=int(sums[Bucket.IDLE, at]),
-            unrecorded_ns=int(unrecorded[at]),
-        )
-        for at in range(len(windows))
-    ]
-
-
 def _sum_waits(split: RunSplit, rank: RankSplit, edges: Int64) -> Mapping[int, list[int]]:
     """The waits of the rank between each two edges, by the rank that came last."""
     exposed = rank.attribution.exposed
     is_wait = np.isin(exposed.bucket, WAITS) & (exposed.owner >= 0)
-    start = _map_to_unix_ns(split, rank, exposed.start_ns[is_wait])
-    end = _map_to_unix_ns(split, rank, exposed.end_ns[is_wait])
+    start = map_to_unix_ns(split, rank, exposed.start_ns[is_wait])
+    end = map_to_unix_ns(split, rank, exposed.end_ns[is_wait])
     owner = exposed.owner[is_wait]
     return {
-        one: _sum_overlaps(start[owner == one], end[owner == one], edges).tolist()
+        one: sum_overlaps(start[owner == one], end[owner == one], edges).tolist()
         for one in np.unique(owner).tolist()
     }
 
@@ -384,7 +390,7 @@ def _find_held(
     """
     rows: list[HeldRow] = []
     for roles in programs:
-        ranks = [(role.name, role.split, rank) for role in roles for rank in role.ranks]
+        ranks = [(role, rank) for role in roles for rank in role.ranks]
         if len(roles) < 2 or _describe_missing_ranks(roles):
             continue
         # The number of ranks that do not wait, and the sum of their places, between all instants in
@@ -394,11 +400,11 @@ def _find_held(
             [np.array([len(ranks)])],
             [np.array([sum(range(len(ranks)))])],
         )
-        for place, (_, split, rank) in enumerate(ranks):
+        for place, (role, rank) in enumerate(ranks):
             band = rank.attribution.band
             is_wait = np.isin(band.bucket, WAITS)
             for own_ns, change in ((band.start_ns, -1), (band.end_ns, 1)):
-                at = np.maximum(_map_to_unix_ns(split, rank, own_ns[is_wait]), edges[0])
+                at = np.maximum(map_to_unix_ns(role.split, rank, own_ns[is_wait]), edges[0])
                 instants.append(at)
                 changes.append(np.full(len(at), change))
                 places.append(np.full(len(at), change * place))
@@ -408,48 +414,40 @@ def _find_held(
         free = np.cumsum(np.concatenate(changes)[order])[:-1]
         place_sum = np.cumsum(np.concatenate(places)[order])[:-1]
         start, end = instant[:-1], instant[1:]
-        for place, (name, split, rank) in enumerate(ranks):
+        for place, (role, rank) in enumerate(ranks):
             alone = (free == 1) & (place_sum == place) & (end > start)
-            held = _sum_overlaps(start[alone], end[alone], edges)
+            held = sum_overlaps(start[alone], end[alone], edges)
             held_ns = int(held[list(counted)].sum()) // len(counted)
             if held_ns > _LEAST_HELD * int(np.diff(edges).mean()):
-                mark = _find_mark(split, rank, start[alone], end[alone])
-                rows.append(HeldRow(name, rank.trace.rank, held_ns, mark))
+                mark = _find_mark(role.split, rank, start[alone], end[alone])
+                generations = list_generations(role, rank.trace.rank, edges)
+                tails = Intervals(
+                    np.array([one.tail_start_ns for one in generations], dtype=np.int64),
+                    np.array([one.end_ns for one in generations], dtype=np.int64),
+                )
+                both = intersect(Intervals(start[alone], end[alone]), tails)
+                in_tail = sum_overlaps(both.start_ns, both.end_ns, edges)
+                tail_ns = int(in_tail[list(counted)].sum()) // len(counted)
+                rows.append(HeldRow(role.name, rank.trace.rank, held_ns, mark, tail_ns))
     return tuple(sorted(rows, key=lambda row: -row.held_ns))
-
-
-_NO_MARKS = re.compile(r"^(?:ProfilerStep#|Optimizer\.|DistributedDataParallel\.|nccl:|gloo:)")
 
 
 def _find_mark(split: RunSplit, rank: RankSplit, start: Int64, end: Int64) -> str:
     """The range that covers most of these intervals, if it covers half of them."""
     events = rank.trace.events
-    is_mark = events.is_category(Category.ANNOTATION) & ~events.match_names(_NO_MARKS)
+    is_mark = events.is_category(Category.ANNOTATION) & ~events.match_names(NO_MARKS)
     covered: dict[str, int] = {}
     for name_id in np.unique(events.name_id[is_mark]).tolist():
         rows = np.flatnonzero(is_mark & (events.name_id == name_id))
-        begins = _map_to_unix_ns(split, rank, events.start_ns[rows])
-        ends = _map_to_unix_ns(split, rank, events.end_ns[rows])
+        begins = map_to_unix_ns(split, rank, events.start_ns[rows])
+        ends = map_to_unix_ns(split, rank, events.end_ns[rows])
         # Edges of ranges that may lie within each other: their union.
         ends = np.maximum.accumulate(ends)
         begins = np.maximum(begins, np.concatenate([begins[:1], ends[:-1]]))
         inner = np.stack((begins, ends), axis=1).ravel()
-        covered[events.names[name_id]] = int(_sum_overlaps(start, end, inner)[::2].sum())
+        covered[events.names[name_id]] = int(sum_overlaps(start, end, inner)[::2].sum())
     longest = max(covered, key=lambda name: covered[name], default="")
     return longest if longest and 2 * covered[longest] >= int((end - start).sum()) else ""
-
-
-def _sum_overlaps(start: Int64, end: Int64, edges: Int64) -> Int64:
-    """The time of the intervals, which do not overlap, between each two edges."""
-    start, end = np.sort(start), np.sort(end)
-    # The time of all intervals before an instant, at each edge.
-    before = np.concatenate([[0], np.cumsum(end - start)])
-    at = np.searchsorted(start, edges, side="right")
-    if not len(start):
-        return np.zeros(len(edges) - 1, dtype=np.int64)
-    beyond = np.where(at > 0, np.maximum(end[at - 1] - edges, 0), 0)
-    covered: Int64 = np.diff(before[at] - beyond)
-    return covered
 
 
 def _average(times: Sequence[RoleTime]) -> RoleTime:

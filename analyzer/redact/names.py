@@ -13,6 +13,7 @@ from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, OTHER, Rules, form
 from stepsplit.analyzer.redact.pseudonyms import LETTERS, Pseudonyms
 from stepsplit.analyzer.split.host_steps import STEP_RANGE
 from stepsplit.analyzer.trace import MAX_NAME_LENGTH, PYTHON_FUNCTION
+from stepsplit.collectors.formats.rl_marks import find_phase_of_mark, read_decode_step
 
 # Public words.
 
@@ -195,6 +196,8 @@ class Names:
     def redact_op(self, name: str) -> str:
         """The name of an op or a range: what torch and stepsplit write stays."""
         name = name[:MAX_NAME_LENGTH]
+        if (phase_mark := self._redact_phase_mark(name)) is not None:
+            return phase_mark
         if (prefix := _PREFIX.match(name)) is not None:
             return prefix[0] + self.redact_op(name[prefix.end() :])
         if (range_ := _MODULE_RANGE.fullmatch(name)) is not None and self.is_public(range_[1]):
@@ -219,6 +222,16 @@ class Names:
             hidden = _append(self._state_class("function", name), _HINTS, name)
             return hidden.removesuffix(" Backward") + " Backward"
         return _append(self._pseudonyms.replace("range", name), _HINTS, name)
+
+    def _redact_phase_mark(self, name: str) -> str | None:
+        """The mark of a phase or a decode step of RL, by which the analysis knows it; its class is
+        the user's. None for other names."""
+        if (sequences := read_decode_step(name)) is not None:
+            return f"decode sequences={sequences}"
+        if find_phase_of_mark(name) is None or self._private.search(name) is not None:
+            return None
+        owner, dot, mark = name.partition(".")
+        return f"{self._pseudonyms.replace('class', owner)}.{mark}" if dot else name
 
     def redact_task(self, name: str) -> str:
         """The name of an event without a known category, which may be a kernel."""

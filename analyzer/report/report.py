@@ -24,6 +24,7 @@ from stepsplit.analyzer.report.frames import ReportFrames
 from stepsplit.analyzer.report.headline import Summary, compute_mean_step_ns, summarize
 from stepsplit.analyzer.report.kind_rows import StepKindRow
 from stepsplit.analyzer.report.part_rows import PartEvidence, PartRow
+from stepsplit.analyzer.report.rl_step import RlStep
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.report.work_rows import StepWorkRow, WorkSummary
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
@@ -788,6 +789,7 @@ class Report(ReportFrames, frozen=True, kw_only=True):
         work: the counted work by which times are compared; left out if the job counted none, or not
             the same on all ranks.
         step_work: what each rank processed in each step; left out if the job counted nothing.
+        rl_step: an RL step by phase; left out if no rank marks one that only RL has.
 
     Examples:
         >>> from stepsplit.analyzer import analyze
@@ -833,6 +835,7 @@ class Report(ReportFrames, frozen=True, kw_only=True):
     hfu: float | None = None
     work: WorkSummary | UnsetType = UNSET
     step_work: tuple[StepWorkRow, ...] | UnsetType = UNSET
+    rl_step: RlStep | UnsetType = UNSET
 
     def _repr_html_(self) -> str:
 

@@ -7,36 +7,11 @@ import shlex
 import msgspec
 from msgspec import Struct
 
+from stepsplit.analyzer.report.rl_step import LongTail, PhaseRow, PhaseStepRow, RoleTime, TailRow
+
 SCHEMA = "stepsplit.roles/1"
 
 ROLES_NAME = "roles.json"
-
-
-class RoleTime(Struct, frozen=True):
-    """Where the time of a rank went in a window; the parts add up to window_ns.
-
-    Attributes:
-        window_ns: Time of the window.
-        compute_ns: Compute kernels run.
-        transfer_ns: Else: communication transfers data.
-        wait_ns: Else: communication waits for another rank.
-        copy_ns: Else: a copy runs.
-        idle_ns: Nothing runs, in the recorded steps of the rank.
-        unrecorded_ns: Outside of the recorded steps of the rank.
-    """
-
-    window_ns: int
-    compute_ns: int
-    transfer_ns: int
-    wait_ns: int
-    copy_ns: int
-    idle_ns: int
-    unrecorded_ns: int
-
-    @property
-    def unused_ns(self) -> int:
-        """Time in which the GPU does no work: it waits or is idle."""
-        return self.wait_ns + self.idle_ns
 
 
 class RoleStepRow(Struct, frozen=True):
@@ -77,12 +52,14 @@ class HeldRow(Struct, frozen=True):
         rank: Its number.
         held_ns: In the mean of the RL steps.
         mark: The range (record_function) in which it is for most of that; "" without one.
+        tail_ns: Part of it in which it decodes for its last sequences.
     """
 
     role: str
     rank: int
     held_ns: int
     mark: str
+    tail_ns: int = 0
 
 
 class RoleRow(Struct, frozen=True):
@@ -149,6 +126,10 @@ class RoleJob(Struct, frozen=True, kw_only=True):
         waits: Which role waited for which, the longest first.
         held: Which rank held up all others, the longest first.
         lacks: What is not known, one sentence each.
+        phases: The time of each role by phase; empty if no rank marks one that only RL has.
+        phase_rows: Each rank in each RL step by phase.
+        tails: The long tail of generation of each role that says how many sequences it decodes.
+        tail_rows: Each generation of these.
     """
 
     schema: str = SCHEMA
@@ -161,6 +142,10 @@ class RoleJob(Struct, frozen=True, kw_only=True):
     waits: tuple[RoleWaitRow, ...]
     held: tuple[HeldRow, ...] = ()
     lacks: tuple[str, ...] = ()
+    phases: tuple[PhaseRow, ...] = ()
+    phase_rows: tuple[PhaseStepRow, ...] = ()
+    tails: tuple[LongTail, ...] = ()
+    tail_rows: tuple[TailRow, ...] = ()
 
     @property
     def step_ns(self) -> int:

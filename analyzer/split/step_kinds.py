@@ -15,6 +15,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.split.host_steps import HostStep, count_optimizer_steps
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
+from stepsplit.analyzer.split.rl_phases import has_rl_phases
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import (
     COMPILES,
@@ -117,8 +118,8 @@ def mark_more_work(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> list[
 
     Where steps differ so but none of them can be the usual one, a note says that they are mixed.
     """
-    # What a compiler tries out is not a kind of step.
-    if any(trace.events.match_names(COMPILES).any() for trace in traces):
+    # What a compiler tries out is not a kind of step, nor is the length of what RL generates.
+    if any(t.events.match_names(COMPILES).any() or has_rl_phases(t) for t in traces):
         return list(steps)
     full = [[w for w in own.windows if w.kind == "full"] for own in steps]
     common = set.intersection(*({w.step for w in own} for own in full))

@@ -28,6 +28,7 @@ from stepsplit.analyzer.split.lost_work import (
     note_lost_work,
     select_recorded,
 )
+from stepsplit.analyzer.split.rl_phases import has_rl_phases, list_phases_of_steps
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
@@ -329,7 +330,14 @@ def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
     counts = _count_calls(trace, step_of, len(marked))
     signatures = _build_signatures(trace, step_of, when, counts)
     usual = _find_usual(signatures, counts, count_optimizer_steps(trace, marked))
-    return ["full" if usual in (None, signature) else "other" for signature in signatures]
+    is_usual = [usual in (None, signature) for signature in signatures]
+    if has_rl_phases(trace):
+        # The steps of RL differ, by the length of what is generated and by what is logged: those of
+        # the usual phases are of one kind.
+        phases = list_phases_of_steps(trace, begins)
+        ((most, _),) = Counter(phases).most_common(1)
+        is_usual = [own == most or is_one for own, is_one in zip(phases, is_usual, strict=True)]
+    return ["full" if is_one else "other" for is_one in is_usual]
 
 
 def _find_usual(signatures: Sequence[bytes], counts: Int64, stepped: Int64) -> bytes | None:

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from stepsplit.collectors.guard import warn
 from stepsplit.collectors.record.annotations import annotate_layers, replace_attribute
+from stepsplit.collectors.record.framework_marks import annotate_framework_marks
 from stepsplit.collectors.record.library_calls import annotate_library_calls
 from stepsplit.collectors.record.module_names import has_compiled_code, name_modules
 from stepsplit.collectors.record.plan import RecordPlan
@@ -138,6 +139,7 @@ class TraceWindow:
         )
         self._patches.enter_context(annotate_layers())
         self._patches.enter_context(annotate_library_calls())
+        self._patches.enter_context(annotate_framework_marks())
         for name in _STARTERS:
             self._wrap_starter(name)
         _ignore_cycles()

@@ -7,8 +7,10 @@ from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.headline import round_shares
-from stepsplit.analyzer.report.roles import RoleJob, RoleTime
+from stepsplit.analyzer.report.rl_step import RoleTime
+from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.rl_step import build_phases_table, build_tail_lines
 
 _MOST_RANKS = 16
 """Ranks with a line of their own; of a larger job only the roles have one."""
@@ -37,6 +39,9 @@ def build_roles_screen(job: RoleJob) -> RenderableType:
         parts += [Text(), Text("WHO HOLDS UP ALL OTHERS, per RL step (they wait in communication)")]
         for held in job.held[:_MOST_WAITS]:
             mostly = f", mostly in {held.mark}" if held.mark else ""
+            if held.tail_ns:
+                tail = units.format_milliseconds(held.tail_ns)
+                mostly += f"; {tail} of it for its last sequences"
             share = units.format_percent(held.held_ns / job.step_ns)
             time = units.format_milliseconds(held.held_ns)
             parts.append(Text(f"{held.role}/{held.rank}: {time} ({share} of the step){mostly}"))
@@ -49,6 +54,9 @@ def build_roles_screen(job: RoleJob) -> RenderableType:
             )
             for row in job.waits[:_MOST_WAITS]
         ]
+    if job.phases:
+        parts += [Text(), Text("PHASES OF THE RL STEP"), build_phases_table(job.phases)]
+    parts += build_tail_lines(job.tails, job.tail_rows, job.step_ns)
     parts += [Text(), Text("EACH ROLE")]
     for role in job.roles:
         parts.append(Text(f"{role.name}: {role.finding or 'no bottleneck found'}"))

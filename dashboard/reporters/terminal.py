@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from msgspec import UNSET
 from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -40,6 +41,7 @@ from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.parts import build_all_parts, build_parts_section
+from stepsplit.dashboard.reporters.rl_step import build_rl_section
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
     MOST_STAGES,
@@ -112,6 +114,8 @@ def build_report_screen(report: Report, all_parts: bool = False) -> RenderableTy
     parts += [Text(), BucketTable(report, summary), _format_memo(report, summary)]
     parts += format_coverage(report)
     parts += format_critical_path(report)
+    if report.rl_step is not UNSET:
+        parts += build_rl_section(report.rl_step)
     parts += build_parts_section(report)
     if report.pipeline is not None:
         parts += [Text(), build_stages_table(report, report.pipeline)]

@@ -374,3 +374,23 @@ def test_an_empty_folder_that_exists_keeps_its_mode(tmp_path: Path) -> None:
     redact_recording([source], copy)
     assert stat.S_IMODE(copy.stat().st_mode) == 0o700
     assert [path.name for path in copy.iterdir()] == ["rank0_trace.json.gz"]
+
+
+def test_marks_of_rl_phases_stay_without_what_is_the_users(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 100).kernel("gemm", 0, 100)
+    trace.annotation("AcmeTrainer.transformers.generate", 0, 40)
+    trace.annotation("execute_context_0(0)_generation_4(4) acme", 0, 20)
+    trace.annotation("update_actor", 50, 70).annotation("acme_reward", 70, 80)
+    (tmp_path / "acme").mkdir()
+    trace.write(tmp_path / "acme")
+
+    redact_recording([tmp_path / "acme"], tmp_path / "copy")
+
+    assert read_names(tmp_path / "copy", "user_annotation") == [
+        "ProfilerStep#1", "class1.transformers.generate", "decode sequences=4", "range1",
+        "update_actor",
+    ]  # fmt: skip
+    step, copy = analyze(tmp_path / "acme").rl_step, analyze(tmp_path / "copy").rl_step
+    assert step and copy
+    assert [row.time for row in copy.phases] == [row.time for row in step.phases]
+    assert copy.tails == step.tails

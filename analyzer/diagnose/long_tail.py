@@ -18,7 +18,7 @@ LAST_PART = 8
 _SLICES = 16
 
 
-class Generation(Struct, frozen=True):
+class DecodedGeneration(Struct, frozen=True):
     """One generation of a rank; times as those of its decode steps.
 
     Attributes:
@@ -40,7 +40,7 @@ class Generation(Struct, frozen=True):
     filled: int
 
 
-def find_generations(steps: DecodeSteps, marks: Intervals, edges: Int64) -> list[Generation]:
+def find_generations(steps: DecodeSteps, marks: Intervals, edges: Int64) -> list[DecodedGeneration]:
     """The generations that these decode steps make up.
 
     The steps within one mark of a generation are one; of those outside, or alone in theirs, all
@@ -59,7 +59,7 @@ def find_generations(steps: DecodeSteps, marks: Intervals, edges: Int64) -> list
     return sorted((one for one in found if one.sequences), key=lambda one: one.start_ns)
 
 
-def _describe(steps: DecodeSteps, rows: Sequence[int]) -> Generation:
+def _describe(steps: DecodeSteps, rows: Sequence[int]) -> DecodedGeneration:
     start = steps.start_ns[rows]
     # A step lasts until the next one begins: the host may run ahead of its device, or work between.
     end = np.append(start[1:], int(steps.end_ns[rows].max()))
@@ -79,7 +79,7 @@ def _describe(steps: DecodeSteps, rows: Sequence[int]) -> Generation:
     cuts = np.linspace(0, whole_ns, _SLICES + 1)
     reached = np.interp(cuts, np.append(start, end[-1]) - start[0], filled)
     width = max(whole_ns, 1) / _SLICES
-    return Generation(
+    return DecodedGeneration(
         start_ns=int(start[0]),
         tail_start_ns=tail_start,
         end_ns=int(end[-1]),

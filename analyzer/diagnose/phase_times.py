@@ -10,7 +10,7 @@ from msgspec.structs import astuple
 
 from stepsplit.analyzer.arrays import Intervals, overlap_ns, union
 from stepsplit.analyzer.buckets import WAITS, Bucket
-from stepsplit.analyzer.diagnose.long_tail import Generation, find_generations
+from stepsplit.analyzer.diagnose.long_tail import DecodedGeneration, find_generations
 from stepsplit.analyzer.diagnose.rl_windows import JobRole, map_to_unix_ns, sum_windows
 from stepsplit.analyzer.report.headline import divide_parts
 from stepsplit.analyzer.report.rl_step import LongTail, PhaseRow, PhaseStepRow, RoleTime, TailRow
@@ -94,9 +94,9 @@ def build_tails(
     lacks: list[str] = []
     generating = {row.role for row in phases if row.phase == "generation"}
     for role in roles:
-        own: dict[int, list[list[Generation]]] = {}
+        own: dict[int, list[list[DecodedGeneration]]] = {}
         for rank in role.ranks:
-            of_rank: list[list[Generation]] = [[] for _ in numbers]
+            of_rank: list[list[DecodedGeneration]] = [[] for _ in numbers]
             for one in list_generations(role, rank.trace.rank, edges):
                 at = int(np.searchsorted(edges, one.end_ns, side="left")) - 1
                 if 0 <= at < len(numbers):
@@ -145,7 +145,7 @@ def build_tails(
     return tuple(tails), tuple(rows), lacks
 
 
-def list_generations(role: JobRole, number: int, edges: Int64) -> list[Generation]:
+def list_generations(role: JobRole, number: int, edges: Int64) -> list[DecodedGeneration]:
     """The generations of the role's rank of this number, in Unix ns."""
     rank = next(one for one in role.ranks if one.trace.rank == number)
     steps, marks = find_decode_steps(rank.trace), find_generation_marks(rank.trace)
@@ -161,7 +161,7 @@ def list_generations(role: JobRole, number: int, edges: Int64) -> list[Generatio
 def _compute_saved_ns(
     roles: Sequence[JobRole],
     role: JobRole,
-    of_ranks: Sequence[Sequence[Generation]],
+    of_ranks: Sequence[Sequence[DecodedGeneration]],
     edges: Int64,
 ) -> int:
     """By how much the last generation of the role would end earlier without the tails, in the time

@@ -240,8 +240,9 @@ CALL = Form(
     _by_name(Names.redact_call),
 )  # fmt: skip
 OP = Form(
-    "op", "of torch, NCCL and stepsplit if made of public words, and of an RL framework that marks a"
-    " phase or the sequences of a decode step; else `op1` with its class, `range1`, `module1`, `optimizer1`, or what makes a range a step",
+    "op", "of torch, NCCL and stepsplit if made of public words, and of an RL framework that marks"
+    " a phase or the sequences of a decode step; else `op1` with its class, `range1`, `module1`,"
+    " `optimizer1`, or what makes a range a step",
     _by_name(Names.redact_op),
 )  # fmt: skip
 PYTHON = Form(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
@@ -132,6 +133,7 @@ def _mask_marks(trace: RankTrace) -> Bool:
     return events.is_category(Category.ANNOTATION) & ~events.match_names(NO_MARKS)
 
 
+@lru_cache(1 << 14)
 def _find_phase(name: str) -> str:
     """The phase of a mark; "" if it is of no framework."""
     if read_decode_step(name) is not None:

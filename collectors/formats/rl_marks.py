@@ -14,7 +14,7 @@ PHASES: Mapping[Phase, str] = {
     "reward": "reward",
     "reference": "reference",
     "training": "training",
-    "weight_sync": "weight synchronization",
+    "weight_sync": "weight sync",
     "other": "other",
 }
 """The phases of an RL step, in the order of their display, and what they are called. reference is

@@ -127,7 +127,7 @@ def test_a_tail_is_what_one_rank_decodes_for_its_last_sequences(job: RoleJob) ->
 def test_the_screen_shows_phases_and_tail(job: RoleJob) -> None:
     text = render(build_roles_screen(job))
     assert "PHASES OF THE RL STEP" in text
-    assert "weight synchronization" in text and "my logger" in text and "without a mark" in text
+    assert "weight sync" in text and "my logger" in text and "without a mark" in text
     (line,) = (one for one in text.splitlines() if one.strip().startswith("training"))
     assert line.split() == ["training", "45.0", "%", "40.0", "%", "5.0", "%"]
     assert "longest on rollout/1: 0.04 ms for its last one of 4 sequences." in " ".join(

@@ -80,7 +80,7 @@ def test_a_job_that_the_benchmark_does_not_draw(
 @pytest.mark.parametrize(
     ("sizes", "ranks"),
     [({"cp": 2}, (1,)), ({"cp": 4}, (2, 3)), ({"cp": 4, "dp": 2}, (2, 3, 6, 7)),
-     ({"cp": 8, "layers": 1}, (4, 5, 6, 7))],
+     ({"cp": 8, "layers": 1}, (4, 5, 6, 7)), ({"cp": 2, "layer_ns": 450_000}, (1,))],
 )  # fmt: skip
 def test_a_ring_of_causal_attention_with_blocks_in_order(
     sizes: dict[str, Any], ranks: tuple[int, ...], tmp_path: Path

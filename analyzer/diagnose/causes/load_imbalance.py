@@ -156,7 +156,7 @@ def _balance_ranks(
             spent_ns = segments.spent_ns * pace
             most_ns = [group_max(label, column, labels) for column in spent_ns.T]
             target = spent_ns * dealt_ns / np.maximum(np.stack(most_ns, axis=1)[label], 1)
-        return segments.set_work(graph, chosen, target / pace)
+        return segments.set_work(graph, chosen, target / pace, is_equal=is_ring)
 
     verb = "have" if len(heavy) > 1 else "has"
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"

@@ -113,16 +113,15 @@ def list_hoistable_calls(context: ReplayContext) -> list[HoistedCalls]:
             # In time: the host launches most bytes while much of the last backward is still to be
             # launched.
             left = backwards.measure_left(window, find_issue_ns(rank.trace)[own])
-            # With one queue to the GPU, what is launched in time is held up, too.
-            late = (left < _LEFT_SHARE) | _has_one_queue(context)
-            is_in_time = 2 * size[~late].sum() > size.sum()
-            if not late.any() or is_in_time or not (table.resume[here] >= 0).any():
+            is_in_time = 2 * size[left >= _LEFT_SHARE].sum() > size.sum()
+            is_exposed = bool((table.resume[here] >= 0).any())
+            if not is_exposed or (is_in_time and not _has_one_queue(context)):
                 continue
-            starts = rank.clock.map_to_common_ns(rank.trace.events.start_ns[calls.event[own[late]]])
+            starts = rank.clock.map_to_common_ns(rank.trace.events.start_ns[calls.event[own]])
             begin, end = backwards.find_before(window, int(starts.min()))
             # The backward makes gradients in proportion to time.
             made = np.rint((end - begin) * np.cumsum(size) / size.sum()).astype(np.int64)
-            found.append(HoistedCalls(here[late], begin + made[late]))
+            found.append(HoistedCalls(here, begin + made))
     return found
 
 

@@ -79,11 +79,20 @@ class WorkSegments(Struct, frozen=True):
         ends_with = np.where(column < calls[:, np.newaxis], ends_with, -1)
         return cls(work, calls, spent, node, segment, part, ends_with)
 
-    def set_work(self, graph: DependencyGraph, rows: Bool, target_ns: Float) -> DependencyGraph:
+    def set_work(
+        self,
+        graph: DependencyGraph,
+        rows: Bool,
+        target_ns: Float,
+        *,
+        is_equal: bool = False,
+    ) -> DependencyGraph:
         """The graph in which these rows have this much work in each segment.
 
-        target_ns has the shape of spent_ns. Work that a row has not is added where the segment
-        begins, or where the next one does that has a node in this row.
+        target_ns has the shape of spent_ns. is_equal: the nodes of a segment that have work of it
+        have as much each, as of rounds; else in proportion to what they have. Work that a row has
+        not is added where the segment begins, or where the next one does that has a node in this
+        row.
         """
         row = graph.step[self.node].astype(np.int64)
         chosen = rows[row]
@@ -91,6 +100,11 @@ class WorkSegments(Struct, frozen=True):
         np.divide(target_ns, self.spent_ns, out=factor, where=self.spent_ns > 0)
         changed, column = graph.work_ns.copy(order="K"), WORK.index(self.work)
         more = self.part_ns * (factor[row, self.segment] - 1)
+        if is_equal:
+            count, has = np.zeros(self.spent_ns.shape), self.part_ns > 0
+            np.add.at(count, (row, self.segment), has)
+            share = (target_ns / np.maximum(count, 1))[row, self.segment]
+            more = np.where(has, share - self.part_ns, 0.0)
         # Nodes ascend, those of one segment with them. Where a segment begins, what the row lacks
         # of it and of those before it that have no node.
         begins = np.append(True, (np.diff(row) != 0) | (np.diff(self.segment) != 0))[: len(row)]

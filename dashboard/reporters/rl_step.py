@@ -102,7 +102,7 @@ def build_tail_lines(
         if tail.saved_ns:
             saved = units.format_milliseconds(tail.saved_ns)
             share = units.format_percent(tail.saved_ns / step_ns)
-            parts.append(Text(f"  without the tail the RL step is up to {saved} ({share}) shorter"))
+            parts.append(Text(f"  without the tail the RL step is about {saved} ({share}) shorter"))
         longest = [one for one in rows if (one.role, one.rank) == (tail.role, tail.longest_rank)]
         if longest:
             worst = max(longest, key=lambda one: one.tail_ns)

@@ -133,7 +133,7 @@ def test_the_screen_shows_phases_and_tail(job: RoleJob) -> None:
     assert "longest on rollout/1: 0.04 ms for its last one of 4 sequences." in " ".join(
         text.split()
     )
-    assert "without the tail the RL step is up to 0.03 ms (30.0 %) shorter" in text
+    assert "without the tail the RL step is about 0.03 ms (30.0 %) shorter" in text
 
 
 def render(screen: object) -> str:

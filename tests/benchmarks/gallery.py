@@ -230,7 +230,10 @@ def show(exhibit: Exhibit, clones: Path) -> str:
     chosen = [one for one in sections[2:] if one.startswith(exhibit.sections)]
     answer = "\n\n".join([*sections[:2], *chosen])
     lines = "\n".join(line.rstrip() for line in answer.splitlines())
-    known, seen = (fill(text, 100) for text in (f"Known before: {exhibit.known}", exhibit.seen))
+    known, seen = (
+        fill(text, 100, break_on_hyphens=False)
+        for text in (f"Known before: {exhibit.known}", exhibit.seen)
+    )
     files = ", ".join(f"`{path}`" for path in exhibit.paths)
     where = f"[{exhibit.repository}](https://github.com/{exhibit.repository}/tree/{exhibit.commit})"
     return (

@@ -272,14 +272,6 @@ class UnpackedStream:
         buffer[: len(block)] = block
         return len(block)
 
-    def _read_into_raw(self, raw: io.RawIOBase, buffer: memoryview) -> int:
-        """As readinto for an unpacked file, without a copy."""
-        try:
-            return raw.readinto(buffer) or 0
-        except OSError as error:
-            self.torn = str(error)
-            return 0
-
     def read_lines(self) -> Iterator[bytes]:
         """The lines without line ends; a line of more than 1 MiB comes in parts."""
         rest = b""

@@ -26,11 +26,6 @@ class RoleTime(Struct, frozen=True):
     idle_ns: int
     unrecorded_ns: int
 
-    @property
-    def unused_ns(self) -> int:
-        """Time in which the GPU does no work: it waits or is idle."""
-        return self.wait_ns + self.idle_ns
-
 
 class PhaseRow(Struct, frozen=True):
     """The time of a role in one phase of the RL step, in the mean of its ranks and the RL steps.

@@ -13,8 +13,6 @@ from stepsplit.collectors.formats.run_spec import Mesh
 WATCH_VARIABLE = "STEPSPLIT_WATCH"
 """Environment variable that passes the plan to the agent, as JSON."""
 
-DEFAULT_EVERY = "10min"
-
 DEFAULT_BUDGET = 0.005
 """The part of the training time that samples may cost."""
 

@@ -144,7 +144,11 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
             line = _merge_nodes(line, nodes[thread], numbers)
         ops = op_rows[threads.of_lane[events.lane[op_rows]] == thread]
         timelines[thread] = _fill_gaps(
-            line, events.start_ns[ops], numbers, has_forward=scopes.has_modules or by_sequence
+            line,
+            events.start_ns[ops],
+            nodes[thread].start_ns if thread in nodes else _BEGIN,
+            numbers,
+            has_forward=scopes.has_modules or by_sequence,
         )
         timelines[thread] = _repeat_named_step(timelines[thread], events, ops, steps)
     return found
@@ -205,13 +209,18 @@ def _move_to_phase(numbers: PartNumbers, part: Part, phase: PartPhase) -> int:
 
 
 def _fill_gaps(
-    line: _Timeline, op_starts_ns: Int64, numbers: PartNumbers, has_forward: bool
+    line: _Timeline,
+    op_starts_ns: Int64,
+    node_starts_ns: Int64,
+    numbers: PartNumbers,
+    has_forward: bool,
 ) -> _Timeline:
     """The timeline, with time outside of all ranges placed by what is around it.
 
     Between two nodes autograd prepares the second one, if no op starts; from the end of the forward
-    to the first node it begins; between two parts of the optimizer (clipping, steps of several
-    groups) Python prepares the second one, unless a forward may be there that has no ranges.
+    to the first node it begins, and to the annotation of a backward if no op starts; between two
+    parts of the optimizer (clipping, steps of several groups) Python prepares the second one,
+    unless a forward may be there that has no ranges.
     """
     change = np.concatenate(([True], line.part[1:] != line.part[:-1]))
     edges, part = line.edges_ns[change], line.part[change]
@@ -223,7 +232,9 @@ def _fill_gaps(
     is_quiet = ops[gap + 1] == ops[gap] if len(gap) else np.zeros(0, dtype=np.bool_)
     is_backward = phase == PartPhase.BACKWARD
     filled = is_backward[after] & (is_backward[before] & is_quiet)
-    filled |= is_backward[after] & (phase[before] == PartPhase.FORWARD)
+    begins_node = np.isin(edges[gap + 1], node_starts_ns) if len(gap) else is_quiet
+    is_forward = phase[before] == PartPhase.FORWARD
+    filled |= is_backward[after] & is_forward & (begins_node | is_quiet)
     if has_forward:
         filled |= (kind[before] == PartKind.OPTIMIZER) & (kind[after] == PartKind.OPTIMIZER)
     part[gap[filled]] = after[filled]

@@ -201,7 +201,7 @@ def _build_row(
     achieved = (work.flops if work.limit == "compute" else work.bytes) / call_ns * 1e9
     if peak is not None and achieved > peak:
         # More than the device can do: the inputs are views of which a part is read, lie in a cache,
-        # or are those of another op.
+        # are those of another op, or are multiplied in another dtype (TF32).
         return row
     reachable_ns = None if limits is None else limits.compute_reachable_ns(one, work, family)
     saves_ns = None

@@ -80,11 +80,16 @@ _OPTIMIZER = re.compile(
     r"^Optimizer\.|optimizer|clip_grad|grad_?(norm|clip)|unscale_|GradScaler|lr_scheduler", re.I
 )
 _PHASES = (
-    (PartPhase.RECOMPUTE, re.compile(r"recompute", re.I)),
-    (PartPhase.BACKWARD, re.compile(r"\([BW]\)$|backward|(?<![a-z])(bwd|[dw]grad)(?![a-z])", re.I)),
+    (PartPhase.RECOMPUTE, re.compile(r"(?<!no)(?<!no[ _-])recompute", re.I)),
+    (
+        PartPhase.BACKWARD,
+        re.compile(r"\([BW]\)$|(?i:backward)|(?<![A-Za-z])(?i:bwd|[dw]grad)(?![a-z])|Bwd"),
+    ),
 )
 """The pass of an annotation: words, or the letters of zero-bubble schedules, of which W computes
 gradients of weights."""
+
+_FORWARD = re.compile(r"\(F\)$|forward|fwd", re.I)
 
 _IN_PYTHON = re.compile(r"^(?:\w*loss\w*|cross_entropy|clip_grad_\w+|get_grad_norm\w*)$", re.I)
 """Python functions that count: losses and the clipping of gradients; others only name files."""
@@ -145,7 +150,9 @@ def parse_range_name(name: str) -> ScopeName | None:
     scope = _parse_path(name)
     if scope.kind is None and scope.layer == NO_LAYER:
         return None
-    phase = next((phase for phase, pattern in _PHASES if pattern.search(name)), None)
+    phase = None
+    if not _FORWARD.search(name):
+        phase = next((phase for phase, pattern in _PHASES if pattern.search(name)), None)
     return ScopeName(scope.kind, scope.layer, phase=phase)
 
 

@@ -271,9 +271,9 @@ UNKNOWNS = (
         ("recording",),
         _if(
             lambda report: True,
-            "loss, accuracy, and clocks, power or temperature of a device",
+            "loss, accuracy, and power or temperature of a device",
             "not_recorded",
-            "a recording of where time goes has none of them",
+            "a recording of where time goes has none of them; of clocks it has what findings say",
             "the training's own logs, and nvidia-smi or DCGM while it runs",
         ),
     ),

@@ -194,7 +194,7 @@ _CAUSES = """\
 | stepsplit | 648 simulated jobs ([causes](causes.md)) | 646: first finding and exactly its ranks |
 | stepsplit | 29 trainings by frameworks of others on a CPU with an injected fault ([injected faults](injected_faults.md)) | 28 first |
 | stepsplit | nine real jobs of three roles on a CPU with a slow part ([roles](roles.md)) | 9 first |
-| stepsplit | the four published hangs above | 4: the ranks that NVIDIA's tool names; of one hang one of two |
+| stepsplit | the four published hangs above | 3 with all ranks, 1 with one of two: those that NVIDIA's tool names |
 
 These are not of the same jobs and cannot be compared: the papers' are of production or of GPUs, those of stepsplit of simulators and
 small machines. Nothing is known yet of how often it is right on a large cluster in production.

@@ -245,7 +245,7 @@ def test_a_plain_trace_cannot_tell_memory_layout_link_nor_model(tmp_path: Path) 
         ("idle", {"idle": ()}, "why the device idles", "not_recorded"),
         ("waits", {}, "who waits for whom", "needs_trace"),
         ("timeline", {}, "what ran when", "needs_trace"),
-        ("recording", {}, "loss, accuracy, and clocks, power or temperature of a device",
+        ("recording", {}, "loss, accuracy, and power or temperature of a device",
          "not_recorded"),
     ],
 )  # fmt: skip

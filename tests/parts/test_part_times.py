@@ -251,6 +251,10 @@ def test_a_function_around_the_model_is_no_part_of_the_loss(tmp_path: Path) -> N
         ("layers.3.mlp backward", "mlp", "backward"), ("recompute mlp", "mlp", "recompute"),
         ("attn_wgrad", "attention", "backward"), ("lm_head", "head", "forward"),
         ("loss (B)", "loss", "backward"), ("optimizer backward", "optimizer", "other"),
+        ("MLPBwd", "mlp", "backward"), ("mlpBackward", "mlp", "backward"),
+        # Names of both passes, and of no pass.
+        ("loss forward_backward", "loss", "forward"), ("attn_fwd_bwd", "attention", "forward"),
+        ("attention (b)", "attention", "forward"), ("no_recompute mlp", "mlp", "forward"),
     ],
 )  # fmt: skip
 def test_an_annotation_says_the_pass(
@@ -260,6 +264,22 @@ def test_an_annotation_says_the_pass(
     trace.launch("gemm", (10, 12), (20, 100)).write(tmp_path)
     places = {(row.part, row.phase) for row in analyze(tmp_path).parts if row.compute_ns}
     assert places == {(part, phase)}
+
+
+def test_an_op_between_a_forward_and_an_annotated_backward_is_of_neither(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 200).annotation("attn(F)", 0, 50).annotation("mlp(B)", 100, 150)
+    trace.op("aten::add", 58, 64)
+    for launched, ran in ((10, 0), (60, 50), (110, 100)):
+        trace.launch("gemm", (launched, launched + 2), (ran + 12, ran + 52))
+    trace.write(tmp_path)
+    compute = {
+        (row.part, row.phase): row.compute_ns // 1000
+        for row in analyze(tmp_path).parts
+        if row.compute_ns
+    }
+    assert compute == {
+        ("attention", "forward"): 40, ("other", "other"): 40, ("mlp", "backward"): 40,
+    }  # fmt: skip
 
 
 def test_a_container_of_layers_is_no_layer(tmp_path: Path) -> None:

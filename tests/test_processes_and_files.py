@@ -1,8 +1,11 @@
-"""Each place that starts or ends a process, deletes, or makes a temporary or private file has a
-reason.
+"""Each place that starts or ends a process, deletes or moves files, or makes a temporary or private
+file has a reason.
 
 A process of ours imports nothing from the current folder; a deletion hits what we made; a file in a
 place that others may write is no one else's. Whoever adds a place says why that holds.
+
+The names below are found however they are imported. Path.replace differs from that of a text by its
+one argument, so it is found only where it is called.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ WATCHED = {
                  "TemporaryFile", "gettempdir", "mkdtemp", "mkstemp", "mktemp", "tempdir"),
 }  # fmt: skip
 FAMILIES = ("os.exec", "os.posix_spawn", "os.spawn")
-METHODS = ("rm", "rmdir", "rmtree", "unlink")
-"""Of a path, a file system of fsspec, or anything else."""
+METHODS = ("hardlink_to", "kill", "killpg", "mv", "rename", "rm", "rmdir", "rmtree", "send_signal",
+           "symlink_to", "terminate", "unlink")  # fmt: skip
+"""Of a path, a process, a file system of fsspec, or anything else."""
 SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")
 """Folders that others may write to, in texts."""
 
@@ -41,6 +45,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "analyzer/model/prediction_process.py": {
         "_run subprocess.Popen": "by helper_process",
+        "_run .kill": "the process that it has started",
     },
     "analyzer/readers/compression.py": {
         "list_files tempfile.TemporaryDirectory": "random and 0700; removed with the recording",
@@ -50,6 +55,7 @@ REASONS: dict[str, dict[str, str]] = {
         "EventStore.__init__ tempfile.mkdtemp": "random and 0700",
         "_remove_abandoned shutil.rmtree": "a store whose lock its dead process left",
         "_remove_store shutil.rmtree": "this process's own store",
+        "_Folder.__init__ .rename": "a file that it has made, in its own folder",
     },
     "analyzer/readers/kineto/cache.py": {
         "_prune .unlink": "entries of this user's cache, the oldest",
@@ -68,14 +74,17 @@ REASONS: dict[str, dict[str, str]] = {
         "_Worker.__init__ multiprocessing.Pipe": "a pair of sockets without a name",
         "_Worker.__init__ subprocess.Popen": "by helper_process",
         "_start_workers tempfile.TemporaryDirectory": "random and 0700",
+        "_Worker.stop .kill": "the process that it has started",
     },
     "analyzer/redact/recording.py": {
         "_write_key os.open": "a new file (O_EXCL), 0600",
         "whole_folder shutil.rmtree": "the draft that it has made",
+        "whole_folder .replace": "the draft that it has made, to --out",
     },
     "analyzer/watch/reducer.py": {
         "Reducer._keep_within_budget shutil.rmtree": "samples below the watch's own folder",
         "_compress_traces .unlink": "the raw trace that it has packed",
+        "_compress_traces .replace": "a draft of ours, to the name of the trace that it packs",
     },
     "collectors/__main__.py": {
         "_report_recording .unlink": "records of a recording without a trace",
@@ -104,9 +113,11 @@ REASONS: dict[str, dict[str, str]] = {
     "collectors/demo/launch.py": {
         "_start subprocess.Popen": "by helper_process",
         "launch_workload tempfile.TemporaryDirectory": "random and 0700",
+        "_end_ranks .kill": "ranks that it has started",
     },
     "collectors/formats/watch_notes.py": {
         "take_capture_request .unlink": "a file of ours below the watch's folder",
+        "NoteFile.write .replace": "its own file, to a name of ours",
     },
     "collectors/guard.py": {
         "delay_sigterm os.kill": "this process itself, which was to end",
@@ -121,6 +132,7 @@ REASONS: dict[str, dict[str, str]] = {
         "check_out shutil.rmtree": "an earlier recording, with --overwrite",
         "remove_if_empty .rmdir": "empty",
         "run_command subprocess.Popen": "the user's command, which keeps its environment and path",
+        "run_command.terminate .send_signal": "the user's command, which it has started",
     },
     "collectors/record/gather.py": {
         "_remove_copies .rmdir": "empty, and within --out",
@@ -135,17 +147,25 @@ REASONS: dict[str, dict[str, str]] = {
     "collectors/record/pack.py": {
         "drop .unlink": "the raw trace that was packed",
         "remove_scratch .rmdir": "empty, and a scratch folder of ours",
+        "keep .replace": "a raw trace of ours, to a name of ours",
     },
     "collectors/record/packer.py": {
         "Packer.pack subprocess.Popen": "by helper_process, and -I -S",
+        "Packer.finish .terminate": "processes that it has started",
     },
     "collectors/record/rank_files.py": {
         "RankFiles.clear .unlink": "an earlier recording of the rank, by names of ours",
         "RankFiles.make_folder .unlink": "drafts of the rank, by names of ours",
         "RankFiles.read_activations .unlink": "a file of ours, once it is read",
+        "_name_whole .replace": "a raw trace of ours, to a name of ours",
     },
     "collectors/record/remote_folder.py": {
-        "_copy_for_owner .unlink": "its own draft, of a random name",
+        "_copy_for_owner os.mkdir": "0700, by the descriptor of the folder above",
+        "_copy_for_owner os.open": "a folder, by no link but the user's own",
+        "_copy_for_owner os.replace": "its own draft, within the folder that it holds open",
+        "_copy_for_owner os.unlink": "its own draft, of a random name",
+        "_create os.open": "a new file (O_EXCL), 0600",
+        "_is_own os.unlink": "the file that it has made, of a random name",
     },
     "collectors/record/scratch_disk.py": {
         "choose_raw_folder '/tmp'": "raw traces",
@@ -159,6 +179,7 @@ REASONS: dict[str, dict[str, str]] = {
         "open_special os.open": "a pipe or a device that the user names for an output",
         "replace_whole .unlink": "the draft that it made",
         "replace_whole os.open": "new (O_EXCL), by a random name",
+        "replace_whole .replace": "the draft that it made, to the output that the user names",
     },
     "collectors/safe_io/helper_process.py": {
         "module sys.executable": "with -P; no other file starts Python",
@@ -173,6 +194,9 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "collectors/watch/background.py": {
         "WatchThread._drop_oldest_traces .unlink": "traces that it has written",
+    },
+    "collectors/watch/sampler.py": {
+        "Sampler._export .replace": "the trace that it has written, to a name of ours",
     },
     "dashboard/cli.py": {
         "_report_internal_error tempfile.NamedTemporaryFile": "random and 0600",
@@ -206,9 +230,11 @@ REASONS: dict[str, dict[str, str]] = {
         "RemoteArtifacts.drop_uploads shutil.rmtree": "a copy of what is elsewhere",
         "remove_folder shutil.rmtree": "a child of the root named by a valid id, no link",
         "sync os.open": "a file that it has written",
+        "move_file .replace": "a file that was received, to below the folder of its run",
     },
     "dashboard/store/default_store.py": {
         "_make_database .unlink": "its own draft",
+        "_make_database .rename": "its own draft, to the store that is missing",
     },
     "dashboard/store/worker.py": {
         "Workers._clear os.killpg": "a worker that it has started, which leads a group of its own",
@@ -217,6 +243,8 @@ REASONS: dict[str, dict[str, str]] = {
         "_run_next_job tempfile.TemporaryDirectory": "random and 0700",
         "_start_analysis multiprocessing.get_context": "fork: nothing is imported anew",
         "end_with_parent ctypes.CDLL": "this process itself",
+        "Workers.stop .terminate": "workers that it has started",
+        "_kill .kill": "the process of a job that its worker has started",
     },
     "dashboard/watch_process.py": {
         "_is_alive os.kill": "signal 0, which only asks",
@@ -233,6 +261,8 @@ REASONS: dict[str, dict[str, str]] = {
     "dashboard/web/serve.py": {
         "_fork multiprocessing.get_context": "fork: nothing is imported anew",
         "serve tempfile.TemporaryDirectory": "random and 0700",
+        "_terminate .kill": "processes that it has started",
+        "_terminate .terminate": "processes that it has started",
     },
     "dashboard/web/uploads.py": {
         "_lock_file .unlink": "the draft of an upload",
@@ -269,9 +299,18 @@ def test_a_place_is_found_however_it_is_written(tmp_path: Path) -> None:
         "        stack.callback(files.rmtree, mkdtemp())\n"
         "        os.execv('x', ['x'])\n"
         "        path.unlink()\n"
+        "        self.process.kill()\n"
+        "        Timer(1, process.terminate)\n"
+        "        path.with_name('a').rename('b')\n"
+        "        path.replace(path)\n"
         "        def inner():\n"
         "            from subprocess import run\n"
         "            run(['x'])\n"
+        "            'a'.replace('a', 'b')\n"
+        "            moment.replace(tzinfo=UTC)\n"
+        "            structs.replace(one, name='a')\n"
+        "            process.send_signal(2)\n"
+        "            path.parent.replace(target='b')\n"
     )
 
     assert find_uses(file) == {
@@ -280,11 +319,19 @@ def test_a_place_is_found_however_it_is_written(tmp_path: Path) -> None:
         "Job.end tempfile.mkdtemp",
         "Job.end os.execv",
         "Job.end .unlink",
+        "Job.end .kill",
+        "Job.end .terminate",
+        "Job.end .rename",
+        "Job.end .replace",
         "Job.end.inner subprocess.run",
+        "Job.end.inner .send_signal",
+        "Job.end.inner .replace",
     }
 
 
-_WORDS = re.compile(rf"\b(?:{'|'.join((*WATCHED, *METHODS))})\b|{'|'.join(SHARED)}")
+_REPLACES = r"""(?<!structs)\.replace\((?!"[^"]*",)"""
+"""But for a text that is followed by another."""
+_WORDS = re.compile(rf"\b(?:{'|'.join((*WATCHED, *METHODS))})\b|{'|'.join(SHARED)}|{_REPLACES}")
 
 
 def find_uses(file: Path) -> set[str]:
@@ -347,6 +394,14 @@ class _Finder(ast.NodeVisitor):
         elif node.attr in METHODS:
             self._add(f".{node.attr}")
         self.visit(owner)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "replace":
+            # A path takes one, a text two, a date and a struct fields by their names.
+            named = [one.arg for one in node.keywords]
+            if (len(node.args), named) in ((1, []), (0, ["target"])):
+                self._add(".replace")
+        self.generic_visit(node)
 
     def _add_if_watched(self, name: str) -> None:
         module, _, last = name.rpartition(".")

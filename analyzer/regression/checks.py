@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -33,12 +33,16 @@ def parse_budgets(rules: Sequence[str]) -> tuple[Budget, ...]:
 
     Raises UsageError for an invalid rule, DataError for an invalid file.
     """
-    budgets: dict[str, Budget] = {}
+    budgets: list[Budget] = []
     for rule in rules:
         is_file = ":" not in rule or Path(rule).is_file()
-        read = _read_budgets(Path(rule)) if is_file else [parse_budget(rule)]
-        budgets |= {budget.metric: budget for budget in read}
-    return tuple(budgets.values())
+        budgets += _read_budgets(Path(rule)) if is_file else [parse_budget(rule)]
+    return keep_last(budgets)
+
+
+def keep_last(budgets: Iterable[Budget]) -> tuple[Budget, ...]:
+    """One budget of each metric, the last, in the order of their first ones."""
+    return tuple({budget.metric: budget for budget in budgets}.values())
 
 
 def _read_budgets(path: Path) -> Iterator[Budget]:

@@ -10,13 +10,14 @@ import importlib.util
 import os
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Set
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from stepsplit.collectors.formats.file_names import is_recorded_name
 from stepsplit.collectors.formats.rank_record import read_record
@@ -24,7 +25,7 @@ from stepsplit.collectors.formats.run_spec import RUN_FILE, from_json
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.job.launcher import Identity
 from stepsplit.collectors.record.gather import list_files
-from stepsplit.collectors.safe_io.atomic_file import create_private, make_owner_folder
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE, make_owner_folder
 from stepsplit.collectors.safe_io.regular_file import read_regular
 
 CHECK_LIMIT_S = 5.0
@@ -156,7 +157,8 @@ class RemoteFolder:
     def _put(self, path: Path, number: int, name: str) -> None:
         target = self._place(number, name)
         if self._is_on_disk():
-            _copy_for_owner(path, Path(target))
+            folder = Path(self._place(number, ""))
+            _copy_for_owner(path, folder, name, self._show(number), is_named=number == 1)
             return
         if target.startswith("/"):
             # Of object storage, s3fs would make the bucket of a misspelt URL.
@@ -211,26 +213,89 @@ class RemoteFolder:
 def open_remote_folder(url: str) -> RemoteFolder:
     """The folder at the URL, before it is known whether the server answers.
 
-    Raises CollectError if no installed package writes there.
+    Raises CollectError if no installed package writes there, and for a chain of file systems with
+    local files in it.
     """
     shown = show_url(url)
     if importlib.util.find_spec("fsspec") is None:
         raise CollectError(f"a URL needs fsspec; pip install 'stepsplit[cloud]': {shown}")
+    parts = url.split("::")
+    if len(parts) > 1 and any(map(_is_local, parts)):
+        # Only fsspec could write through the chain, and it neither keeps files private nor sees
+        # links.
+        raise CollectError(f"{shown}: a chain to local files; name their folder by file:// alone")
     name = shown.partition("://")[2].rstrip("/").rpartition("/")[2]
     return RemoteFolder(shown, name.removeprefix("...@"), url)
 
 
-def _copy_for_owner(path: Path, target: Path) -> None:
-    """Copies a file as a recording is written, readable by this user only. fsspec makes files and
-    folders as the umask says, and writes through links, which may be others'."""
-    make_owner_folder(target.parent)
-    draft = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+def _is_local(part: str) -> bool:
+    """Whether a part of a chain of URLs, such as dir:: or file:///runs, is one of local files."""
+    import fsspec.core
+    from fsspec.implementations.local import LocalFileSystem
+
+    protocol = fsspec.core.split_protocol(part)[0]
+    if protocol is None:
+        # As fsspec takes it: the name of a protocol, else a path.
+        is_name = part in fsspec.available_protocols() or re.fullmatch("[a-z]*", part)
+        protocol = part if is_name else "file"
     try:
-        with path.open("rb") as source, open(draft, "xb", opener=create_private) as copy:
-            shutil.copyfileobj(source, copy)
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
+        return issubclass(fsspec.get_filesystem_class(protocol), LocalFileSystem)
+    except Exception:  # noqa: BLE001  what is wrong with it is said when the URL is opened
+        return False
+
+
+def _copy_for_owner(path: Path, folder: Path, name: str, shown: str, *, is_named: bool) -> None:
+    """Copies a file of a recording to this name in the folder of the copy, readable by this user
+    only. fsspec makes files and folders as the umask says, and follows links, which may be others'.
+
+    No folder is followed if it is a link, or used if it belongs to another user, except for the
+    one that the user has named: that may be anyone's, and a link of his own.
+    shown: the folder for people. Raises CollectError for such a folder, and OSError.
+    """
+    make_owner_folder(folder)
+    *inner, last = name.split("/")
+    draft = f".{last}.{os.urandom(4).hex()}"
+    above: int | None = None
+    with ExitStack() as opened:
+        for part in (str(folder), *inner):
+            trusts = is_named and above is None
+            if above is not None:
+                shown = f"{shown}/{part}"
+                with suppress(FileExistsError):
+                    os.mkdir(part, 0o700, dir_fd=above)
+            found = os.stat(part, dir_fd=above, follow_symlinks=False)
+            is_link = stat.S_ISLNK(found.st_mode)
+            if is_link and not (trusts and found.st_uid in (0, os.geteuid())):
+                raise CollectError(f"{shown} is a link{' of another user' * trusts}")
+            # By descriptors: what is a folder now may be a link a moment later.
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW * (not is_link)
+            above = os.open(part, flags, dir_fd=above)
+            opened.callback(os.close, above)
+            if not trusts and not _is_own(above, draft):
+                raise CollectError(f"{shown} belongs to another user")
+        try:
+            with path.open("rb") as source, _create(draft, above) as copy:
+                shutil.copyfileobj(source, copy)
+            os.replace(draft, last, src_dir_fd=above, dst_dir_fd=above)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=above)
+
+
+def _is_own(folder: int, draft: str) -> bool:
+    """Whether the open folder is this user's: NFS may give what root makes another owner, and then
+    does so with a file as well."""
+    owner = os.fstat(folder).st_uid
+    if owner == os.geteuid():
+        return True
+    with _create(draft, folder) as file:
+        os.unlink(draft, dir_fd=folder)
+        return os.fstat(file.fileno()).st_uid == owner
+
+
+def _create(name: str, folder: int | None) -> BinaryIO:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    return os.fdopen(os.open(name, flags, PRIVATE, dir_fd=folder), "wb")
 
 
 def _find_first(start: int, is_right: Callable[[int], bool]) -> int:

@@ -159,14 +159,12 @@ def compare_two(recordings: Recordings, query: CompareQuery) -> ToolAnswer:
 def check_runs(recordings: Recordings, query: CheckQuery) -> ToolAnswer:
     """Whether runs stay within budgets."""
     from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-    from stepsplit.analyzer.regression.checks import parse_budget
+    from stepsplit.analyzer.regression.checks import keep_last, parse_budget
     from stepsplit.analyzer.regression.judge import check_candidate
     from stepsplit.analyzer.regression.metrics import extract_metrics
 
     # The command line also takes files of rules; here a rule is never taken for the path of one.
-    rules = [parse_budget(rule) for rule in query.budgets or DEFAULT_BUDGETS]
-    # As there, the last budget of a metric counts.
-    budgets = tuple({budget.metric: budget for budget in rules}.values())
+    budgets = keep_last(map(parse_budget, query.budgets or DEFAULT_BUDGETS))
     sides = [
         [extract_metrics(recordings.open(name).report, name) for name in side]
         for side in (query.candidate, query.baseline)

@@ -69,6 +69,12 @@ def test_the_recording_is_copied_and_stays_on_the_disk(
     assert f"copied to {URL}" in capsys.readouterr().err
 
 
+def test_a_chain_of_other_places_is_one(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_record("--out", f"simplecache::{URL}") == 0
+    assert f"copied to simplecache::{URL}" in capsys.readouterr().err
+    assert files.cat("/bucket/runs/exp1/nccl/host.log") == b"log"
+
+
 def test_a_file_url_is_a_folder(files: Any, tmp_path: Path) -> None:
     assert run_record("--out", f"file://{tmp_path}/else where/exp1") == 0
     assert (tmp_path / "else where/exp1/nccl/host.log").read_bytes() == b"log"
@@ -102,6 +108,108 @@ def test_a_copy_on_the_disk_is_for_its_owner_only_and_follows_no_link_of_others(
         path.relative_to(tmp_path): "0o700" if path.is_dir() else "0o600" for path in written
     }
     assert oct((tmp_path / "new").stat().st_mode & 0o777) == "0o700"
+
+
+@pytest.fixture
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two ranks of srun, which copies a log to where it is there already."""
+    for name in ("SLURM_PROCID", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def _link(place: Path, target: Path) -> None:
+    place.symlink_to(target)
+
+
+def _link_of_another(place: Path, target: Path) -> None:
+    place.symlink_to(target)
+    os.lchown(place, 12345, 12345)
+
+
+def _folder_of_another(place: Path, target: Path) -> None:
+    place.mkdir()
+    os.chown(place, 12345, 12345)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes folders of another user")
+
+
+@pytest.mark.parametrize(
+    ("taken", "take", "problem"),
+    [
+        ("exp1/nccl", _link, "exp1/nccl is a link"),
+        ("exp1-2", _link, "exp1-2 is a link"),
+        pytest.param("exp1", _link_of_another, "exp1 is a link of another user", marks=as_root),
+        pytest.param(
+            "exp1/nccl", _folder_of_another, "exp1/nccl belongs to another user", marks=as_root
+        ),
+        pytest.param("exp1-2", _folder_of_another, "exp1-2 belongs to another user", marks=as_root),
+    ],
+)
+@pytest.mark.usefixtures("first_rank")
+def test_a_folder_that_another_user_may_have_made_gets_nothing(
+    taken: str, take: Callable[[Path, Path], None], problem: str, files: Any, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    other.mkdir()
+    (other / "host.log").write_bytes(b"of another job")
+    (shared / taken).parent.mkdir(parents=True)
+    take(shared / taken, other)
+    if taken == "exp1-2":
+        (shared / "exp1").mkdir()
+        (shared / "exp1/rank0_trace.json.gz").write_bytes(b"earlier")
+    before = sorted(tmp_path.rglob("*"))
+
+    assert run_record("--out", f"file://{shared}/exp1", status=3) == 3
+
+    out = tmp_path / "runs/job-record"
+    said = [line for line in capsys.readouterr().err.splitlines() if "not copied" in line]
+    url = f"file://{shared}"
+    assert said == [
+        f"stepsplit: {url}/exp1: not copied ({url}/{problem}); the recording is in {out}"
+    ]
+    kept = [path for path in sorted(tmp_path.rglob("*")) if tmp_path / "runs" not in path.parents]
+    assert kept == sorted({*before, tmp_path / "runs"})
+    assert (other / "host.log").read_bytes() == b"of another job"
+    assert (out / "nccl/host.log").read_bytes() == b"log"
+
+
+@pytest.mark.usefixtures("first_rank")
+def test_the_folder_that_the_user_names_may_be_a_link_of_his_own(
+    files: Any, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "exp1").symlink_to(scratch)
+
+    assert run_record("--out", f"file://{tmp_path}/exp1") == 0
+
+    assert (scratch / "nccl/host.log").read_bytes() == b"log"
+    assert (tmp_path / "exp1").is_symlink()
+
+
+@as_root
+@pytest.mark.usefixtures("first_rank")
+def test_a_file_system_that_gives_all_files_one_owner_has_folders_of_this_user(
+    files: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As NFS does with what root makes."""
+    real_open = os.open
+
+    def open_as_nfs(path: str, flags: int, *arguments: Any, **options: Any) -> int:
+        made = real_open(path, flags, *arguments, **options)
+        if str(tmp_path / "shared") in str(Path(f"/proc/self/fd/{made}").readlink()):
+            os.fchown(made, 65534, 65534)
+        return made
+
+    monkeypatch.setattr(remote_folder.os, "open", open_as_nfs)
+
+    assert run_record("--out", f"file://{tmp_path}/shared/exp1") == 0
+
+    assert (tmp_path / "shared/exp1/nccl").stat().st_uid == 65534
+    assert (tmp_path / "shared/exp1/run.json").exists()
 
 
 def list_copied(files: Any) -> dict[str, set[str]]:
@@ -405,6 +513,10 @@ def test_of_ranks_that_each_record_every_one_copies_its_own(
     [
         (["--out", "nonesuch://a/b"], "nonesuch://a/b: Protocol not known: nonesuch"),
         (["--out", "memory://"], "memory://: name a folder"),
+        (["--out", "simplecache::file://a/b"], "simplecache::file://a/b: a chain to local files; "),
+        (["--out", "dir::dir::local://a"], "dir::dir::local://a: a chain to local files; name the"),
+        (["--out", "dir:///::/tmp/a"], "dir:///::/tmp/a: a chain to local files; name their fol"),
+        (["--out", "file::memory://a"], "file::memory://a: a chain to local files; name their fo"),
         (["--out", URL, "--overwrite"], "--overwrite: nothing at a URL is replaced; choose ano"),
         (["--out", "run", "--role", "a", "--standby"], "attach, which has no roles"),
         (["--out", URL, "--standby"], "--standby leaves the recording to stepsplit attach"),

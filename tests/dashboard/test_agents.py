@@ -428,8 +428,8 @@ def test_a_budget_is_no_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for there in ("there:5%", str(home / "there:5%")):
         absent = there.replace("there:", "absent:")
         assert check(there) == check(absent).replace("absent", "there")
-    answer = ask(recordings, "check", **sides, budgets=["calls:exact"])
-    assert [row[0] for row in answer["rows"]] == ["calls"]
+    answer = ask(recordings, "check", **sides, budgets=["calls:4", "step:5%", "calls:exact"])
+    assert [row[:2] for row in answer["rows"]] == [["calls", "exact"], ["step", "5%"]]
 
 
 def test_nothing_is_written(

@@ -9,7 +9,7 @@ import pytest
 
 from stepsplit.analyzer import DataError, UsageError
 from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-from stepsplit.analyzer.regression.checks import Budget, parse_budget, parse_budgets
+from stepsplit.analyzer.regression.checks import Budget, keep_last, parse_budget, parse_budgets
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,12 @@ def test_files_and_rules_together_the_last_counts(tmp_path: Path) -> None:
     assert [budget.metric for budget in parse_budgets(DEFAULT_BUDGETS)] == [
         "calls", "bytes", "exposed_comm", "bubble",
     ]  # fmt: skip
+
+
+def test_of_budgets_of_one_metric_the_last_is_kept() -> None:
+    rules = ["exposed_comm:5%", "calls.dp:4", "exposed_comm:7%", "calls.dp_replicate:exact"]
+    found = {budget.metric: budget.text for budget in keep_last(map(parse_budget, rules))}
+    assert found == {"exposed_comm": "7%", "calls.dp_replicate": "exact"}
 
 
 @pytest.mark.parametrize(

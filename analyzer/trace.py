@@ -534,6 +534,7 @@ class RankTrace:
         waits: The waits for events that the trace identifies.
         visible_devices: Number of accelerators that the process saw on its node, 0 if unknown.
         probed_clock: How far its host's clock is from that of rank 0's host, if that was probed.
+        role: What the rank does in a job of several roles, "" if it is of none.
         on_device: Whether there are events of an accelerator; otherwise it is a CPU run.
     """
 
@@ -555,6 +556,7 @@ class RankTrace:
     waits: EventWaits = NO_WAITS
     visible_devices: int = 0
     probed_clock: ProbedClock | None = None
+    role: str = ""
     on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:

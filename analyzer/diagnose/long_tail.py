@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 from msgspec import Struct
@@ -72,7 +73,8 @@ def _describe(steps: DecodeSteps, rows: Sequence[int]) -> DecodedGeneration:
     has_tail = most > last and len(full)
     tail_start = int(end[full[-1]]) if has_tail else int(end[-1])
     duration = end - start
-    filled = np.concatenate(([0], np.cumsum(duration * sequences)))
+    # As floats, for a name may say so many sequences that the product is no int64.
+    filled = np.concatenate(([0.0], np.cumsum(duration * sequences.astype(np.float64))))
     # The sequences times the time before each of the instants that cut it into equal parts; since
     # the start, for Unix ns are no float.
     whole_ns = int(end[-1] - start[0])
@@ -86,5 +88,5 @@ def _describe(steps: DecodeSteps, rows: Sequence[int]) -> DecodedGeneration:
         sequences=most,
         last=last,
         batch=tuple(round(float(one), 2) for one in np.diff(reached) / width),
-        filled=int(filled[-1]),
+        filled=sum(map(mul, duration.tolist(), sequences.tolist())),
     )

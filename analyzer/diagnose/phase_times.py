@@ -11,10 +11,11 @@ from msgspec.structs import astuple
 from stepsplit.analyzer.arrays import Intervals, overlap_ns, union
 from stepsplit.analyzer.buckets import WAITS, Bucket
 from stepsplit.analyzer.diagnose.long_tail import DecodedGeneration, find_generations
-from stepsplit.analyzer.diagnose.rl_windows import JobRole, map_to_unix_ns, sum_windows
+from stepsplit.analyzer.diagnose.rl_windows import JobRole, map_to_unix_ns, sum_phases
 from stepsplit.analyzer.report.headline import divide_parts
 from stepsplit.analyzer.report.rl_step import LongTail, PhaseRow, PhaseStepRow, RoleTime, TailRow
 from stepsplit.analyzer.split.rl_phases import (
+    OTHER_MARKS,
     DecodeSteps,
     find_decode_steps,
     find_generation_marks,
@@ -41,31 +42,35 @@ def build_phases(
     """
     rows: list[PhaseStepRow] = []
     means: list[PhaseRow] = []
+    counted_steps = {numbers[at] for at in counted}
     for role in roles:
-        sums: dict[str, list[int]] = defaultdict(lambda: [0] * _PARTS)
-        for rank in role.ranks:
+        of_role: list[PhaseStepRow] = []
+        found = find_phases([rank.trace for rank in role.ranks])
+        for rank, spans in zip(role.ranks, found, strict=True):
             number = rank.trace.rank
-            by_phase = {
-                phase: sum_windows(role.split, rank, edges[role.name, number], spans)[::2]
-                for phase, spans in find_phases(rank.trace).items()
-            }
+            by_phase = sum_phases(role.split, rank, edges[role.name, number], spans)
             for at, step in enumerate(numbers):
                 left = list(astuple(times[role.name, number][at]))
                 for phase, windows in by_phase.items():
-                    if windows[at].window_ns:
-                        rows.append(PhaseStepRow(role.name, number, step, phase, windows[at]))
-                        left = [a - b for a, b in zip(left, astuple(windows[at]), strict=True)]
+                    # Between two steps there is one window, too.
+                    time = windows[2 * at]
+                    if time.window_ns:
+                        of_role.append(PhaseStepRow(role.name, number, step, phase, time))
+                        left = [a - b for a, b in zip(left, astuple(time), strict=True)]
                 assert min(left) >= 0, f"{role.name}/{number}: phases overlap"
                 if left[0]:
-                    rows.append(PhaseStepRow(role.name, number, step, REST, RoleTime(*left)))
-        for row in rows:
-            if row.role == role.name and numbers.index(row.step) in counted:
+                    of_role.append(PhaseStepRow(role.name, number, step, REST, RoleTime(*left)))
+        rows += of_role
+        sums: dict[str, list[int]] = defaultdict(lambda: [0] * _PARTS)
+        for row in of_role:
+            if row.step in counted_steps:
                 own = sums[row.phase]
                 own[:] = [a + b for a, b in zip(own, astuple(row.time)[1:], strict=True)]
         phases = [
             *(phase for phase in PHASES if phase in sums),
             *sorted(
-                (one for one in sums if one not in PHASES and one), key=lambda p: -sum(sums[p])
+                (one for one in sums if one not in PHASES and one),
+                key=lambda p: (p == OTHER_MARKS, -sum(sums[p])),
             ),
             *([REST] if REST in sums else []),
         ]

@@ -265,7 +265,8 @@ def _complete_traces(
     traces: Sequence[RankTrace], records: Sequence[RankRecord], spec: RunSpec | None
 ) -> list[RankTrace]:
     """The traces with what their records know of the end of the recording and of the hosts' clocks,
-    and with the hosts of run.json if they name none, as those of torch before 2.12."""
+    with the role of run.json, and with its hosts if they name none, as those of torch before 2.12.
+    """
     record_of = {record.rank.rank: record for record in records}
     host_of = {rank.rank: rank.host for rank in spec.ranks} if spec else {}
     # One rank of each host probed the clock of rank 0's, which is 0 from itself.
@@ -274,7 +275,7 @@ def _complete_traces(
         probe_of.setdefault(record_of[0].rank.host, ClockProbe(0, 0, 0))
     completed = []
     for trace in traces:
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"role": spec.role if spec else ""}
         if record := record_of.get(trace.rank):
             changes["device_stopped_step"] = record.device_stopped_step
             changes["end_step"] = record.end_step

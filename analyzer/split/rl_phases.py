@@ -13,7 +13,9 @@ from stepsplit.analyzer.arrays import Intervals, union
 from stepsplit.analyzer.split.call_purposes import ENGINE
 from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
 from stepsplit.collectors.formats.rl_marks import (
+    PHASES,
     find_phase_of_mark,
+    is_telling_mark,
     is_whole_mark,
     read_decode_step,
 )
@@ -28,6 +30,16 @@ NO_MARKS = re.compile(
 
 _OF_RL = frozenset({"generation", "reward", "reference", "weight_sync"})
 """The phases that other trainings do not have."""
+
+_OF_OPTIMIZERS = "update_weights"
+"""A mark of a weight synchronization that in other trainings is an optimizer's."""
+
+MOST_MARKS = 24
+"""The marks of no known phase that a role's table has: as many as a terminal has lines. Of a job
+that names each request or sample there are thousands."""
+
+OTHER_MARKS = "other marks"
+"""The phase of the marks beyond these."""
 
 _OPTIMIZER = "Optimizer.step#"
 
@@ -46,9 +58,20 @@ class DecodeSteps(Struct, frozen=True):
 
 
 def has_rl_phases(trace: RankTrace) -> bool:
-    """Whether the rank marks a phase that only an RL step has."""
-    of_rl = tuple(_find_phase(name) in _OF_RL for name in trace.events.names)
-    return bool((_mask_marks(trace) & trace.events.name_mask(of_rl)).any())
+    """Whether the rank marks what only an RL step has.
+
+    That is a decode step, a mark that only an RL framework has, or two different phases of RL. One
+    ordinary word, such as "gen" or "values", shows nothing, but of a rank with a role.
+    """
+    events = trace.events
+    of_rl = tuple(_find_phase(name) in _OF_RL or is_telling_mark(name) for name in events.names)
+    ids = np.unique(events.name_id[_mask_marks(trace) & events.name_mask(of_rl)])
+    names = [events.names[number] for number in ids.tolist()]
+    if trace.role:
+        return bool(names)
+    if any(is_telling_mark(name) or read_decode_step(name) is not None for name in names):
+        return True
+    return len({_find_phase(name) for name in names if name != _OF_OPTIMIZERS}) > 1
 
 
 def list_phases_of_steps(trace: RankTrace, begins: Sequence[int]) -> list[frozenset[str]]:
@@ -65,30 +88,57 @@ def list_phases_of_steps(trace: RankTrace, begins: Sequence[int]) -> list[frozen
     return [frozenset(one) for one in found]
 
 
-def find_phases(trace: RankTrace) -> Mapping[str, Intervals]:
-    """The time of each phase, in the rank's own ns; no two of them overlap.
+def find_phases(traces: Sequence[RankTrace]) -> list[Mapping[str, Intervals]]:
+    """The time of each phase on each rank of a role, in its own ns; no two of a rank overlap.
 
     The innermost mark of a known phase counts, but of whole marks the outermost. Elsewhere it is
     the optimizer and the backward that torch marks itself, which are training, and else the
-    innermost mark, by its name without numbers.
+    innermost mark, by its name without numbers: of these, the MOST_MARKS with most time on all
+    ranks, and the others as OTHER_MARKS.
     """
-    events = trace.events
     labels: dict[str, int] = {}
-    name_ranks, name_labels = [], []
-    for name in events.names:
+    painted = [_paint_marks(trace, labels) for trace in traces]
+    total_ns = np.zeros(len(labels), dtype=np.int64)
+    for edges, label in painted:
+        np.add.at(total_ns, label, np.diff(edges, append=edges[-1:]) * (label >= 0))
+    unknown = sorted(
+        (number for name, number in labels.items() if name not in PHASES),
+        key=lambda number: -total_ns[number],
+    )
+    names = [*labels, OTHER_MARKS]
+    kept = np.arange(len(names))
+    kept[unknown[MOST_MARKS:]] = labels.get(OTHER_MARKS, len(labels))
+    found: list[Mapping[str, Intervals]] = []
+    for edges, label in painted:
+        own = np.where(label >= 0, kept[label], -1)
+        of_rank = {}
+        for number in np.unique(own[own >= 0]).tolist():
+            chosen = np.flatnonzero(own == number)
+            of_rank[names[number]] = union(edges[chosen], edges[chosen + 1])
+        found.append(of_rank)
+    return found
+
+
+def _paint_marks(trace: RankTrace, labels: dict[str, int]) -> tuple[Int64, Int64]:
+    """The instants at which the phase of the rank changes, and the label of the one from each on,
+    -1 for none; labels gets those that are new."""
+    events = trace.events
+    rows = np.flatnonzero(_mask_marks(trace))
+    name_ranks, name_labels = np.zeros((2, len(events.names)), dtype=np.int64)
+    for number in np.unique(events.name_id[rows]).tolist():
+        name = events.names[number]
         phase = _find_phase(name)
         # What is painted later covers what is painted before.
-        name_ranks.append(3 if is_whole_mark(name) else 2 if phase else 0)
-        name_labels.append(labels.setdefault(phase or _NUMBER.sub("#", name), len(labels)))
-    rows = np.flatnonzero(_mask_marks(trace))
+        name_ranks[number] = 3 if is_whole_mark(name) else 2 if phase else 0
+        name_labels[number] = labels.setdefault(phase or _NUMBER.sub("#", name), len(labels))
     training = events.match_prefix(ENGINE) | events.match_prefix(_OPTIMIZER)
     torch_own = union(events.start_ns[training], events.ends_of(training))
     start = np.concatenate((events.start_ns[rows], torch_own.start_ns))
     end = np.concatenate((events.ends_of(rows), torch_own.end_ns))
     name_id = events.name_id[rows]
-    rank = np.concatenate((np.array(name_ranks)[name_id], np.ones(len(torch_own), dtype=np.int64)))
+    rank = np.concatenate((name_ranks[name_id], np.ones(len(torch_own), dtype=np.int64)))
     own_label = np.full(len(torch_own), labels.setdefault("training", len(labels)))
-    label = np.concatenate((np.array(name_labels)[name_id], own_label))
+    label = np.concatenate((name_labels[name_id], own_label))
     # By rank, and of equal rank from the outermost to the innermost.
     order = np.lexsort((-end, start, rank))
     edges = np.unique(np.concatenate((start, end)))
@@ -102,12 +152,7 @@ def find_phases(trace: RankTrace) -> Mapping[str, Intervals]:
                 continue
             whole_until = last[row]
         painted[first[row] : last[row]] = label[row]
-    found = {}
-    for name, number in labels.items():
-        chosen = np.flatnonzero(painted == number)
-        if len(chosen):
-            found[name] = union(edges[chosen], edges[chosen + 1])
-    return found
+    return edges, painted
 
 
 def find_generation_marks(trace: RankTrace) -> Intervals:

@@ -336,7 +336,10 @@ def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
         # the usual phases are of one kind.
         phases = list_phases_of_steps(trace, begins)
         ((most, _),) = Counter(phases).most_common(1)
-        is_usual = [own == most or is_one for own, is_one in zip(phases, is_usual, strict=True)]
+        is_usual = [
+            is_one or (bool(own) and own == most)
+            for own, is_one in zip(phases, is_usual, strict=True)
+        ]
     return ["full" if is_one else "other" for is_one in is_usual]
 
 

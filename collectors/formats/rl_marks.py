@@ -43,6 +43,8 @@ class RlFramework:
 
     phases: the phase of each mark. A mark of which the parts belong to several phases is not there.
     whole: marks whose time is theirs, whatever is marked within them.
+    telling: marks that no other training has, so that one of them shows RL. An ordinary word, such
+    as gen, which is the generator of a GAN too, or values, is none.
     of_class: whether a mark begins with the name of a class, which may be the user's, and a dot.
     decode: the name of the range of a decode step of an engine, with the number of sequences.
     """
@@ -50,6 +52,7 @@ class RlFramework:
     name: str
     phases: Mapping[str, Phase] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
+    telling: frozenset[str] = frozenset()
     of_class: bool = False
     sources: tuple[MarkSource, ...] = ()
     decode: re.Pattern[str] | None = None
@@ -91,6 +94,11 @@ FRAMEWORKS = (
             other="adv testing save_checkpoint dump_rollout_generations start_profile stop_profile"
             " rollouter/validate_time trainer/validate_time timing_s/merge_val",
         ),
+        telling=frozenset({
+            "generate_sequences", "compute_rm_score", "compute_ref_log_prob", "old_log_prob",
+            "ref_policy", "update_actor", "update_actor_call", "update_actor_critic",
+            "sync_rollout_weights", "timing_s/param_sync",
+        }),
         sources=(MarkSource("verl.utils.profiler.performance", method="_timer"),),
     ),
     # huggingface/trl 1.16.0: trl/trainer/grpo_trainer.py, rloo_trainer.py, distillation_trainer.py.
@@ -108,6 +116,11 @@ FRAMEWORKS = (
             weight_sync="sync_weights",
         ),
         whole=frozenset({"compute_loss"}),
+        telling=frozenset({
+            "vLLM.generate", "transformers.generate", "transformers.generate_batch",
+            "_calculate_rewards", "_generate_student_completions",
+            "_generate_on_policy_for_slices", "_get_per_token_logps_and_entropies",
+        }),
         of_class=True,
         sources=(MarkSource("trl.extras.profiling", "ProfilingContext", name="name"),),
     ),
@@ -122,6 +135,7 @@ FRAMEWORKS = (
             weight_sync="update_weights",
             other="data_preprocess ref_model_update save_model sleep wake_up",
         ),
+        telling=frozenset({"ref_log_probs", "actor_train"}),
         sources=(
             MarkSource("slime.observability.timer", "Timer", method="context"),
             MarkSource("slime.utils.timer", "Timer", method="context"),
@@ -143,6 +157,10 @@ FRAMEWORKS = (
             " checkpoint_save checkpoint_load metrics_log sync_log_step fetching_batch"
             " post_dataloading_process collect_dist_metrics gc_collect",
         ),
+        telling=frozenset({
+            "vllm_engine_step", "vllm_engine_step_burst", "score_single_rollout",
+            "trainer_push_model_state_dict", "generator_pull_model_state_dict",
+        }),
         sources=(
             MarkSource(
                 "torchtitan.observability.structured_logger.structured_logging",
@@ -181,12 +199,24 @@ _AS_THEY_ARE = {
     mark: phase for one in FRAMEWORKS if not one.of_class for mark, phase in one.phases.items()
 }
 
+_TELLING = {
+    of_class: frozenset(
+        mark for one in FRAMEWORKS if one.of_class is of_class for mark in one.telling
+    )
+    for of_class in (False, True)
+}
+
 _WHOLE = frozenset(mark for one in FRAMEWORKS for mark in one.whole)
 
 
 def find_phase_of_mark(name: str) -> Phase | None:
     """The phase of a mark; None if it is in no framework's table."""
     return _AS_THEY_ARE.get(name) or _OF_CLASS.get(name.partition(".")[2])
+
+
+def is_telling_mark(name: str) -> bool:
+    """Whether the mark alone shows that the job is one of RL."""
+    return name in _TELLING[False] or name.partition(".")[2] in _TELLING[True]
 
 
 def is_whole_mark(name: str) -> bool:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -54,17 +54,52 @@ def _mark_calls(original: Callable[..., Any], source: MarkSource) -> Callable[..
 
         return mark_generator
 
-    @contextmanager
-    def run_marked(inner: AbstractContextManager[Any], name: Any) -> Iterator[Any]:
-        with ExitStack() as stack:
-            _enter(stack, name)
-            yield stack.enter_context(inner)
-
     @functools.wraps(original)
     def mark_block(*args: Any, **kwargs: Any) -> Any:
-        return run_marked(original(*args, **kwargs), find_name(args, kwargs))
+        block = original(*args, **kwargs)
+        is_context = {"__enter__", "__exit__"} <= {*dir(type(block))}
+        return _MarkedBlock(block, find_name(args, kwargs)) if is_context else block
 
     return mark_block
+
+
+class _MarkedBlock(ContextDecorator):
+    """A context manager with a range around its block, which the script may use in all other ways,
+    such as a decorator, as the one that it has made."""
+
+    def __init__(self, block: Any, name: Any) -> None:
+        self._block = block
+        self._name = name
+        # It may be entered again within itself.
+        self._opened: list[ExitStack] = []
+
+    def __enter__(self) -> Any:
+        with ExitStack() as stack:
+            _enter(stack, self._name)
+            result = stack.enter_context(self._block)
+            self._opened.append(stack.pop_all())
+        return result
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._opened.pop().__exit__(*error)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # What is no decorator of contextlib does something of its own, which has no range.
+        block = self._block
+        is_plain = isinstance(block, ContextDecorator)
+        if is_plain and type(block).__call__ is ContextDecorator.__call__:
+            return super().__call__(*args, **kwargs)
+        return block(*args, **kwargs)
+
+    def _recreate_cm(self) -> _MarkedBlock:
+        # For each call of the function that it decorates: a generator runs only once.
+        return _MarkedBlock(self._block._recreate_cm(), self._name)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute == "_block":
+            # While it is copied.
+            raise AttributeError(attribute)
+        return getattr(self._block, attribute)
 
 
 def _mark_blocks(undo: ExitStack, owner: Any, name: str) -> None:

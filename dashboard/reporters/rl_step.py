@@ -10,6 +10,7 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.headline import round_shares
 from stepsplit.analyzer.report.rl_step import LongTail, PhaseRow, RlStep, TailRow
+from stepsplit.analyzer.split.rl_phases import OTHER_MARKS
 from stepsplit.collectors.formats.rl_marks import PHASES
 from stepsplit.dashboard.reporters.console import Text
 
@@ -62,7 +63,9 @@ def build_phases_table(phases: Sequence[PhaseRow]) -> Table:
         lines = [(_name_phase(row), [row]) for row in rows if row not in few]
         if few:
             at = next((i for i, (_, own) in enumerate(lines) if not own[0].phase), len(lines))
-            lines.insert(at, (f"{len(few)} other marks", few))
+            # How many are in a row of the others is not known.
+            is_known = all(row.phase != OTHER_MARKS for row in few)
+            lines.insert(at, (f"{len(few)} {OTHER_MARKS}" if is_known else OTHER_MARKS, few))
         cells = [
             sum(getattr(row.time, _COLUMNS[one]) for row in own)
             for _, own in lines

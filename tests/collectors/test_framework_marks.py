@@ -111,6 +111,60 @@ def test_a_timer_is_a_range_of_the_recorded_step(
     assert after == before
 
 
+def test_a_timer_may_be_a_decorator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (framework,) = (one for one in FRAMEWORKS if one.name == "slime")
+    module = ModuleType(framework.sources[0].module)
+    timer = make_slime(module)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with profile_run(tmp_path, wait=0, warmup=0, active=1) as run:
+
+        @timer("log_probs")
+        def add(number: int) -> int:
+            return number + int(torch.ones(1))
+
+        assert [add(number) for number in (1, 2, 3)] == [2, 3, 4]
+        run.step()
+    assert add(4) == 5
+    text = gzip.decompress((tmp_path / "rank0_trace.json.gz").read_bytes())
+    names = [event.get("name") for event in json.loads(text)["traceEvents"]]
+    assert names.count("log_probs") == 3
+
+
+def test_what_a_timer_makes_keeps_all_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Block:
+        seconds = 0.5
+        entered = 0
+
+        def __enter__(self) -> int:
+            self.entered += 1
+            return self.entered
+
+        def __exit__(self, *error: object) -> bool:
+            return error[0] is KeyError
+
+        def __call__(self, function: object) -> str:
+            return "its own"
+
+    class Clock:
+        def context(self, name: str) -> Any:
+            return Block() if name else None
+
+    (framework,) = (one for one in FRAMEWORKS if one.name == "slime")
+    module = ModuleType(framework.sources[0].module)
+    module.Timer = Clock  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with profile_run(tmp_path, wait=0, warmup=0, active=1) as run:
+        assert Clock().context("") is None
+        block = Clock().context("log_probs")
+        assert (block.seconds, block(len)) == (0.5, "its own")
+        with block as first, block as second:
+            raise KeyError("that it suppresses")
+        assert (first, second, block.entered) == (1, 2, 2)
+        run.step()
+
+
 @pytest.mark.parametrize("name", ["TRL", "torchtitan"])
 def test_a_block_that_was_entered_before_the_recording_is_left_as_ever(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,8 +20,9 @@ from stepsplit.analyzer.diagnose.long_tail import find_generations
 from stepsplit.analyzer.report.io import from_json, to_json
 from stepsplit.analyzer.report.rl_step import RlStep
 from stepsplit.analyzer.report.roles import RoleJob
-from stepsplit.analyzer.split.rl_phases import DecodeSteps
+from stepsplit.analyzer.split.rl_phases import MOST_MARKS, OTHER_MARKS, DecodeSteps
 from stepsplit.collectors.formats.run_spec import RunSpec, write_run_json
+from stepsplit.dashboard.reporters.rl_step import build_phases_table
 from stepsplit.dashboard.reporters.roles import build_roles_screen
 from stepsplit.dashboard.reporters.terminal import build_report_screen
 
@@ -192,6 +193,57 @@ def test_a_training_without_rl_has_no_phases_in_its_report(tmp_path: Path) -> No
     assert b"rl_step" not in to_json(report)
 
 
+@pytest.mark.parametrize("mark", ["", "values", "gen"])
+def test_an_ordinary_word_leaves_an_evaluation_out_of_the_means(mark: str, tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for step in range(1, 7):
+        at = 10_000 * step
+        trace.step(step, at, at + 9000)
+        if mark:
+            trace.annotation(mark, at, at + 400)
+        for i in range(90 if step == 3 else 30):
+            trace.kernel("gemm", at + 10 + 90 * i, at + 90 + 90 * i)
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert [row.step for row in report.steps if row.kind == "other"] == [3]
+    assert report.rl_step is UNSET
+
+
+def test_a_step_without_marks_is_not_usual_because_others_have_none(tmp_path: Path) -> None:
+    trace = GpuTrace(0, 2, groups=[("0", "default_pg", (0, 1))])
+    for step in range(1, 7):
+        at = 100 * step
+        trace.step(step, at, at + 100).kernel("gemm", at, at + 80).all_reduce(at + 82, at + 90)
+        if step == 2:
+            trace.all_reduce(at + 92, at + 96)
+        if step == 6:
+            trace.annotation("generate", at, at + 20).annotation("reward", at + 30, at + 40)
+    trace.write(tmp_path)
+    assert [row.step for row in analyze(tmp_path).steps if row.kind == "other"] == [2]
+
+
+def test_thousands_of_marks_have_one_row_and_time_is_conserved(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    letters = "abcdefghijklmnop"
+    names = [f"request {one}{two}" for one in letters for two in letters]
+    for step in STEPS:
+        at = 1000 * step
+        trace.step(step, at, at + 1000).kernel("gemm", at, at + 1000)
+        trace.annotation("generate", at, at + 100).annotation("reward", at + 100, at + 110)
+        for i, name in enumerate(names):
+            # Each is a little longer than the one before.
+            trace.annotation(name, at + 120 + 3 * i, at + 121 + 3 * i + i / 1000)
+    trace.write(tmp_path)
+    step_of = analyze(tmp_path).rl_step
+    assert step_of is not UNSET
+    phases = [row.phase for row in step_of.phases]
+    assert phases == ["generation", "reward", *names[: -MOST_MARKS - 1 : -1], OTHER_MARKS, ""]
+    assert sum(row.time.window_ns for row in step_of.phases) == step_of.step_ns == 1_000_000
+    lines = render(build_phases_table(step_of.phases)).splitlines()
+    # The screen has fewer lines; how many are in the last one is not known to it.
+    assert [line.split("  ")[0] for line in lines if "marks" in line] == [OTHER_MARKS]
+
+
 # Generations of decode steps alone.
 
 
@@ -239,6 +291,13 @@ def test_steps_in_one_mark_are_one_generation() -> None:
     each = Intervals(steps.start_ns, steps.end_ns)
     (whole,) = find_generations(steps, each, EDGES)
     assert (whole.start_ns, whole.tail_start_ns, whole.end_ns) == (0, 30, 60)
+
+
+def test_the_sequences_that_a_name_says_may_be_many() -> None:
+    many, took = 999_999_999, 20_000_000_000
+    (found,) = find_generations(make_steps([(many, took), (1, took)]), NO_MARKS, EDGES[:1])
+    assert found.filled == many * took + took
+    assert found.batch == (*[float(many)] * 8, *[1.0] * 8)
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 10_000)), min_size=1, max_size=60))

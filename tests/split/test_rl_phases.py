@@ -9,7 +9,7 @@ from support.builders import GpuTrace
 
 from stepsplit.analyzer.arrays import Intervals
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.rl_phases import find_phases, has_rl_phases
+from stepsplit.analyzer.split.rl_phases import MOST_MARKS, OTHER_MARKS, find_phases, has_rl_phases
 from stepsplit.analyzer.trace import RankTrace
 from stepsplit.collectors.formats.rl_marks import (
     FRAMEWORKS,
@@ -18,6 +18,7 @@ from stepsplit.collectors.formats.rl_marks import (
     is_whole_mark,
     read_decode_step,
 )
+from stepsplit.collectors.formats.run_spec import RunSpec, write_run_json
 
 
 def read(trace: GpuTrace, folder: Path) -> RankTrace:
@@ -119,7 +120,7 @@ def test_the_innermost_known_mark_counts_and_no_time_twice(tmp_path: Path) -> No
     trace.annotation("load 3", 42, 48).annotation("load 4", 48, 50)
     trace.annotation("values", 50, 60).annotation("update_weights", 55, 58)
     trace.annotation("Optimizer.step#Adam.step", 70, 80)
-    found = find_phases(read(trace, tmp_path))
+    (found,) = find_phases([read(trace, tmp_path)])
     assert {phase: list_spans(spans) for phase, spans in found.items()} == {
         "generation": [(2, 40)],
         "step": [(0, 2), (40, 42), (60, 70), (80, 98)],
@@ -136,7 +137,7 @@ def test_all_that_is_in_a_whole_mark_is_its_phase(tmp_path: Path) -> None:
     logps = "GRPOTrainer._get_per_token_logps_and_entropies"
     trace.annotation(logps, 10, 20)
     trace.annotation("GRPOTrainer.compute_loss", 30, 60).annotation(logps, 35, 50)
-    found = find_phases(read(trace, tmp_path))
+    (found,) = find_phases([read(trace, tmp_path)])
     assert {phase: list_spans(spans) for phase, spans in found.items()} == {
         "reference": [(10, 20)],
         "training": [(30, 60)],
@@ -149,7 +150,67 @@ def test_only_what_rl_alone_does_makes_it_rl(tmp_path: Path) -> None:
     plain.annotation("save_checkpoint", 60, 70)
     assert not has_rl_phases(read(plain, tmp_path))
     # On the device alone, a range is a copy of one of the host.
-    plain.gpu_annotation("gen", 0, 10)
+    plain.gpu_annotation("generate_sequences", 0, 10)
     assert not has_rl_phases(read(plain, tmp_path))
-    plain.annotation("gen", 0, 10)
+    plain.annotation("generate_sequences", 0, 10)
     assert has_rl_phases(read(plain, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("marks", "is_rl"),
+    [
+        (["gen", "disc"], False),
+        (["values"], False),
+        (["ref", "values"], False),
+        (["rm"], False),
+        (["generate", "train", "save_checkpoint"], False),
+        # A GAN has an optimizer.
+        (["gen", "update_weights"], False),
+        (["update_critic", "update_weights"], False),
+        (["gen", "reward"], True),
+        (["reference", "weight_sync"], True),
+        (["decode sequences=5"], True),
+        (["compute_rm_score"], True),
+        (["MyTrainer._calculate_rewards"], True),
+        (["_calculate_rewards"], False),
+        (["log_probs", "actor_train"], True),
+    ],
+)
+def test_an_ordinary_word_alone_is_no_evidence_of_rl(
+    marks: list[str], is_rl: bool, tmp_path: Path
+) -> None:
+    trace = GpuTrace().step(1, 0, 200).kernel("gemm", 0, 200)
+    for at, mark in enumerate(marks):
+        trace.annotation(mark, 10 * at, 10 * at + 5)
+    assert has_rl_phases(read(trace, tmp_path)) == is_rl
+
+
+def test_a_role_makes_an_ordinary_word_a_phase(tmp_path: Path) -> None:
+    write_run_json(tmp_path, RunSpec("exp1", 1, "nccl", role="rollout"))
+    trace = GpuTrace().step(1, 0, 100).kernel("gemm", 0, 100)
+    assert not has_rl_phases(read(trace.annotation("request", 0, 10), tmp_path))
+    assert has_rl_phases(read(trace.annotation("generate", 0, 10), tmp_path))
+
+
+def test_telling_marks_are_in_the_table() -> None:
+    for framework in FRAMEWORKS:
+        assert framework.telling <= framework.phases.keys()
+
+
+def test_of_many_marks_those_with_most_time_on_all_ranks_have_a_row(tmp_path: Path) -> None:
+    names = [f"request {first}{second}" for first in "abcdef" for second in "abcdef"]
+    traces = []
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        trace = GpuTrace(rank, 2).step(1, 0, 1000).kernel("gemm", 0, 1000)
+        trace.annotation("generate", 0, 4)
+        # The 30th is long on one rank alone.
+        for at, name in enumerate(names):
+            took = 20 if (at, rank) == (30, 1) else 10 if at < MOST_MARKS - 1 else 3
+            trace.annotation(name, 20 * at + 10, 20 * at + 10 + took)
+        traces.append(read(trace, tmp_path / str(rank)))
+    for found in find_phases(traces):
+        kept = [*names[: MOST_MARKS - 1], names[30]]
+        assert {*found} == {"generation", *kept, OTHER_MARKS}
+        spent = sum(end - begin for begin, end in list_spans(found[OTHER_MARKS]))
+        assert spent == 3 * (len(names) - MOST_MARKS)

@@ -154,7 +154,7 @@ def group_consecutive(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def format_number_list(numbers: Sequence[int]) -> str:
-    """A list of ranks: (0, 2, 4) -> "0, 2, 4"; more than eight are cut to eight and "..."."""
+    """Ranks or steps: (0, 2, 4) -> "0, 2, 4"; more than eight are cut to eight and "..."."""
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 

@@ -450,8 +450,11 @@ EXAMPLES = (
 DEFAULT_CHANGES = (*PLAIN_KINDS, "link:all=2", "replicas=2")
 """The changes that are estimated by default."""
 
+_LEAST_TIMES, _MOST_TIMES = 0.001, 1_000
+"""The speed-up factors that a link may have: at the largest, transfers take all but no time."""
+
 _CHANGE_PATTERN = re.compile(
-    r"(link):([a-z_]+)=([0-9]{1,9}\.?[0-9]{0,9}|\.[0-9]{1,9})"
+    r"(link):([a-z_]+)=([0-9]{1,9}\.?[0-9]{0,20}|\.[0-9]{1,20})"
     r"|(microbatches|replicas|buckets)=([0-9]{1,9})|(schedule)=([a-z0-9-]+)"
 )
 
@@ -464,7 +467,7 @@ class WhatIfChange:
         kind: even, even-ranks, even-stages, no-slow-ranks, no-idle, overlap, link, microbatches,
             replicas, buckets or schedule.
         axis: axis of a link change, "all" for every axis. Default "".
-        times: speed-up factor of a link change. Default 1.0.
+        times: speed-up factor of a link change, from 0.001 to 1,000. Default 1.0.
         count: number of microbatches or gradient buckets, or factor of the replicas. Default 0.
         name: schedule name. Default "".
 
@@ -483,7 +486,8 @@ class WhatIfChange:
     def __str__(self) -> str:
         match self.kind:
             case "link":
-                return f"link:{self.axis}={self.times:g}"
+                # As parse_change reads it: all digits, and no exponent.
+                return f"link:{self.axis}={np.format_float_positional(self.times, trim='-')}"
             case "schedule":
                 return f"schedule={self.name}"
             case "microbatches" | "replicas" | "buckets":
@@ -492,15 +496,18 @@ class WhatIfChange:
 
 
 def parse_change(text: str) -> WhatIfChange:
-    """Parse a change. Raises UsageError with the valid forms."""
+    """Parse a change. Raises UsageError with the valid forms, or with those of a link's factor."""
     if text in PLAIN_KINDS:
         return WhatIfChange(text)
     match = _CHANGE_PATTERN.fullmatch(text)
     if match is None or float(match[3] or match[5] or 1) <= 0:
         raise UsageError(f"{text!r} is not a valid change; use one of {', '.join(EXAMPLES)}")
     if match[1]:
-        axis = SHORTHAND.get(match[2], match[2])
-        return WhatIfChange("link", axis=axis, times=float(match[3]))
+        axis, times = SHORTHAND.get(match[2], match[2]), float(match[3])
+        if not _LEAST_TIMES <= times <= _MOST_TIMES:
+            valid = f"from {_LEAST_TIMES:g} to {_MOST_TIMES:,}"
+            raise UsageError(f"{text!r}: the factor of a link is {valid} times its speed")
+        return WhatIfChange("link", axis=axis, times=times)
     if match[4]:
         return WhatIfChange(match[4], count=int(match[5]))
     return WhatIfChange("schedule", name=match[7])

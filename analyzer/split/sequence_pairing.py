@@ -31,6 +31,14 @@ least this many paired calls."""
 _MOST_COMPARED = 1 << 18
 """Number of pairs of calls that are compared at once."""
 
+_SHORT = 500
+"""Up to this many calls all shifts at once take 0.1 to 0.9 of the time that they take one by one,
+from 700 calls on up to twice as long: sorting takes longer than numpy's calls for each shift.
+Measured with 20 to 4,000 calls of 1, 2 and 8 sizes, of which all end with their pair."""
+
+_EXACT = 1 << 53
+"""Whole numbers up to this one are exact as float64, too."""
+
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -87,6 +95,13 @@ def subtract_paired_ends(first: CallSequence, second: CallSequence) -> Int64:
     shifts = _find_consistent(first, second, shifts) if len(shifts) else shifts
     if not len(shifts):
         return first.end_ns[:0]
+    every_ns = np.concatenate([first.end_ns, second.end_ns])
+    # Twice the distances from the median, of all calls, add up to no more than this.
+    most_ns = 4 * (int(every_ns.max()) - int(every_ns.min())) * len(first)
+    if len(first) > _SHORT or most_ns > _EXACT:
+        # Ends of a damaged recording may be fifty years apart: as float64 nothing overflows.
+        apart = [_subtract_ends(first, second, shift) for shift in shifts.tolist()]
+        return min(apart, key=lambda one: measure_mean_scatter_ns([one]))
     scatter_ns = []
     for part, there, paired in _pair_by_shift(first, second, shifts):
         # All shifts at once: differences of ends in order of size, those of no pair behind them.

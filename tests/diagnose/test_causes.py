@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulator.planted import PLANTED
@@ -18,6 +19,7 @@ from stepsplit.analyzer import Finding, analyze
 from stepsplit.analyzer.diagnose.causes.backward_passes import BackwardPasses
 from stepsplit.analyzer.diagnose.causes.cause import Remedy
 from stepsplit.analyzer.diagnose.causes.unmask import unmask
+from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.collectors.formats.rank_record import GpuState, MemoryState, RankRecord, write_record
 from stepsplit.collectors.formats.run_spec import RankInfo
 
@@ -438,14 +440,14 @@ def test_a_rank_with_longer_kernels_is_slow_or_has_more_work_by_their_shapes(
 
 
 def throttled_job(
-    slow: Sequence[int], larger: Sequence[int] = (), grid: bool = True
+    slow: Sequence[int], larger: Sequence[int] = (), grid: bool = True, steps: int = 5
 ) -> list[GpuTrace]:
     """Two data-parallel ranks with 12 gemms of 10 us a step, on rank 1 of 20 us in these steps. In
     the larger ones their grid is larger too."""
     traces = [GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]) for rank in (0, 1)]
     for rank, trace in enumerate(traces):
         at = 0
-        for step in range(1, 6):
+        for step in range(1, steps + 1):
             took, end = 20 if rank and step in slow else 10, at + 12 * (20 if step in slow else 10)
             trace.step(step, at, end + 20)
             own = {"grid": [12 if rank and step in larger else 8, 1, 1]} if grid else {}
@@ -474,6 +476,32 @@ def test_a_rank_that_is_slow_in_single_steps_is_a_straggler_there(
         f"rank 1 is a straggler in {times} steps ({', '.join(map(str, slow))}): as many kernels "
         f"take 1.92x as long there as in its other steps{equal}"
     )
+
+
+@pytest.mark.parametrize("code", ["slow_rank", "uneven_ranks"])
+def test_of_many_steps_a_message_names_eight(code: str, tmp_path: Path) -> None:
+    """Rank 1 takes 120 us longer in nine of sixty steps; the finding has them all."""
+    steps = tuple(range(2, 60, 7))
+    larger = steps if code == "uneven_ranks" else ()
+    found = findings(tmp_path, *throttled_job(steps, larger, steps=60))[0]
+    assert (found.code, found.ranks, found.steps) == (code, (1,), steps)
+    assert " in 9 of 60 steps (2, 9, 16, 23, 30, 37, 44, 51, ...)" in found.message
+
+
+def test_without_a_ring_uneven_work_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All work beside the uneven kernels is asked for by rings of context parallelism alone."""
+    measure, parts = WorkSegments.measure, []
+
+    def record(graph: Any, work: str, part_ns: Any = None) -> WorkSegments:
+        parts.append("all" if part_ns is None else "uneven")
+        return measure(graph, work, part_ns)
+
+    monkeypatch.setattr(WorkSegments, "measure", record)
+    (found,) = findings(tmp_path, *uneven_job([8, 1, 1], [12, 1, 1]))
+    assert found.code == "uneven_ranks"
+    assert set(parts) == {"uneven"}
 
 
 def test_a_larger_batch_in_one_step_is_no_slow_rank(tmp_path: Path) -> None:
@@ -560,6 +588,57 @@ def test_the_only_rank_of_a_stage_has_no_peers_unless_shapes_are_equal(
         for one in findings_of_job
         if one.code in ("slow_rank", "uneven_stages")
     } == found
+
+
+def tensor_parallel_stages(unsized: Sequence[int]) -> list[GpuTrace]:
+    """Two stages of two ranks: in each of four microbatches three gemms, 40 us each and on the
+    second stage 60 us with a larger grid, and a reduction of 30 us. These ranks record no sizes."""
+    groups = [("0", "mesh_pp", [0, 2]), ("1", "mesh_pp", [1, 3])]
+    groups += [("2", "mesh_tp", [0, 1]), ("3", "mesh_tp", [2, 3])]
+    traces = [GpuTrace(rank, 4, groups=groups) for rank in range(4)]
+    for rank, trace in enumerate(traces):
+        stage, pipe = rank // 2, {"peer": (rank + 2) % 4, "group": str(rank % 2)}
+        took = (40, 60)[stage]
+        for step in (1, 2, 3):
+            begin = at = 1_100 * step
+            trace.step(step, at, at + 1_100)
+            for microbatch in range(4):
+                if stage == 1:
+                    sent = max(at + 1, begin + 160 * (microbatch + 1))
+                    trace.message("recv", start=max(at, sent - 10), end=sent, **pipe)
+                    at = sent
+                for i in range(3):
+                    grid = [(8, 12)[stage], 1, 1]
+                    trace.kernel("gemm", at + took * i, at + took * (i + 1), grid=grid)
+                at += 3 * took
+                trace.all_reduce(at, at + 30, group=str(2 + stage), nelems=100_000)
+                at += 30
+                if stage == 0:
+                    trace.message("send", start=at, end=at + 10, **pipe)
+                    at += 10
+            over = begin + 160 + 4 * 210 + 8
+            trace.message(("recv", "send")[stage], start=at, end=over, **pipe)
+            trace.kernel("adam", over, begin + 1_100)
+        if rank in unsized:
+            for event in trace.events:
+                for key in ("In msg nelems", "Out msg nelems"):
+                    event.get("args", {}).pop(key, None)
+    return traces
+
+
+@pytest.mark.parametrize("unsized", [(), (0, 1), (2, 3), (3,), (0, 1, 2, 3)])
+def test_communication_of_unknown_size_stays_with_its_stage(
+    unsized: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Both stages make as many calls: what one computes more takes none of these along.
+
+    With gemms of 50 us the first stage sends every 190 us, and the last reduction ends 940 us after
+    the begin of the step instead of 1,000 us.
+    """
+    found = findings(tmp_path, *tensor_parallel_stages(unsized))
+    (uneven,) = [one for one in found if one.code == "uneven_stages"]
+    assert uneven.ranks == (2, 3)
+    assert uneven.gain_ns == pytest.approx(60_000, rel=0.05)
 
 
 @pytest.mark.parametrize(

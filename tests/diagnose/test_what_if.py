@@ -15,6 +15,7 @@ from support.required import shared_repro
 from support.samples import SAMPLES, read_golden
 
 from stepsplit.analyzer import UsageError, what_if
+from stepsplit.analyzer.diagnose.what_if import parse_change
 from stepsplit.dashboard import cli
 
 REPLAY_OFF = 0.05
@@ -30,6 +31,28 @@ def test_a_change_is_written_as_it_is_read() -> None:
     words += ["link:tp=2", "microbatches=8", "schedule=zb-h1", "replicas=2"]
     found = what_if(SAMPLES / "tp2_pp2_dp2", changes=words)
     assert [str(row.change) for row in found.changes] == words
+
+
+@pytest.mark.parametrize(
+    ("read", "written"),
+    [("2", "2"), ("1.", "1"), (".5", "0.5"), ("0.001", "0.001"), ("1000", "1000"),
+     ("123.456789", "123.456789"), ("999.999999999", "999.999999999"),
+     ("0.0010000001", "0.0010000001"), (str(1 / 3), str(1 / 3))],
+)  # fmt: skip
+def test_a_factor_of_a_link_is_written_as_it_is_read(read: str, written: str) -> None:
+    """With all digits and without an exponent."""
+    change = parse_change(f"link:tp={read}")
+    assert (change.times, str(change)) == (float(read), f"link:tp={written}")
+    assert parse_change(str(change)) == change
+
+
+@pytest.mark.parametrize("times", ["0.0009", "1000.5", "1000000", "0.000000001", "999999999"])
+def test_a_factor_that_no_link_has_is_refused(times: str, tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 10)
+    with pytest.raises(UsageError) as refused:
+        what_if(trace.write(tmp_path), changes=[f"link:tp={times}"])
+    expected = f"'link:tp={times}': the factor of a link is from 0.001 to 1,000 times its speed"
+    assert str(refused.value) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ from support.builders import BASE_NS, GpuTrace
 from support.splitting import recording_of
 
 from stepsplit.analyzer.split.matching import MatchedCalls, match
-from stepsplit.analyzer.split.sequence_pairing import CallSequence, pair_sequences
+from stepsplit.analyzer.split.sequence_pairing import (
+    CallSequence,
+    pair_sequences,
+    subtract_paired_ends,
+)
 
 PAIR = [("0", "", [0, 1])]
 
@@ -65,6 +69,47 @@ def test_a_lost_call_leaves_the_others_in_their_places() -> None:
     lost = sequence(sizes[:4] + sizes[5:], ends[:4] + ends[5:])
     found = pair_sequences(lost, sequence(sizes, ends), one_clock=True)
     assert found.place.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_calls_of_a_damaged_recording_are_paired_by_the_others() -> None:
+    """Three of forty ends are 0, fifty years too early: the other calls pair as they end."""
+    even = [BASE_NS + 1_000_000 * call for call in range(40)]
+    damaged = [0 if call in (3, 9, 20) else end for call, end in enumerate(even)]
+    apart_ns = subtract_paired_ends(
+        sequence([8] * 40, damaged), sequence([8] * 40, [end + 5 for end in even])
+    )
+    reference = subtract_by_shift(sequence([8] * 40, damaged), sequence([8] * 40, even))
+    assert apart_ns.tolist() == [one - 5 for one in reference]
+
+
+def subtract_by_shift(first: CallSequence, second: CallSequence) -> list[int]:
+    """The differences of ends of calls of one kind that scatter least, shift by shift."""
+    found = []
+    for shift in range(-64, 65):
+        rows = [row for row in range(len(first)) if 0 <= row + shift < len(second)]
+        if len(rows) >= 4 and 2 * len(rows) >= min(len(first), len(second)):
+            there = [row + shift for row in rows]
+            if (first.kind[rows] == second.kind[there]).all():
+                found.append(first.end_ns[rows] - second.end_ns[there])
+    scatter = [np.abs(one - np.median(one)).mean() for one in found]
+    return found[int(np.argmin(scatter))].tolist() if found else []
+
+
+@pytest.mark.parametrize("calls", [5, 30, 90, 499, 501, 1_200])
+@pytest.mark.parametrize("kinds", [1, 3])
+def test_ends_of_short_and_long_sequences_are_subtracted_alike(calls: int, kinds: int) -> None:
+    """The second recording begins some calls later, on another clock, and lacks the last ones."""
+    for seed in range(8):
+        rng = np.random.default_rng([seed, calls, kinds])
+        end_ns = np.sort(rng.integers(0, 10**9, calls)).astype(np.int64)
+        kind = (np.arange(calls, dtype=np.int64) % kinds)[:, np.newaxis]
+        lost = slice(int(rng.integers(0, 3)), calls - int(rng.integers(0, 2)))
+        later_ns = int(rng.integers(-(10**9), 10**9)) + rng.integers(-20, 20, calls)
+        first, second = (
+            CallSequence(kind, end_ns),
+            CallSequence(kind[lost], (end_ns + later_ns)[lost]),
+        )
+        assert subtract_paired_ends(first, second).tolist() == subtract_by_shift(first, second)
 
 
 def test_groups_of_one_name_and_different_ranks_are_different_groups(tmp_path: Path) -> None:

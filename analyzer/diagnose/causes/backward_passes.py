@@ -6,14 +6,12 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import is_inside, union
+from stepsplit.analyzer.diagnose.graph.dependency_graph import CLOSE_NS
 from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import Category, Float, Int64
 
 _FORWARD_SHARE = 1 / 3
 """Forward share of forward + backward if they are not marked: a backward takes twice as long."""
-
-_LATE_END_NS = 10_000
-"""A backward may seem to end by so much after what waited for it begins: late recorded ends."""
 
 
 class BackwardPasses(Struct, frozen=True):
@@ -53,7 +51,8 @@ class BackwardPasses(Struct, frozen=True):
         the time since the start of the step.
         """
         boxes = self.rank.grids[window].slots
-        latest = until + _LATE_END_NS
+        # The communication at its end is recorded to end late.
+        latest = until + CLOSE_NS
         last = [box for box in boxes if box.phase != "forward" and box.end_ns <= latest]
         if last:
             begin, end = max((box.start_ns, box.end_ns) for box in last)

@@ -59,7 +59,7 @@ def find_uneven_ranks(context: CauseContext) -> Iterator[Remedy]:
             continue
         work_ns = context.select_bucket_ns("compute")
         counted = one.rows & context.counted
-        steps = ", ".join(map(str, context.list_steps(one.rows)))
+        steps = units.format_number_list(context.list_steps(one.rows))
         more, usual = one.kernels
         trace = context.split.ranks[one.index].trace
         known, kernels = trace.shapes.known_work, "kernels" if trace.on_device else "ops"
@@ -101,12 +101,14 @@ def _balance_ranks(
     usual, peers = of_stage, "average rank"
     who = f"ranks {units.format_number_list(heavy)}" if len(heavy) > 1 else f"rank {worst}"
     segments = WorkSegments.measure(context.graph, "compute", measure_uneven_work(context))
-    every = WorkSegments.measure(context.graph, "compute")
     # A part of the work that is mostly between the messages of a ring is dealt out to all of it.
     uneven_ns = segments.spent_ns[mine].sum()
     in_rings = (segments.spent_ns * find_ring_segments(context, segments))[mine].sum()
-    is_ring = 2 * in_rings > uneven_ns and uneven_ns < _PART * every.spent_ns[mine].sum()
-    is_one = len(heavy) == 1 and not is_ring
+    of_ring: WorkSegments | None = None
+    if 2 * in_rings > uneven_ns:
+        every = WorkSegments.measure(context.graph, "compute")
+        of_ring = every if uneven_ns < _PART * every.spent_ns[mine].sum() else None
+    is_one = len(heavy) == 1 and of_ring is None
     if is_one:
         others = context.average_peers(label, work, others=True)
         usual, peers = np.where(rank == worst, others, work), "other ranks"
@@ -149,14 +151,14 @@ def _balance_ranks(
         ]
         target = np.stack(columns, axis=1)
         chosen = equal & (rank == worst) if is_one else equal
-        if is_ring:
+        if of_ring is not None:
             # What a rank does not compute in a round holds up none: the others do.
-            all_ns = [context.average_peers(label, own) for own in (every.spent_ns * pace).T]
+            all_ns = [context.average_peers(label, own) for own in (of_ring.spent_ns * pace).T]
             dealt_ns = deal_out_rounds(context, segments, target, np.stack(all_ns, axis=1))
             spent_ns = segments.spent_ns * pace
             most_ns = [group_max(label, column, labels) for column in spent_ns.T]
             target = spent_ns * dealt_ns / np.maximum(np.stack(most_ns, axis=1)[label], 1)
-        return segments.set_work(graph, chosen, target / pace, is_equal=is_ring)
+        return segments.set_work(graph, chosen, target / pace, is_equal=of_ring is not None)
 
     verb = "have" if len(heavy) > 1 else "has"
     message = f"load imbalance: {who} {verb} {more} more compute than {than}{reason}"
@@ -201,10 +203,12 @@ def find_uneven_stages(context: CauseContext) -> Iterator[Remedy]:
     doubt = _describe_doubt(context, ranks, context.ranks.tolist())
 
     def balance(graph: DependencyGraph) -> DependencyGraph:
-        # Communication within a stage is that of its layers: as many bytes on all of them.
+        # Communication within a stage is that of its layers: as many bytes on all of them, or as
+        # many calls if the size of some is unknown.
         kernels = context.find_kernels(lambda axes: bool(axes) and axes <= STAGE_AXES)
         row, table = graph.kernels.step[kernels], context.split.matched
-        sent = np.maximum(table.message_bytes[graph.kernels.row[kernels]], 1)
+        sent = table.message_bytes[graph.kernels.row[kernels]]
+        sent = np.ones_like(sent) if (sent < 0).any() else np.maximum(sent, 1)
         of_rank = np.zeros(len(mean))
         np.add.at(of_rank, row[row >= 0], sent[row >= 0])
         step = context.graph.steps.step

@@ -8,6 +8,7 @@ from statistics import median
 
 import numpy as np
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.graph.replay import Change, scale_work
@@ -84,7 +85,7 @@ def find_slow_ranks(context: CauseContext) -> Iterator[Remedy]:
         if not one.equal_work or one.index in slow:
             continue
         rank = int(context.ranks[one.index])
-        named = ", ".join(map(str, context.list_steps(one.rows)))
+        named = units.format_number_list(context.list_steps(one.rows))
         equal = context.split.ranks[one.index].trace.shapes.known_work
         yield _speed_up(
             context,

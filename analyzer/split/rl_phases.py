@@ -60,8 +60,9 @@ class DecodeSteps(Struct, frozen=True):
 def has_rl_phases(trace: RankTrace) -> bool:
     """Whether the rank marks what only an RL step has.
 
-    That is a decode step, a mark that only an RL framework has, or two different phases of RL. One
-    ordinary word, such as "gen" or "values", shows nothing, but of a rank with a role.
+    That is a mark that only an RL framework has, or two different phases of RL. One ordinary word,
+    such as "gen" or "values", shows nothing, nor do decode steps, as an engine that only serves has
+    them, but of a rank with a role.
     """
     events = trace.events
     of_rl = tuple(_find_phase(name) in _OF_RL or is_telling_mark(name) for name in events.names)
@@ -69,7 +70,7 @@ def has_rl_phases(trace: RankTrace) -> bool:
     names = [events.names[number] for number in ids.tolist()]
     if trace.role:
         return bool(names)
-    if any(is_telling_mark(name) or read_decode_step(name) is not None for name in names):
+    if any(map(is_telling_mark, names)):
         return True
     return len({_find_phase(name) for name in names if name != _OF_OPTIMIZERS}) > 1
 

@@ -169,7 +169,9 @@ def test_only_what_rl_alone_does_makes_it_rl(tmp_path: Path) -> None:
         (["update_critic", "update_weights"], False),
         (["gen", "reward"], True),
         (["reference", "weight_sync"], True),
-        (["decode sequences=5"], True),
+        # An engine that only serves decodes, too.
+        (["decode sequences=5", "decode sequences=4"], False),
+        (["decode sequences=5", "reward"], True),
         (["compute_rm_score"], True),
         (["MyTrainer._calculate_rewards"], True),
         (["_calculate_rewards"], False),
@@ -189,7 +191,7 @@ def test_a_role_makes_an_ordinary_word_a_phase(tmp_path: Path) -> None:
     write_run_json(tmp_path, RunSpec("exp1", 1, "nccl", role="rollout"))
     trace = GpuTrace().step(1, 0, 100).kernel("gemm", 0, 100)
     assert not has_rl_phases(read(trace.annotation("request", 0, 10), tmp_path))
-    assert has_rl_phases(read(trace.annotation("generate", 0, 10), tmp_path))
+    assert has_rl_phases(read(trace.annotation("decode sequences=5", 0, 10), tmp_path))
 
 
 def test_telling_marks_are_in_the_table() -> None:

@@ -280,7 +280,7 @@ def test_a_link_slower_than_others_with_the_same_traffic_is_found(tmp_path: Path
     (found,) = findings(tmp_path, *traces)
     assert (found.code, found.ranks) == ("slow_link", (2, 3))
     assert found.gain_ns == 20_000, "of 40 on two of four ranks"
-    assert "slow link between ranks 2, 3: transfers are 2.0x slower" in found.message
+    assert "slow link between ranks 2, 3 on tp: transfers are 2.0x slower" in found.message
 
 
 def test_links_that_differ_by_chance_are_no_finding(tmp_path: Path) -> None:

@@ -78,6 +78,12 @@ def _build_remedy(
     rows = np.isin(context.ranks[context.graph.steps.rank], ranks)
     ratio = float(took.sum() / (took * times).sum())
     count = max(1, int((rows & context.graph.steps.full).sum()))
+    found = context.split
+    groups = np.unique(found.matched.group[context.graph.kernels.row[kernels]]).tolist()
+    axes = {
+        found.layout.find_axis(found.matched.groups[one]) if one >= 0 else None for one in groups
+    }
+    on_axis = f" on {axis}" if len(axes) == 1 and (axis := axes.pop()) else ""
 
     def speed_up(graph: DependencyGraph) -> DependencyGraph:
         return scale_transfers(graph, kernels, times)
@@ -90,7 +96,7 @@ def _build_remedy(
         predicted_ns=int((took * times).sum()) // count,
         rows=rows,
         message=(
-            f"slow link between ranks {units.format_number_list(ranks)}: transfers are "
+            f"slow link between ranks {units.format_number_list(ranks)}{on_axis}: transfers are "
             f"{ratio:.1f}x slower than between other ranks with the same traffic"
         ),
         ranks=ranks,

@@ -427,16 +427,16 @@ def test_a_wrong_job_is_refused_in_one_line_that_names_the_fix(
     client: FlaskClient, store: Store, sent: dict[str, Any], says: str
 ) -> None:
     run_id = done(store, FULL)
-    begun = time.monotonic()
+    begun = time.thread_time()
 
     answer = client.put(f"{RUNS}/{run_id}/job", **sent)
 
-    seconds = time.monotonic() - begun
+    seconds = time.thread_time() - begun
     assert answer.json is not None and answer.status_code == (413 if says == "too large" else 400)
     error = answer.json["error"]
     assert says == "too large" or says in error
     assert "\n" not in error and len(error) <= 2_000
-    assert seconds < 1, seconds
+    assert seconds < 1, seconds  # of a processor: other tests run beside this one
     assert state(store, run_id) == ("done", None)
     assert client.get(f"{RUNS}/{run_id}/job").data == FULL
 

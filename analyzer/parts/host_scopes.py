@@ -140,13 +140,15 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
     steps = _find_steps(events, scopes)
     for thread in sorted({*timelines, *nodes}):
         line = timelines.get(thread, _NO_RANGES)
+        node_starts_ns = np.empty(0, dtype=np.int64)
         if thread in nodes:
             line = _merge_nodes(line, nodes[thread], numbers)
+            node_starts_ns = nodes[thread].start_ns
         ops = op_rows[threads.of_lane[events.lane[op_rows]] == thread]
         timelines[thread] = _fill_gaps(
             line,
             events.start_ns[ops],
-            nodes[thread].start_ns if thread in nodes else _BEGIN,
+            node_starts_ns,
             numbers,
             has_forward=scopes.has_modules or by_sequence,
         )

@@ -66,6 +66,9 @@ def has_rl_phases(trace: RankTrace) -> bool:
     """
     events = trace.events
     of_rl = tuple(_find_phase(name) in _OF_RL or is_telling_mark(name) for name in events.names)
+    if not any(of_rl):
+        # Of most recordings the names say so, before any of their millions of events is looked at.
+        return False
     ids = np.unique(events.name_id[_mask_marks(trace) & events.name_mask(of_rl)])
     names = [events.names[number] for number in ids.tolist()]
     if trace.role:

@@ -78,11 +78,11 @@ def _build_remedy(
     rows = np.isin(context.ranks[context.graph.steps.rank], ranks)
     ratio = float(took.sum() / (took * times).sum())
     count = max(1, int((rows & context.graph.steps.full).sum()))
-    found = context.split
-    groups = np.unique(found.matched.group[context.graph.kernels.row[kernels]]).tolist()
-    axes = {
-        found.layout.find_axis(found.matched.groups[one]) if one >= 0 else None for one in groups
-    }
+    matched = context.split.matched
+    # Group -1, of a call whose group is unknown, has no axis.
+    axis_of = (*map(context.split.layout.find_axis, matched.groups), None)
+    groups = np.unique(matched.group[context.graph.kernels.row[kernels]]).tolist()
+    axes = {axis_of[one] for one in groups}
     on_axis = f" on {axis}" if len(axes) == 1 and (axis := axes.pop()) else ""
 
     def speed_up(graph: DependencyGraph) -> DependencyGraph:

@@ -76,6 +76,15 @@ MAKERS = {
 }
 
 
+def install(name: str, undo: pytest.MonkeyPatch) -> tuple[ModuleType, Timer]:
+    """An imitation of a framework's module, as if the script had imported it, and its timer."""
+    (framework,) = (one for one in FRAMEWORKS if one.name == name)
+    module = ModuleType(framework.sources[0].module)
+    timer = MAKERS[name](module)
+    undo.setitem(sys.modules, module.__name__, module)
+    return module, timer
+
+
 def record(folder: Path, timer: Timer, *, enter_early: bool = False) -> list[str]:
     """The names of the ranges of the one recorded step, of a mark in each of three steps."""
     early = timer("early")
@@ -100,10 +109,7 @@ def record(folder: Path, timer: Timer, *, enter_early: bool = False) -> list[str
 def test_a_timer_is_a_range_of_the_recorded_step(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (framework,) = (one for one in FRAMEWORKS if one.name == name)
-    module = ModuleType(framework.sources[0].module)
-    timer = MAKERS[name](module)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module, timer = install(name, monkeypatch)
     before = {key: dict(vars(value)) for key, value in vars(module).items() if type(value) is type}
     assert record(tmp_path, timer) == ["outer 1", "update_weights"]
     # Nothing of the framework stays replaced.
@@ -112,10 +118,7 @@ def test_a_timer_is_a_range_of_the_recorded_step(
 
 
 def test_a_timer_may_be_a_decorator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (framework,) = (one for one in FRAMEWORKS if one.name == "slime")
-    module = ModuleType(framework.sources[0].module)
-    timer = make_slime(module)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    _, timer = install("slime", monkeypatch)
     with profile_run(tmp_path, wait=0, warmup=0, active=1) as run:
 
         @timer("log_probs")
@@ -151,10 +154,8 @@ def test_what_a_timer_makes_keeps_all_that_it_has(
         def context(self, name: str) -> Any:
             return Block() if name else None
 
-    (framework,) = (one for one in FRAMEWORKS if one.name == "slime")
-    module = ModuleType(framework.sources[0].module)
+    module, _ = install("slime", monkeypatch)
     module.Timer = Clock  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
     with profile_run(tmp_path, wait=0, warmup=0, active=1) as run:
         assert Clock().context("") is None
         block = Clock().context("log_probs")
@@ -169,21 +170,15 @@ def test_what_a_timer_makes_keeps_all_that_it_has(
 def test_a_block_that_was_entered_before_the_recording_is_left_as_ever(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (framework,) = (one for one in FRAMEWORKS if one.name == name)
-    module = ModuleType(framework.sources[0].module)
-    timer = MAKERS[name](module)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    _, timer = install(name, monkeypatch)
     assert record(tmp_path, timer, enter_early=True) == ["outer 1", "update_weights"]
 
 
 def test_an_error_in_a_block_is_the_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, make in MAKERS.items():
-        (framework,) = (one for one in FRAMEWORKS if one.name == name)
-        module = ModuleType(framework.sources[0].module)
-        timer = make(module)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in MAKERS:
+        _, timer = install(name, monkeypatch)
         with (
             profile_run(tmp_path / name, wait=0, warmup=0, active=1) as run,
             pytest.raises(KeyError, match="mine"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.builders import MAIN, CpuTrace, GpuTrace
+from support.part_compute import list_part_compute
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.parts.layer_sequence import Size, label_by_sizes, label_pass
@@ -95,13 +96,7 @@ def test_a_compiled_backward_has_the_products_of_its_forward(tmp_path: Path) -> 
     node = "autograd::engine::evaluate_function: CompiledFunctionBackward"
     trace.op(node, begin, at, tid=BACKWARD, **{"Sequence number": 1})
     trace.write(tmp_path)
-    report = analyze(tmp_path)
-    compute = {
-        (row.layer, row.part, row.phase): row.compute_ns // 1000
-        for row in report.parts
-        if row.compute_ns
-    }
-    assert compute == {
+    assert list_part_compute(analyze(tmp_path)) == {
         (0, "attention", "forward"): 30, (0, "mlp", "forward"): 20,
         (1, "attention", "forward"): 30, (1, "mlp", "forward"): 20,
         (None, "attention", "backward"): 80, (None, "mlp", "backward"): 80,
@@ -147,14 +142,10 @@ def test_the_devices_copy_of_a_steps_mark_does_not_end_a_pass(tmp_path: Path) ->
         trace.op(op, at, at + 9)
         trace.launch(kernel, (at + 1, at + 2), (at + 12, at + 22))
     trace.write(tmp_path)
-    compute = {
-        (row.layer, row.part): row.compute_ns // 1000
-        for row in analyze(tmp_path).parts
-        if row.compute_ns
-    }
-    assert compute == {
-        (0, "attention"): 30, (0, "mlp"): 10, (1, "attention"): 30, (1, "mlp"): 10,
-        (None, "head"): 10,
+    assert list_part_compute(analyze(tmp_path)) == {
+        (0, "attention", "forward"): 30, (0, "mlp", "forward"): 10,
+        (1, "attention", "forward"): 30, (1, "mlp", "forward"): 10,
+        (None, "head", "forward"): 10,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.fleet import Fleet, run_fleet, write_fleet
 from support.builders import MAIN, CpuTrace, GpuTrace
+from support.part_compute import list_part_compute
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.parts.part import PartKind, PartPhase
@@ -272,13 +273,9 @@ def test_an_op_between_a_forward_and_an_annotated_backward_is_of_neither(tmp_pat
     for launched, ran in ((10, 0), (60, 50), (110, 100)):
         trace.launch("gemm", (launched, launched + 2), (ran + 12, ran + 52))
     trace.write(tmp_path)
-    compute = {
-        (row.part, row.phase): row.compute_ns // 1000
-        for row in analyze(tmp_path).parts
-        if row.compute_ns
-    }
-    assert compute == {
-        ("attention", "forward"): 40, ("other", "other"): 40, ("mlp", "backward"): 40,
+    assert list_part_compute(analyze(tmp_path)) == {
+        (None, "attention", "forward"): 40, (None, "other", "other"): 40,
+        (None, "mlp", "backward"): 40,
     }  # fmt: skip
 
 
@@ -385,12 +382,9 @@ def test_fused_kernels_in_no_module_have_a_kind_by_what_they_fuse(tmp_path: Path
              **{"Sequence number": 1})  # fmt: skip
     trace.launch("triton_poi_fused_mul_silu_backward_1", (31, 32), (50, 100), tid=BACKWARD_THREAD)
     trace.write(tmp_path)
-    compute = {
-        (row.part, row.phase): row.compute_ns // 1000
-        for row in analyze(tmp_path).parts
-        if row.compute_ns
-    }
-    assert compute == {("norm", "other"): 30, ("other", "other"): 10, ("mlp", "backward"): 50}
+    assert list_part_compute(analyze(tmp_path)) == {
+        (None, "norm", "other"): 30, (None, "other", "other"): 10, (None, "mlp", "backward"): 50,
+    }  # fmt: skip
 
 
 @pytest.mark.slow

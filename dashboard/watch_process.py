@@ -231,7 +231,7 @@ class BatchSender:
         for number in range(newest + 1, whole.incarnation)[-MOST_STARTS:]:
             empty = msgspec.structs.replace(
                 whole, id=f"{whole.id} start {number}", incarnation=number, windows=(), samples=(),
-                events=(), dropped={},
+                events=(), dropped={}, ledger=None,
             )  # fmt: skip
             self._post(encode_batch(empty))
         return self._post(batch)

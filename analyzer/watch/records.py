@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.report.ledger import Ledger
 from stepsplit.collectors.formats.watch_notes import RankWindow
 
 SCHEMA = "stepsplit.watch/1"
@@ -136,6 +137,8 @@ class WatchBatch(Struct, frozen=True, kw_only=True):
         samples: Samples that this host has reduced.
         events: Events of this host.
         dropped: Numbers of what was given up since the last batch, by reason.
+        ledger: What the wall clock of the whole job went to until now, by the notes in the folder
+            of this host: once a minute from the host of its lowest rank, else None.
     """
 
     schema: str = SCHEMA
@@ -152,6 +155,7 @@ class WatchBatch(Struct, frozen=True, kw_only=True):
     samples: tuple[WatchSample, ...] = ()
     events: tuple[WatchEvent, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
+    ledger: Ledger | None = None
 
 
 _HINT = "send batches of `stepsplit watch` of this version"

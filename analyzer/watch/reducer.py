@@ -16,13 +16,16 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct, field
 
-from stepsplit.analyzer.errors import UsageError, make_write_error, write
+from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_error, write
+from stepsplit.analyzer.report.ledger import Ledger, ledger_to_json
+from stepsplit.analyzer.watch.ledger import read_ledger
 from stepsplit.analyzer.watch.levels import (
     HostLateness,
     OnlineChange,
@@ -76,6 +79,12 @@ MOST_CAPTURES = 1_000
 
 MOST_SPLITS = 20
 """Samples with which a change is explained."""
+
+LEDGER_S, LEDGER_SHARE = 60.0, 0.01
+"""Time between two ledgers, and the most of a core that reading them may take."""
+
+MOST_LEDGER_BYTES = 256 << 10
+"""A ledger of hundreds of starts, or of many ranks, has its newest start only in a batch."""
 
 PAUSE = 5.0
 """A step that takes so many times the median of its window is noted as a pause."""
@@ -248,6 +257,8 @@ class Reducer(Outbox):
 
     def __init__(self, folder: WatchFolder) -> None:
         super().__init__(folder)
+        self._ledger: Ledger | None = None
+        self._ledger_due_s = time.monotonic() + LEDGER_S
         # A batch that was written, perhaps in part, before a kill within _close, is cut off: its
         # notes are read again.
         if problem := describe_special(folder.batches):
@@ -283,7 +294,26 @@ class Reducer(Outbox):
             kept = f"{SAMPLES}/{name}" if folder.exists() else ""
             draft.add_sample(msgspec.structs.replace(sample, traces=kept), reports[0])
         draft.count("sample", self._keep_within_budget(draft))
+        if draft.has_lowest_rank and (is_last or time.monotonic() >= self._ledger_due_s):
+            draft.ledger = self._read_ledger()
         return None if draft.is_empty else self._close(draft)
+
+    def _read_ledger(self) -> Ledger | None:
+        """The ledger of the folder if it is another one than before."""
+        begin_s = time.monotonic()
+        ledger: Ledger | None = None
+        # Whatever is wrong with the folder, `stepsplit analyze` says it.
+        with suppress(StepsplitError):
+            ledger = read_ledger(self._folder.path)
+        took_s = time.monotonic() - begin_s
+        self._ledger_due_s = begin_s + max(LEDGER_S, took_s / LEDGER_SHARE)
+        if ledger is not None and len(ledger_to_json(ledger)) > MOST_LEDGER_BYTES:
+            newest = ledger.incarnations[-1:]
+            ledger = msgspec.structs.replace(ledger, incarnations=newest)
+        if ledger == self._ledger:
+            return None
+        self._ledger = ledger
+        return ledger
 
     def list_captures(self) -> list[Capture]:
         """The requested samples that are neither uploaded nor refused nor dropped."""
@@ -394,12 +424,19 @@ class _Draft:
         self._samples: list[WatchSample] = []
         self._events: list[WatchEvent] = []
         self._dropped: Counter[str] = Counter()
+        self.ledger: Ledger | None = None
         self.must_capture = False
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self._windows or self._samples or self._events or self._dropped.total())
+        new = self._windows or self._samples or self._events or self._dropped.total()
+        return not new and self.ledger is None
+
+    @property
+    def has_lowest_rank(self) -> bool:
+        """Whether the lowest rank of the folder, whose host sends the ledger, is of this host."""
+        return bool(self.ranks) and self._is_own(min(self.ranks))
 
     def count(self, reason: str, number: int) -> None:
         """Counts what was given up."""
@@ -537,6 +574,7 @@ class _Draft:
             samples=tuple(self._samples),
             events=tuple(self._events),
             dropped=dict(self._dropped),
+            ledger=self.ledger,
         )
 
     def _list_own(self) -> list[int]:

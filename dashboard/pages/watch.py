@@ -60,6 +60,7 @@ from stepsplit.dashboard.pages.watch_alerts import (
     is_named_after,
     list_incidents,
 )
+from stepsplit.dashboard.pages.watch_ledger import build_goodput_card, build_ledger_section
 from stepsplit.dashboard.pages.watch_range import ShownRange, build_range_controls, choose_range
 from stepsplit.dashboard.store.alerts import WatchAlert
 from stepsplit.dashboard.store.ids import is_watch_name
@@ -69,6 +70,7 @@ from stepsplit.dashboard.store.watch import (
     SplitSlot,
     StepSlot,
     StoredEvent,
+    StoredLedger,
     StoredSample,
     WatchedRun,
     WatchRange,
@@ -100,7 +102,7 @@ class WatchView:
     """A watched run in a range of time.
 
     shorter_steps: the slots that those of steps are made of, as far as they are kept; none of the
-    shortest. first_hour is None unless its start is longer ago.
+    shortest. first_hour is None unless its start is longer ago. ledger is that of the whole job.
     """
 
     run: WatchedRun
@@ -115,6 +117,7 @@ class WatchView:
     samples: tuple[StoredSample, ...]
     newest_steps: tuple[StepSlot, ...]
     first_hour: StepSummary | None
+    ledger: StoredLedger | None
 
     @property
     def axis(self) -> TimeAxis:
@@ -144,6 +147,7 @@ def read_watch_view(
         tuple(events.values()),
         watches.list_samples(run.id, _LAST_SAMPLES),
         watches.read_steps(run.id, run.newest_minutes), read_first_hour(watches, run),
+        watches.read_ledger(run.id),
     )  # fmt: skip
 
 
@@ -251,6 +255,7 @@ def build_watch_page(
     urgent = build_alerts_section(opened, view.now_unix_ns, may_act=may_act)
     incidents = list_incidents(alerts, view.events, _list_gaps_s(view), view.shown)
     happened = build_incidents_section(incidents, run.name, chosen, view.shown)
+    ledger = [] if view.ledger is None else [build_ledger_section(view.ledger)]
     silent_s = None
     if _is_silent(run, view.now_unix_ns):
         silent_s = (view.now_unix_ns - run.newest_unix_ns) / _SECOND_NS
@@ -260,13 +265,15 @@ def build_watch_page(
     ]  # fmt: skip
     if not view.steps and not view.splits:
         hint = f"No batch has data of this {view.shown.label}; choose a longer or another one."
-        return html.Div([*parts, build_empty_card("No data in this range", hint), happened])
+        empty = build_empty_card("No data in this range", hint)
+        return html.Div([*parts, empty, happened, *ledger])
     as_share, sums = chosen.find_text("unit") != "ms", _sum_samples(view)
     return html.Div(
         [
             *parts,
             _build_steps_section(view),
             happened,
+            *ledger,
             _build_split_section(view, sums, as_share),
             *_build_exposed_section(view, sums),
             # By the unprofiled steps of all ranks, and by samples.
@@ -297,6 +304,7 @@ def _build_watch_cards(view: WatchView) -> html.Div:
     interval = run.interval_steps
     cards = [
         _build_step_card(view),
+        *([] if view.ledger is None else [build_goodput_card(view.ledger)]),
         build_card(
             "overhead of samples", measured, f"budget {format_percent(run.budget, 2)}",
             "var(--bad)" if over else None,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.report.ledger import IncarnationLedger, Ledger, LedgerRow
-from stepsplit.analyzer.report.ledger_words import ROW_NAMES, format_goodput, format_wall
+from stepsplit.analyzer.report.ledger import IncarnationLedger, Ledger
+from stepsplit.analyzer.report.ledger_words import (
+    format_goodput,
+    format_gpu_hours,
+    format_row,
+    format_start,
+    format_wall,
+)
 from stepsplit.dashboard.reporters.console import Text
 
 _MOST_STARTS = 8
@@ -27,7 +35,7 @@ def build_ledger_screen(ledger: Ledger, samples: str = "") -> RenderableType:
     )
     parts: list[RenderableType] = [Text("   ".join(known), style="bold")]
     parts += [Text(f"not known: {lack}", style="bold yellow") for lack in ledger.lacks]
-    hours = f"{ledger.gpu_hours:.3g} GPU hours"
+    hours = f"{format_gpu_hours(ledger.gpu_hours)} GPU hours"
     parts.append(
         Text(f"wall clock {format_wall(ledger.wall_ns)} ({hours})   goodput ")
         + Text(format_goodput(ledger), style="bold")
@@ -49,20 +57,13 @@ def _build_rows(ledger: Ledger) -> Table:
     table.add_column("")
     longest = max((row.ns for row in ledger.rows), default=0) or 1
     for row in ledger.rows:
-        share = row.ns / ledger.wall_ns if ledger.wall_ns else 0.0
-        table.add_row(
-            Text(ROW_NAMES[row.kind]),
-            format_wall(row.ns),
-            units.format_percent(share),
-            units.format_count(row.count) if row.count else "",
-            f"{row.gpu_hours:.3g}",
-            Bar(longest, 0, row.ns, width=24),
-        )
+        name, *numbers = astuple(format_row(row, ledger.wall_ns))
+        table.add_row(Text(name), *numbers, Bar(longest, 0, row.ns, width=24))
     return table
 
 
 def _build_starts(starts: tuple[IncarnationLedger, ...]) -> Table:
-    """A line for each start: its steps, goodput, largest other row, and how it ended."""
+    """A line for each start."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for name in ("start", "ranks", "steps", "wall clock", "goodput", "most of the rest", "ending"):
         table.add_column(name, justify="right" if name in ("start", "ranks") else "left")
@@ -71,20 +72,5 @@ def _build_starts(starts: tuple[IncarnationLedger, ...]) -> Table:
     for place, one in enumerate(shown):
         if len(shown) < len(starts) and place == half:
             table.add_row("...", *[""] * 5, f"{len(starts) - len(shown)} more")
-        train_ns = sum(row.ns for row in one.rows if row.kind == "train")
-        rest: list[LedgerRow] = sorted(
-            (row for row in one.rows if row.kind != "train"), key=lambda row: -row.ns
-        )
-        most = f"{ROW_NAMES[rest[0].kind]} {format_wall(rest[0].ns)}" if rest else ""
-        steps = "none" if one.last_step is None else f"{one.first_step} to {one.last_step}"
-        table.add_row(
-            str(one.incarnation + 1),
-            str(len(one.ranks)),
-            steps,
-            format_wall(one.wall_ns),
-            units.format_percent(train_ns / one.wall_ns) if one.wall_ns else "",
-            most,
-            # Only the last one may still run.
-            f"{one.ending}{', or running' * (one.ending == 'lost' and one is starts[-1])}",
-        )
+        table.add_row(*astuple(format_start(one, one is starts[-1])))
     return table

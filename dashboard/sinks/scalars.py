@@ -15,6 +15,7 @@ from typing import Protocol
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.report.ledger import Ledger
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
@@ -153,9 +154,44 @@ DROPPED = SinkMetric(
     "reason",
 )
 
+LEDGER = SinkMetric(
+    "ledger_{key}_s",
+    "stepsplit.ledger.duration",
+    "stepsplit_watch_ledger_seconds",
+    "s",
+    "What the wall clock of the whole job went to until now, by row, in the mean of the ranks; the"
+    " rows add up to it.",
+    "row",
+)
+
+GPU_HOURS = SinkMetric(
+    "gpu_hours_{key}",
+    "stepsplit.ledger.gpu_time",
+    "stepsplit_watch_ledger_gpu_hours",
+    "h",
+    "What that cost in GPU hours, by row.",
+    "row",
+)
+
+GOODPUT = SinkMetric(
+    "goodput_ratio",
+    "stepsplit.goodput.ratio",
+    "stepsplit_watch_goodput_ratio",
+    "1",
+    "Part of the wall clock in steps that count.",
+)
+
+GOODPUT_IS_BOUND = SinkMetric(
+    "goodput_is_bound",
+    "stepsplit.goodput.is_bound",
+    "stepsplit_watch_goodput_is_bound",
+    "1",
+    "1 if the goodput is the most that it can be, since something of the job is not known, else 0.",
+)
+
 METRICS = (
     STEP_TIME, SHARE, EXPOSED, CAUSED_WAIT, CAUSED_WAIT_RANK, LATE, WORST_RANK, OVERHEAD, LEVEL,
-    LAST_SAMPLE, LAST_DATA, DROPPED,
+    LAST_SAMPLE, LAST_DATA, DROPPED, GOODPUT, GOODPUT_IS_BOUND, LEDGER, GPU_HOURS,
 )  # fmt: skip
 
 
@@ -236,9 +272,14 @@ def build_report_points(report: Report) -> tuple[ScalarPoint, ...]:
 
 
 def build_batch_points(batch: WatchBatch) -> tuple[ScalarPoint, ...]:
-    """The points of a batch of a watch: its step times, and each sample that counts, by step."""
+    """The points of a batch of a watch: its step times, each sample that counts, and the ledger, by
+    step."""
     points = [_build_window_point(batch)] if batch.windows else []
     points += [_build_sample_point(batch, one) for one in batch.samples if one.ranks]
+    if (ledger := batch.ledger) is not None:
+        steps = [one.last_step or 0 for one in ledger.incarnations]
+        name, scalars = escape_controls(batch.run), build_ledger_scalars(ledger)
+        points.append(ScalarPoint(name, max(steps), batch.unix_ns, scalars))
     return tuple(sorted(points, key=lambda point: point.step))
 
 
@@ -294,6 +335,16 @@ def _build_sample_point(batch: WatchBatch, sample: WatchSample) -> ScalarPoint:
     if batch.overhead is not None:
         scalars = (*scalars, Scalar(OVERHEAD, batch.overhead))
     return ScalarPoint(escape_controls(batch.run), sample.step, sample.unix_ns, scalars)
+
+
+def build_ledger_scalars(ledger: Ledger) -> tuple[Scalar, ...]:
+    """Goodput, and each row in seconds and GPU hours."""
+    return (
+        Scalar(GOODPUT, ledger.goodput),
+        Scalar(GOODPUT_IS_BOUND, float(ledger.is_goodput_bound)),
+        *(Scalar(LEDGER, row.ns / 1e9, row.kind) for row in ledger.rows),
+        *(Scalar(GPU_HOURS, row.gpu_hours, row.kind) for row in ledger.rows),
+    )
 
 
 def build_step_scalars(min_ns: float, median_ns: float, max_ns: float) -> tuple[Scalar, ...]:

@@ -246,6 +246,19 @@ WATCH_HOSTS = sa.Table(
 )
 """The newest batch of each host."""
 
+WATCH_LEDGERS = sa.Table(
+    "watch_ledgers",
+    METADATA,
+    _build_watch_column(primary_key=True),
+    sa.Column("host", sa.String(200), primary_key=True),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("lowest_rank", sa.Integer, nullable=False),
+    sa.Column("ledger", sa.LargeBinary, nullable=False),
+)
+"""The newest ledger of each host that sends one, as JSON: one host, or each if each has its own
+folder."""
+
 WATCH_BATCHES = sa.Table(
     "watch_batches",
     METADATA,

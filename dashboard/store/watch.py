@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from sqlalchemy import Row, Table, delete, func, select, update
 from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.report.ledger import Ledger
 from stepsplit.analyzer.watch.records import SAMPLE_TAG, WatchBatch, WatchEvent, WatchSample
 from stepsplit.dashboard.store import watch_slots
 from stepsplit.dashboard.store.database import Database
@@ -21,6 +23,7 @@ from stepsplit.dashboard.store.schema import (
     WATCH_DROPPED,
     WATCH_EVENTS,
     WATCH_HOSTS,
+    WATCH_LEDGERS,
     WATCH_SAMPLES,
     WATCH_SPLITS,
     WATCH_STARTS,
@@ -159,6 +162,15 @@ class StoredSample:
     host: str
     sample: WatchSample
     run_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLedger:
+    """The newest ledger of the job, the host that sent it, and when that closed its batch."""
+
+    host: str
+    unix_ns: int
+    ledger: Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +341,25 @@ class WatchStore:
             )
             run_ids = {row[0]: row[1] for row in connection.execute(tagged)}
         return tuple(_read_sample(row, run_ids.get(row.sample_id)) for row in rows)
+
+    def read_ledger(self, watch_id: int) -> StoredLedger | None:
+        """The ledger of the job; None if no host has sent one.
+
+        Hosts with folders of their own send one each, of their ranks: that of the lowest rank of
+        the newest start counts.
+        """
+        table = WATCH_LEDGERS.c
+        newest = (
+            select(WATCH_LEDGERS)
+            .where(table.watch_id == watch_id)
+            .order_by(table.incarnation.desc(), table.lowest_rank, table.unix_ns.desc(), table.host)
+            .limit(1)
+        )
+        with self._database.begin_read() as connection:
+            row = connection.execute(newest).one_or_none()
+        if row is None:
+            return None
+        return StoredLedger(row.host, row.unix_ns, msgspec.json.decode(row.ledger, type=Ledger))
 
     def find_run_of_sample(self, watch_id: int, unix_ns: int) -> str | None:
         """The stored run of the sample that is nearest in time; None if no sample has one."""

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 from sqlalchemy import Executable, Row, Select, Table, bindparam, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -20,6 +21,7 @@ from sqlalchemy.exc import IntegrityError
 
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.report.ledger import IncarnationLedger, Ledger
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
 from stepsplit.collectors.formats.watch_notes import RankWindow
 from stepsplit.dashboard.store import watch_slots
@@ -32,6 +34,7 @@ from stepsplit.dashboard.store.schema import (
     WATCH_DROPPED,
     WATCH_EVENTS,
     WATCH_HOSTS,
+    WATCH_LEDGERS,
     WATCH_SAMPLES,
     WATCH_SPLITS,
     WATCH_STARTS,
@@ -88,6 +91,8 @@ def check_batch(batch: WatchBatch, now_ns: int) -> None:
     for one in batch.windows:
         if not (one.steps and one.min_step_ns <= one.median_step_ns <= one.max_step_ns):
             raise UsageError(f"the step times of rank {one.rank} are not min <= median <= max")
+    if batch.ledger is not None:
+        _check_ledger(batch.ledger)
     if batch.unix_ns > now_ns + AHEAD_S * _SECOND_NS:
         raise UsageError(f"the clock of host {clean_text(batch.host, 100)} is over an hour ahead")
     times = [one.end_unix_ns for one in batch.windows]
@@ -95,6 +100,22 @@ def check_batch(batch: WatchBatch, now_ns: int) -> None:
     begin = batch.unix_ns - SPAN_S * _SECOND_NS
     if times and not begin <= min(times) <= max(times) <= batch.unix_ns + AHEAD_S * _SECOND_NS:
         raise UsageError("the times in a batch must be of the day before it was closed")
+
+
+def _check_ledger(ledger: Ledger) -> None:
+    """Raises UsageError if the rows of the ledger, or of one of its starts, do not add up."""
+    parts: list[Ledger | IncarnationLedger] = [ledger, *ledger.incarnations]
+    for part in parts:
+        if sum(row.ns for row in part.rows) != part.wall_ns or len(part.rows) > _MOST_ROWS:
+            raise UsageError("the rows of a ledger must add up to its wall clock")
+        for row in part.rows:
+            if not (row.kind.isidentifier() and len(row.kind) <= NAME_LENGTH):
+                raise UsageError("the rows of a ledger are of kinds such as train")
+    if not 0 <= ledger.goodput <= 1 or not ledger.incarnations:
+        raise UsageError("a ledger has a start, and a goodput of 0 to 1")
+
+
+_MOST_ROWS = 100
 
 
 def _list_numbers(batch: WatchBatch) -> Iterator[int]:
@@ -116,6 +137,13 @@ def _list_numbers(batch: WatchBatch) -> Iterator[int]:
         # A rank that is less late than the others has a negative lateness.
         levels = (event.before_ns or 0, event.after_ns or 0)
         yield from map(math.floor, levels if event.kind == "change" else map(abs, levels))
+    if (ledger := batch.ledger) is not None:
+        yield from (ledger.wall_ns >> 10, ledger.hosts)
+        for row in (*ledger.rows, *(row for one in ledger.incarnations for row in one.rows)):
+            yield from (row.ns >> 10, row.count, math.floor(min(row.gpu_hours, _MAX_NUMBER)))
+        for start in ledger.incarnations:
+            yield from (start.wall_ns >> 10, start.incarnation, start.world_size)
+            yield from (start.first_step, start.last_step or 0, min(start.ranks, default=-1))
 
 
 def _list_ranks(batch: WatchBatch) -> Iterator[int]:
@@ -248,12 +276,33 @@ def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> N
             for event in batch.events
         ]  # fmt: skip
         connection.execute(insert(WATCH_EVENTS), rows)
+    if batch.ledger is not None:
+        _write_ledger(connection, watch_id, batch, batch.ledger)
     for reason, number in batch.dropped.items():
         place = {"watch_id": watch_id, "reason": clean_text(reason, 200)}
         known = _find_row(connection, WATCH_DROPPED, place)
         # The sum of valid numbers need not be one.
         total = min(number + (known.number if known else 0), _MAX_NUMBER)
         _write_row(connection, WATCH_DROPPED, place, {"number": total})
+
+
+_MOST_LACKS = 50
+
+
+def _write_ledger(connection: Connection, watch_id: int, batch: WatchBatch, ledger: Ledger) -> None:
+    key = {"watch_id": watch_id, "host": clean_text(batch.host, 200)}
+    known = _find_row(connection, WATCH_LEDGERS, key)
+    # A late batch has an older one.
+    if known is not None and known.unix_ns > batch.unix_ns:
+        return
+    lacks = tuple(clean_text(one, 500) for one in ledger.lacks[:_MOST_LACKS])
+    ledger = msgspec.structs.replace(ledger, run=batch.run, lacks=lacks)
+    values = {
+        "incarnation": batch.incarnation, "unix_ns": batch.unix_ns,
+        "lowest_rank": min(ledger.incarnations[-1].ranks),
+        "ledger": msgspec.json.encode(ledger),
+    }  # fmt: skip
+    _write_row(connection, WATCH_LEDGERS, key, values)
 
 
 @dataclass(frozen=True, slots=True)

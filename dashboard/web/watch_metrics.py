@@ -25,6 +25,7 @@ from stepsplit.dashboard.sinks.scalars import (
     Scalar,
     build_exposed_scalars,
     build_late_scalars,
+    build_ledger_scalars,
     build_split_scalars,
     build_step_scalars,
 )
@@ -67,10 +68,16 @@ class WatchCollector:
                 *_read_step_scalars(self._watches, run),
                 *build_late_scalars(_read_lateness_ns(self._watches, run)),
                 *_read_sample_scalars(self._watches, run),
+                *_read_ledger_scalars(self._watches, run),
             ):
                 values = [run.name, one.key] if one.metric.label else [run.name]
                 families[one.metric.prometheus].add_metric(values, one.value)
         yield from families.values()
+
+
+def _read_ledger_scalars(watches: WatchStore, run: WatchedRun) -> tuple[Scalar, ...]:
+    stored = watches.read_ledger(run.id)
+    return () if stored is None else build_ledger_scalars(stored.ledger)
 
 
 def _read_lateness_ns(watches: WatchStore, run: WatchedRun) -> dict[int, float]:

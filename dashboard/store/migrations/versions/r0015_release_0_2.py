@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0014"
+revision = "0015"
 down_revision = "0004"
 
 _BUCKETS = ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
@@ -82,6 +82,15 @@ def upgrade() -> None:
         sa.Column("interval_steps", sa.BigInteger),
         sa.Column("budget", sa.Float, nullable=False),
         sa.Column("overhead", sa.Float),
+    )
+    op.create_table(
+        "watch_ledgers",
+        _build_watch_column(primary_key=True),
+        sa.Column("host", sa.String(200), primary_key=True),
+        sa.Column("incarnation", sa.Integer, nullable=False),
+        _build_number("unix_ns"),
+        sa.Column("lowest_rank", sa.Integer, nullable=False),
+        sa.Column("ledger", sa.LargeBinary, nullable=False),
     )
     op.create_table(
         "watch_batches",

@@ -20,6 +20,12 @@ import msgspec
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.ledger import ROW_KINDS, IncarnationLedger, Ledger, LedgerRow
+from stepsplit.analyzer.watch.span_logs import (
+    LoggedSpan,
+    build_logged_job,
+    list_marks,
+    read_span_logs,
+)
 from stepsplit.collectors.formats.file_names import list_note_files
 from stepsplit.collectors.formats.watch_notes import (
     LEFT,
@@ -38,7 +44,7 @@ from stepsplit.collectors.formats.watch_notes import (
 
 _MARKED = (
     "compile", "checkpoint", "load", "evaluation", "process_group", "quorum", "heal", "commit",
-    "other",
+    "imports", "other",
 )  # fmt: skip
 """Marks; where they overlap the first one counts."""
 
@@ -73,18 +79,47 @@ def read_ledger(place: str | Path) -> Ledger:
             for one in own
             if isinstance(one, RankStarted)
         }
+        logs = read_span_logs(folder, is_watch=bool(starts))
+        if starts:
+            _add_marks(notes, [one for spans in logs.spans.values() for one in spans])
         found = {key: beat for key in starts if (beat := read_beat(folder, *key)) is not None}
         launches, lost_launches = read_launches(folder)
         lost += lost_launches
     except OSError as error:
         raise DataError(folder, f"cannot be read: {error.strerror}", "check the folder") from None
-    if not starts:
+    lacks = []
+    if not starts and any(logs.spans.values()):
+        # A job that was not watched, but has logged its steps.
+        job = build_logged_job(logs)
+        notes, found = {**job.notes}, job.beats
+        lacks.append(
+            "what was before the first line of the span logs, and after the last one, is not logged"
+        )
+    elif not starts:
         hint = "name the folder of a `stepsplit watch` whose job has done some steps"
         raise DataError(folder, "a watch in which no rank has noted its start", hint)
-    lacks = []
     if lost:
         lacks.append(f"{lost} lines of notes are torn, lost or of another version")
-    return build_ledger(folder.resolve().name, notes, found, launches, lacks)
+    return build_ledger(folder.resolve().name, notes, found, launches, [*lacks, *logs.lacks])
+
+
+def _add_marks(notes: dict[int, Sequence[Note]], spans: Sequence[LoggedSpan]) -> None:
+    """Adds what span logs have marked to the notes of each rank, after the start that it is of."""
+    marks: dict[int, list[RankSpan]] = defaultdict(list)
+    for mark in list_marks(spans):
+        marks[mark.rank].append(mark)
+    for rank, own in marks.items():
+        # Notes of a start follow it, whatever their order among themselves.
+        ordered: list[Note] = []
+        for place, note in enumerate(known := list(notes.get(rank, ()))):
+            ordered.append(note)
+            if not isinstance(note, RankStarted):
+                continue
+            later = (one for one in known[place + 1 :] if isinstance(one, RankStarted))
+            following = next((one.process_unix_ns or one.unix_ns for one in later), _MOST_NS)
+            begin = note.process_unix_ns or note.unix_ns
+            ordered += [one for one in own if begin <= one.begin_unix_ns < following]
+        notes[rank] = ordered
 
 
 def _is_valid(note: Note) -> bool:
@@ -225,7 +260,7 @@ class _Life:
         """The last word of the rank."""
         words = [self.started.unix_ns]
         words += [window.end_unix_ns for window in self.windows[-1:]]
-        words += [span.end_unix_ns for span in self.spans[-1:]]
+        words += [span.end_unix_ns for span in self.spans]
         words += [self.ended.unix_ns] if self.ended else []
         words += [self.beat.unix_ns] if self.beat else []
         return max(words)

@@ -90,11 +90,12 @@ def analyze_command(
     """
     from stepsplit.analyzer.analysis import Analysis, RoleAnalysis, examine_roles_or_run
     from stepsplit.analyzer.report.io import save, to_json
+    from stepsplit.analyzer.watch.span_logs import is_span_folder
     from stepsplit.collectors.formats.file_names import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
     from stepsplit.dashboard.reporters.terminal import build_report_screen
 
-    if any(map(is_watch, places)):
+    if any(is_watch(place) or is_span_folder(place) for place in places):
         if len(places) > 1:
             raise UsageError("name the folder of a watch alone")
         given = {

@@ -321,6 +321,7 @@ def load_runs(
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
     from stepsplit.analyzer.watch.goodput import build_goodput_metrics
     from stepsplit.analyzer.watch.ledger import read_ledger
+    from stepsplit.analyzer.watch.span_logs import is_span_folder
     from stepsplit.collectors.formats.file_names import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
 
@@ -331,7 +332,7 @@ def load_runs(
                 raise UsageError(f"{place}: already analyzed; with --rules give recordings")
             runs += _load_stored_runs(open_store, place)
             continue
-        if is_watch(place):
+        if is_watch(place) or is_span_folder(place):
             runs.append(SideRun(build_goodput_metrics(read_ledger(place))))
             continue
         with show_reading_bar() as progress:

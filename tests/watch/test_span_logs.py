@@ -1,0 +1,253 @@
+"""Span logs of torchtitan and OpenTelemetry: the ledger of a job by them, and beside a watch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.report.ledger import Ledger
+from stepsplit.analyzer.watch import span_logs
+from stepsplit.analyzer.watch.ledger import read_ledger
+from stepsplit.analyzer.watch.span_logs import is_span_folder, read_span_logs
+from stepsplit.collectors.formats.watch_notes import NoteFile, RankEnded, RankStarted, RankWindow
+
+S = 1_000_000_000
+T0 = 1_800_000_000 * S
+
+Entry = tuple[str, float, float, int | None]
+"""A span: its name, begin, end in s, and step."""
+
+
+def _show(ledger: Ledger) -> dict[str, tuple[float, int]]:
+    return {row.kind: (round(row.ns / S, 3), row.count) for row in ledger.rows}
+
+
+def _write_titan(
+    folder: Path, entries: Iterable[Entry], rank: int = 0, pid: int = 7, source: str = "training"
+) -> Path:
+    """Lines as torchtitan's TraceJsonlFormatter writes them: one when a span begins, one when it
+    ends."""
+    lines = []
+    for name, begin, end, step in entries:
+        for suffix, at in (("start", begin), ("end", end)):
+            line: dict[str, Any] = {
+                "delta_ms": 0.1, "tid": pid, "rank": rank, "global_rank": rank, "source": source,
+                "host_name": "h", "pid": pid, "time_us": T0 // 1000 + round(at * 1e6),
+                "log_type": "event", "log_type_name": f"{name}_{suffix}", "event_name": None,
+                "caller": "trainer.py:1033:train", "message": f"[step {step}] {name}",
+            }  # fmt: skip
+            line |= {} if step is None else {"step": step}
+            line |= {"value": 1000 * (end - begin)} if suffix == "end" else {}
+            lines.append((line["time_us"], json.dumps(line)))
+    path = folder / f"{source}.global_rank_{rank}.20261130-13{pid:04}-ABCDEF.jsonl"
+    folder.mkdir(exist_ok=True, parents=True)
+    path.write_text("".join(line + "\n" for _, line in sorted(lines)))
+    return path
+
+
+def _list_first() -> list[Entry]:
+    """Ten steps of 1 s, of which the fifth has a checkpoint of 2 s and an evaluation of 1 s."""
+    entries: list[Entry] = [("torch_distributed_init", 0, 1, None), ("checkpoint_load", 1, 3, None)]
+    at = 4.0
+    for step in range(1, 11):
+        took = 4.0 if step == 5 else 1.0
+        entries += [("step", at, at + took, step), ("fwd_bwd", at, at + 0.5, step)]
+        if step == 5:
+            entries += [("checkpoint_save", at + 1, at + 3, step), ("eval", at + 3, at + 4, step)]
+        at += took
+    return entries
+
+
+def test_the_ledger_of_a_job_by_torchtitans_log_alone(tmp_path: Path) -> None:
+    first, again = _list_first(), [("step", 25.0 + n, 26.0 + n, 8 + n) for n in range(6)]
+    for rank in range(2):
+        _write_titan(tmp_path, first, rank)
+        end = ("torch_distributed_teardown", 31.0, 32.0, None)
+        _write_titan(tmp_path, [("checkpoint_load", 24.0, 25.0, None), *again, end], rank, 8)
+    _write_titan(tmp_path, [("vllm_engine_step", 0, 99, 1)], 0, 9, "generator")
+    ledger = read_ledger(tmp_path)
+    assert ledger.wall_ns == 32 * S
+    assert _show(ledger) == {
+        # Steps 8 to 10 (numbered from 1) twice; the first step of a start is start-up.
+        "train": (9 + 3.0, 9 + 3),
+        "redone": (2.0, 2),
+        "evaluation": (1.0, 1),
+        "checkpoint": (2.0, 1),
+        "process_group": (1.0, 1),
+        "load": (3.0, 2),
+        "startup": (3.0, 2),
+        "restart_gap": (7.0, 1),
+        "shutdown": (1.0, 0),
+    }
+    assert sum(row.ns for row in ledger.rows) == ledger.wall_ns
+    assert [(one.first_step, one.last_step, one.ending) for one in ledger.incarnations] == [
+        (0, 9, "lost"), (7, 12, "ended"),
+    ]  # fmt: skip
+    assert ledger.is_goodput_bound and "span logs" in ledger.lacks[0]
+
+
+@pytest.mark.slow
+def test_torchtitans_own_writer_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan.observability.structured_logger")
+    script = """
+import sys, time
+from torchtitan.observability import structured_logger as sl
+sl.init_structured_logger(source="training", output_dir=sys.argv[1])
+with sl.log_trace_span("torch_distributed_init"):
+    time.sleep(0.3)
+for step in range(1, 31):
+    sl.set_step(step)
+    with sl.log_trace_span("step"):
+        sl.log_trace_scalar({"local_valid_tokens": 1000})
+        time.sleep(0.01)
+        if step == 20:
+            with sl.log_trace_span("checkpoint_save"):
+                time.sleep(0.5)
+with sl.log_trace_span("torch_distributed_teardown"):
+    pass
+"""
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], check=True, env={**os.environ, "RANK": "3"}
+    )
+    ledger = read_ledger(tmp_path / "structured_logs")
+    rows = _show(ledger)
+    assert rows["checkpoint"] == (pytest.approx(0.5, abs=0.1), 1)
+    assert rows["process_group"] == (pytest.approx(0.3, abs=0.1), 1)
+    assert rows["train"][1] == 29
+    (start,) = ledger.incarnations
+    assert (start.ranks, start.last_step, start.ending) == ((3,), 29, "ended")
+    assert [lack for lack in ledger.lacks if "lines" in lack] == []
+
+
+_MEGATRON: list[tuple[str, float, float, int | None]] = [
+    ("megatron.startup.imports", 0, 2, None),
+    ("megatron.checkpoint.load", 3, 4, None),
+    *[("megatron.train.iteration", 5.0 + n, 6.0 + n, n) for n in range(4)],
+    ("megatron.checkpoint.save", 9, 11, 3),
+    ("megatron.train.iteration", 11, 12, 4),
+    ("megatron.evaluate", 12, 13.5, None),
+    ("megatron.train.iteration", 13.5, 14.5, 5),
+]
+
+
+def _export_megatron(rank: int) -> tuple[list[str], dict[str, Any]]:
+    """The spans as OpenTelemetry's SDK writes them, and as OTLP."""
+    pytest.importorskip("opentelemetry.sdk.trace")
+    from google.protobuf.json_format import MessageToDict
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    named = {"dl.rank": rank, "dl.world_size": 2, "host.name": "h", "process.pid": 7}
+    provider = TracerProvider(resource=Resource(named))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("nemo.lens")
+    for name, begin, end, step in _MEGATRON:
+        own = {} if step is None else {"megatron.iteration": step}
+        span = tracer.start_span(name, start_time=T0 + int(begin * S), attributes=own)
+        span.end(end_time=T0 + int(end * S))
+    spans = exporter.get_finished_spans()
+    return [one.to_json(indent=None) for one in spans], MessageToDict(encode_spans(spans))
+
+
+@pytest.mark.parametrize("form", ["sdk", "otlp"])
+def test_megatrons_opentelemetry_spans_are_read(tmp_path: Path, form: str) -> None:
+    for rank in range(2):
+        lines, otlp = _export_megatron(rank)
+        text = "\n".join(lines) if form == "sdk" else json.dumps(otlp, separators=(",", ":"))
+        (tmp_path / f"spans{rank}.jsonl").write_text(text + "\n")
+    assert is_span_folder(tmp_path)
+    ledger = read_ledger(tmp_path)
+    assert _show(ledger) == {
+        "train": (5.0, 5),
+        "evaluation": (1.5, 1),
+        "checkpoint": (2.0, 1),
+        "imports": (2.0, 1),
+        "load": (1.0, 1),
+        "startup": (3.0, 1),
+    }
+    (start,) = ledger.incarnations
+    assert (start.ranks, start.world_size, start.last_step) == ((0, 1), 2, 5)
+
+
+def test_marks_beside_a_watch_are_of_the_start_in_which_they_lie(tmp_path: Path) -> None:
+    def start(number: int, at: int) -> RankStarted:
+        t = T0 + at * S
+        return RankStarted(0, 1, "h", 1, number, 0.005, t + 2 * S, t, t + S, t + 2 * S, number)
+
+    def window(first: int, begin: int, end: int) -> RankWindow:
+        return RankWindow(0, first, first + 9, T0 + begin * S, T0 + end * S, 10, S, S, S, 0, ())
+
+    NoteFile(tmp_path, 0).write([
+        start(0, 0), window(1, 2, 12), start(1, 20), window(11, 22, 32),
+        RankEnded(0, 21, T0 + 32 * S),
+    ])  # fmt: skip
+    _write_titan(
+        tmp_path / "structured_logs",
+        [("checkpoint_save", 5, 7, 3), ("eval", 25, 26, 14), ("eval", 15, 16, 14),
+         ("step", 2, 3, 2)],
+    )  # fmt: skip
+    # A file of another kind is nobody's fault in the folder that a job writes to.
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
+    ledger = read_ledger(tmp_path)
+    rows = _show(ledger)
+    assert (rows["checkpoint"], rows["evaluation"]) == ((2.0, 1), (2.0, 2))
+    assert rows["train"] == (17.0, 20)
+    # Whoever evaluates from 15 to 16 s is there until then.
+    assert (rows["unknown"][0], rows["restart_gap"]) == (3.0, (4.0, 1))
+    assert ledger.lacks == ()
+
+
+def test_files_that_are_refused_are_one_line_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_logs, "MAX_LINE_BYTES", 1000)
+    good = _write_titan(tmp_path, _list_first())
+    whole = read_ledger(tmp_path)
+    line = json.loads(good.read_text().splitlines()[-1])
+    wrong = [
+        {**line, "rank": "x"}, {**line, "rank": -1}, {**line, "rank": 10**30},
+        {**line, "time_us": -5}, {**line, "time_us": 1e300}, {**line, "value": -1e9},
+        {**line, "value": 1e308}, {**line, "step": 1 << 62}, {**line, "message": "x" * 5000},
+        [1], "text", None,
+    ]  # fmt: skip
+    with good.open("a") as file:
+        file.write("".join(json.dumps(one) + "\n" for one in wrong))
+        file.write('{"value": NaN}\n' + "[" * 900 + "\n" + '{"torn')
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "odd\x1b[31m\n.jsonl").write_bytes(os.urandom(100))
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    ledger = read_ledger(tmp_path)
+    assert ledger.rows == whole.rows
+    refused = [lack for lack in ledger.lacks if lack not in whole.lacks]
+    assert len(refused) == 5
+    assert f"{good.name}: 14 lines are torn or of another format" in refused
+    assert all("\n" not in lack and "\x1b" not in lack for lack in refused)
+
+
+def test_a_folder_without_a_span_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"loss": 1}\n')
+    assert not is_span_folder(tmp_path)
+    with pytest.raises(DataError):
+        read_ledger(tmp_path)
+    _write_titan(tmp_path, [("vllm_engine_step", 0, 9, 1)], source="generator")
+    with pytest.raises(DataError, match="no"):
+        read_ledger(tmp_path)
+
+
+def test_spans_beyond_the_limit_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_logs, "MAX_SPANS", 5)
+    _write_titan(tmp_path, _list_first())
+    assert any("is left out" in lack for lack in read_span_logs(tmp_path).lacks)

@@ -20,7 +20,7 @@ from stepsplit.analyzer.model.config_limits import KEY, MAX_NUMBER, AsDecimal, N
 
 _T = TypeVar("_T")
 
-_MAX_CHOICES = 4
+_MAX_CHOICES, _FEW = 4, 7
 
 _MAX_MISTAKES = 20
 """After so many mistakes no more unknown keys are listed."""
@@ -269,9 +269,10 @@ def select_fields(kind: type, stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replace_aliases(table: TomlTable, aliases: Mapping[str, Mapping[str, str]]) -> TomlTable:
-    """Replaces aliases in the table's values, by key, with the canonical words."""
+    """Replaces aliases in the table's values, by key, with the canonical words, all in small
+    letters."""
     own = {
-        key: words.get(value, value)
+        key: words.get(value.lower(), value.lower())
         for key, words in aliases.items()
         if isinstance(value := table.values.get(key), str)
     }
@@ -393,10 +394,20 @@ _MAX_WORD = 100
 
 
 def find_nearest_words(word: str, known: Sequence[str]) -> Sequence[str]:
-    """Finds the known words closest to this one; returns all if there are few."""
+    """Finds the known words closest to this one, those of the same kind (h100-) first; all if there
+    are few."""
     if len(known) <= _MAX_CHOICES:
         return known
-    return difflib.get_close_matches(word[:_MAX_WORD].lower(), known, n=_MAX_CHOICES, cutoff=0.0)
+    most = _FEW if len(known) <= _FEW else _MAX_CHOICES
+    word = word[:_MAX_WORD].lower()
+    kind = word[: word.find("-") + 1]
+    alike = [one for one in known if kind and one.startswith(kind)]
+    near = [
+        one
+        for words in (alike, known)
+        for one in difflib.get_close_matches(word, words, n=most, cutoff=0.0)
+    ]
+    return list(dict.fromkeys(near))[:most]
 
 
 def join_choices(words: Sequence[str]) -> str:

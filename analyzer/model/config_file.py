@@ -335,6 +335,9 @@ def _remove_misplaced(table: TomlTable, mistakes: Mistakes) -> TomlTable:
             hint = HINTS.get(key) or f"move it under [{others[0]}]"
             mistakes.append(section.build_error(key, "unknown key", hint))
             values[name] = {k: v for k, v in values[name].items() if k != key}
+            if key == "batch_size":
+                # Either may be meant: neither is missing.
+                values[name] = {"micro_batch": 1, "microbatches": 1, **values[name]}
     return replace(table, values=values)
 
 

@@ -101,14 +101,17 @@ def read_job_tables(
         else:
             builder = JobTablesBuilder()
             own.read(file, builder)
-            if file.suffix == ".toml" and "hardware" in file.tables:
-                # The device, added to the file of a program that has no word for it.
+            if file.suffix == ".toml":
+                # The device and keys before all tables, added to the file of a program that has no
+                # word for them.
                 mistakes = Mistakes()
-                added = TomlTable(file.path, "", {"hardware": file.tables["hardware"]})
+                ours = {k: v for k, v in file.tables.items() if not isinstance(v, dict)}
+                ours |= {k: v for k, v in file.tables.items() if k == "hardware"}
+                added = place_keys(TomlTable(file.path, "", ours), keys)
                 normalized = replace_key_aliases(added, mistakes)
                 mistakes.raise_all()
-                for name in ("hardware", "parallel"):
-                    builder.sections[name] |= normalized.table.get_subtable(name).values
+                for name, own_keys in builder.sections.items():
+                    own_keys |= normalized.table.get_subtable(name).values
             stated = dict(builder.list_stated())
             if not stated:
                 raise file.build_error(
@@ -134,26 +137,29 @@ def read_job_tables(
 
 
 def place_keys(table: TomlTable, keys: Mapping[str, Collection[str]]) -> TomlTable:
-    """The table of a file without any tables, with each key in the one that it belongs to.
+    """The table of a file with each key before all tables in the one that it belongs to.
 
     Raises DataError with all keys that belong to none or to several.
     """
-    values = table.values
-    has_tables = any(isinstance(value, dict) for value in values.values())
-    # A name of a table that is none is a mistake; model = "llama-3.1-8b" is a preset.
-    others = {"parallel", "training", "hardware"} & values.keys()
-    if not values or has_tables or others or not isinstance(values.get("model", ""), str):
-        return table
-    sections: dict[str, dict[str, Any]] = {}
+    sections: dict[str, Any] = {k: dict(v) for k, v in table.values.items() if isinstance(v, dict)}
     mistakes = Mistakes()
-    for name, value in values.items():
+    for name, value in table.values.items():
+        if isinstance(value, dict):
+            continue
+        # A name of a table that is none is a mistake; model = "llama-3.1-8b" is a preset.
+        if name in keys and not (name == "model" and isinstance(value, str)):
+            return table
         try:
             section, key = _find_key(name, keys)
         except UsageError as error:
             problem, _, hint = str(error).removeprefix(f"{SETTINGS} ").partition("; ")
             mistakes.append(DataError(table.where, problem, hint))
         else:
-            sections.setdefault(section, {})[key] = value
+            own = sections.setdefault(section, {})
+            if key in own:
+                problem = f"stands before the tables, and in [{section}]"
+                mistakes.append(table.build_error(name, problem, "remove one of them"))
+            own[key] = value
     mistakes.raise_all()
     return TomlTable(table.where, table.name, sections)
 
@@ -216,6 +222,7 @@ def _merge_settings(
 
 def _find_key(name: str, keys: Mapping[str, Collection[str]]) -> tuple[str, str]:
     """The table and the key that a setting names: "parallel.tp", or "tp" alone."""
+    name = name.lower() if name.isupper() else name
     section, _, key = name.partition(".")
     if section in keys and key:
         return section, key

@@ -11,8 +11,12 @@ from typing import Any
 from stepsplit.analyzer.model.config_decode import Mistakes, TomlTable, format_toml_lines
 from stepsplit.analyzer.model.job_files.deepspeed import OWN_KEYS, put_settings
 from stepsplit.analyzer.model.job_files.job_file import JobTablesBuilder
-from stepsplit.analyzer.model.job_files.megatron_names import MegatronSettings, put_all
-from stepsplit.analyzer.model.preset_names import find_preset, list_hardware_names
+from stepsplit.analyzer.model.job_files.megatron_names import (
+    RECOMPUTE_MODULES,
+    MegatronSettings,
+    put_all,
+)
+from stepsplit.analyzer.model.preset_names import find_preset, list_hardware_names, list_model_names
 
 Convert = Callable[[object], Mapping[str, object]]
 """A value -> the keys of the same table that say the same; itself under its own name if there are
@@ -30,17 +34,39 @@ def _read_checkpointing(value: object) -> Mapping[str, object]:
     return {"recompute": value}
 
 
+_FP8_FORMATS = ("hybrid", "e4m3")
+
+
 def _read_dtype_flag(dtype: str) -> Convert:
-    """bf16 = true, or DeepSpeed's {enabled = true}; false says nothing of which one it is."""
+    """bf16 = true, DeepSpeed's {enabled = true}, or a format of 8 bits; false says nothing of which
+    one it is."""
 
     def read(value: object) -> Mapping[str, object]:
         if isinstance(value, Mapping) and value.keys() == {"enabled"}:
             value = value["enabled"]
+        if dtype == "fp8" and value in _FP8_FORMATS:
+            value = True
         if isinstance(value, bool):
             return {"dtype": dtype} if value else {}
         return {"dtype": value}
 
     return read
+
+
+_FP8_RECIPES = {
+    "rowwise": "row", "tensorwise": "tensor", "delayed": "tensor", "current": "tensor",
+}  # fmt: skip
+"""What shares a scale by the words of torchao and of Transformer Engine."""
+
+
+def _read_fp8_recipe(value: object) -> Mapping[str, object]:
+    word = value.lower() if isinstance(value, str) else ""
+    return {"fp8_scaling": _FP8_RECIPES.get(word, value)}
+
+
+def _read_nothing(value: object) -> Mapping[str, object]:
+    """What takes no time and no memory."""
+    return {}
 
 
 _SHARDING = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}
@@ -75,14 +101,14 @@ def _read_optimizer(value: object) -> Mapping[str, object]:
     """An optimizer in capitals, as DeepSpeed's JSON has it, or one of those of transformers."""
     if not isinstance(value, str):
         return {"optimizer": value}
-    word = value.lower()
+    word = value.lower().removeprefix("paged_")
     if not word.startswith("adamw_"):
         return {"optimizer": word}
     fused = {"fused_optimizer": True} if "fused" in word else {}
     return {"optimizer": "adam-8bit" if "8bit" in word else "adam", **fused}
 
 
-_STRATEGIES = {"fsdp": 3, "fsdp2": 3, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+_STRATEGIES = {"fsdp": 3, "fsdp2": 3, "hsdp": 3, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def _read_strategy(value: object) -> Mapping[str, object]:
@@ -100,15 +126,36 @@ def normalize_model_name(name: str) -> str:
 
     >>> normalize_model_name("meta-llama/Llama-3.1-8B-Instruct")
     'llama-3.1-8b'
+    >>> normalize_model_name("Llama2 70B")
+    'llama-2-70b'
     """
-    word = name.rpartition("/")[2].lower().removeprefix("meta-")
+    word = re.sub(r"[\s_]+", "-", name.rpartition("/")[2].strip().lower()).removeprefix("meta-")
     while (cut := _VARIANT.sub("", word)) != word:
         word = cut
-    return word
+    bare = word.replace("-", "")
+    same = [known for known in list_model_names() if known.replace("-", "") == bare]
+    return same[0] if len(same) == 1 else word
 
 
 def _read_model_preset(value: object) -> Mapping[str, object]:
     return {"preset": normalize_model_name(value) or value if isinstance(value, str) else value}
+
+
+_PARTS: Mapping[str, object] = {**RECOMPUTE_MODULES, "swiglu": "activation"}
+
+
+def _read_recompute(value: object) -> Mapping[str, object]:
+    """A mode, or parts of a layer."""
+    if not isinstance(value, list):
+        return {"recompute": value}
+    return {"recompute": [_PARTS.get(one, one) if isinstance(one, str) else one for one in value]}
+
+
+def _read_offload(value: object) -> Mapping[str, object]:
+    """That optimizer states are offloaded, or where to."""
+    if isinstance(value, bool):
+        return {"offload": "cpu"} if value else {}
+    return {"offload": value}
 
 
 def _read_dropout(value: object) -> Mapping[str, object]:
@@ -151,7 +198,16 @@ def _read_gpu(value: object) -> Mapping[str, object]:
 
 SEQUENCE_LENGTHS = (
     "seq_length", "sequence_length", "max_seq_length", "max_seq_len", "max_length", "block_size",
+    "sequence_len",
 )  # fmt: skip
+
+_TIMELESS = (
+    "lr", "learning_rate", "min_lr", "weight_decay", "warmup_steps", "warmup_ratio",
+    "lr_scheduler_type", "adam_beta1", "adam_beta2", "steps", "max_steps", "train_steps",
+    "train_iters", "epochs", "num_train_epochs", "logging_steps", "save_steps", "seed",
+    "lora_alpha",
+)  # fmt: skip
+"""Keys of a training that are no part of the time or memory of a step."""
 
 ALIASES: Mapping[str, Mapping[str, Convert]] = {
     "model": {
@@ -163,6 +219,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "n_heads": _rename("heads"),
         "num_kv_heads": _rename("kv_heads"),
         "n_layers": _rename("layers"),
+        "depth": _rename("layers"),
         "n_layer": _rename("layers"),
         "n_head": _rename("heads"),
         "n_embd": _rename("hidden"),
@@ -185,11 +242,13 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "num_experts_per_tok": _rename("top_k"),
         "moe_router_topk": _rename("top_k"),
         "moe_intermediate_size": _rename("expert_ffn"),
+        **dict.fromkeys(("name_or_path", "model_name_or_path"), _read_model_preset),
     },
     "parallel": {
         "fsdp": _read_fsdp,
         "sharding_strategy": _read_fsdp,
-        "strategy": _read_strategy,
+        **dict.fromkeys(("strategy", "dp_type"), _read_strategy),
+        **dict.fromkeys(("shard_degree", "data_parallel_shard_degree"), _rename("dp_shard")),
         "ddp": _rename("dp_replicate"),
         "tensor_parallel": _rename("tp"),
         "tensor_parallel_size": _rename("tp"),
@@ -217,6 +276,8 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "mbs": _rename("micro_batch"),
         "micro_batch_size": _rename("micro_batch"),
         "per_device_train_batch_size": _rename("micro_batch"),
+        "device_batch_size": _rename("micro_batch"),
+        "local_batch_size": _rename("micro_batch"),
         "train_micro_batch_size_per_gpu": _rename("micro_batch"),
         "train_batch_size": _rename("global_batch"),
         "gbs": _rename("global_batch"),
@@ -228,12 +289,16 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "bf16": _read_dtype_flag("bf16"),
         "fp16": _read_dtype_flag("fp16"),
         "fp8": _read_dtype_flag("fp8"),
+        "fp8_recipe": _read_fp8_recipe,
+        "torch_dtype": _rename("dtype"),
         "activation_checkpointing": _read_checkpointing,
         "gradient_checkpointing": _read_checkpointing,
         "dropout": _read_dropout,
         "flash_attn": _rename("flash_attention"),
         "attn_implementation": _read_attention,
         "optim": _read_optimizer,
+        **dict.fromkeys(("offload_optimizer", "optimizer_offload"), _read_offload),
+        **dict.fromkeys(_TIMELESS, _read_nothing),
     },
     "hardware": {"gpu": _read_gpu, "device": _read_gpu, "power_limit": _rename("power_watts")},
 }
@@ -241,6 +306,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
 
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"},
+    "dispatcher": {"alltoall": "all-to-all"},
     "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
     "schedule": {
         "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
@@ -251,14 +317,17 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
 
 _PRESETS: Mapping[str, Mapping[str, Convert]] = {
     "model": {"preset": _read_model_preset}, "hardware": {"preset": _read_gpu},
-    "training": {"optimizer": _read_optimizer},
+    "training": {"optimizer": _read_optimizer, "recompute": _read_recompute},
 }  # fmt: skip
 """Our keys whose words other programs write in another way."""
 
 _MOVED: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "model": {
         **dict.fromkeys(("seq_len", *SEQUENCE_LENGTHS), ("training", "seq_len")),
-        **{key: ("training", key) for key in ("dropout", "attn_implementation", "dtype")},
+        **{
+            key: ("training", key)
+            for key in ("dropout", "attn_implementation", "dtype", "torch_dtype")
+        },
     },
     "hardware": {
         **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "ngpu"), ("parallel", "gpus")),
@@ -267,10 +336,19 @@ _MOVED: Mapping[str, Mapping[str, tuple[str, str]]] = {
 }  # fmt: skip
 """By table: a key that is often put there, and the table and the key that it is here."""
 
+_TABLE_NAMES = {
+    "parallelism": "parallel", "train": "training", "trainer": "training",
+    "training_args": "training", "cluster": "hardware",
+}  # fmt: skip
+"""Tables as other programs name them."""
+
 HINTS: Mapping[str, str] = {
     "strategy": "write zero = 3 for FSDP, zero = 0 for DDP",
     "batch_size": "write micro_batch (sequences of a rank at once) or global_batch (of a step)",
     "distributed_optimizer": "write zero = 1",
+    "total_batch_size": "write global_batch (sequences per step, of all ranks)",
+    "cpu_offload": 'write offload = ["optimizer"], with "parameters" for FSDP, or "activations"',
+    **dict.fromkeys(("network", "interconnect"), 'write nodes_link = "ib-ndr-400" or another'),
 }
 """The fix of a key that stands for several of ours, or for a value of one."""
 
@@ -292,13 +370,24 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
     """
     sections: dict[str, Any] = dict(table.values)
     notes = list[str]()
-    if "parallelism" in sections and "parallel" not in sections:
-        sections["parallel"] = sections.pop("parallelism")
-        table = replace(table, values=sections)
-        notes.append("[parallelism] as [parallel]")
+    for theirs, usual in _TABLE_NAMES.items():
+        if theirs in sections and usual not in sections:
+            sections[usual] = sections.pop(theirs)
+            notes.append(f"[{theirs}] as [{usual}]")
+    for name in ALIASES:
+        stated = sections.get(name)
+        if not isinstance(stated, Mapping):
+            continue
+        capitals = [key for key in stated if key.isupper()]
+        if capitals and not {key.lower() for key in capitals} & stated.keys():
+            small = {key: key.lower() if key in capitals else key for key in stated}
+            sections[name] = {small[key]: value for key, value in stated.items()}
+            notes.append(f"{name}: {', '.join(capitals)} in small letters")
+    table = replace(table, values=sections)
     _read_batch_size(table, sections, notes)
     table = replace(table, values=sections)
     _move_keys(table, sections, mistakes, notes)
+    _find_trainer(sections, notes)
     table = replace(table, values=sections)
     read_from = {
         "Megatron-LM": _read_megatron(table, sections, notes),
@@ -314,7 +403,7 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
             ours = aliases[key](value) if key in aliases else {key: value}
             for other, read in ours.items():
                 if other != key and (other in values or other in converted):
-                    if converted.get(other, values.get(other)) == read:
+                    if _is_same(other, converted.get(other, values.get(other)), read):
                         continue
                     problem = f"says the same as {other}, with another value"
                     mistakes.append(
@@ -328,9 +417,7 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
                 notes.append(f"{name}: {said} as {read or 'nothing'}")
         for program, stated in read_from.items():
             for key, value in stated.get(name, {}).items():
-                words = VALUE_ALIASES.get(key, {})
-                own = converted.setdefault(key, value)
-                if own != value and words.get(str(own)) != value:
+                if not _is_same(key, converted.setdefault(key, value), value):
                     problem = f"is said by settings of {program}, too, with another value"
                     mistakes.append(
                         table.get_subtable(name).build_error(key, problem, "remove one of them")
@@ -338,6 +425,12 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
         if values or converted:
             sections[name] = converted
     return NormalizedTable(replace(table, values=sections), tuple(notes))
+
+
+def _is_same(key: str, first: object, second: object) -> bool:
+    """Whether both values of a key of ours are one, such as bf16 and bfloat16."""
+    words = VALUE_ALIASES.get(key, {})
+    return words.get(str(first), first) == words.get(str(second), second)
 
 
 def _move_keys(
@@ -379,6 +472,17 @@ def _read_batch_size(table: TomlTable, sections: dict[str, Any], notes: list[str
     sections["training"] = {**training, **read}
     lines = (", ".join(format_toml_lines(one)) for one in (said, read))
     notes.append("training: {} as {}".format(*lines))
+
+
+def _find_trainer(sections: dict[str, Any], notes: list[str]) -> None:
+    """A job in words of transformers' TrainingArguments, without a layout of ours, is of it."""
+    training, layout = sections.get("training", {}), sections.get("parallel", {})
+    if not isinstance(training, Mapping) or not isinstance(layout, Mapping):
+        return
+    is_trainer = "per_device_train_batch_size" in training and layout.keys() <= {"gpus", "nodes"}
+    if is_trainer and "framework" not in training and _DEEPSPEED not in sections:
+        sections["training"] = {**training, "framework": "huggingface"}
+        notes.append('training: per_device_train_batch_size as of framework = "huggingface"')
 
 
 def _name_preset(sections: dict[str, Any], notes: list[str]) -> None:

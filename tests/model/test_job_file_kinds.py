@@ -439,7 +439,7 @@ def test_the_kind_may_be_given(tmp_path: Path) -> None:
     ("setting", "problem"),
     [
         ("seq_len", "--set 'seq_len' is not KEY=VALUE"),
-        ("sequence=3", "--set sequence: unknown key; write sequence_length, seq_len"),
+        ("sequence=3", "--set sequence: unknown key; write sequence_len, sequence_length"),
         ("name=a", "--set name is a key of several tables; write model.name or hardware.name"),
     ],
 )

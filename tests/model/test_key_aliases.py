@@ -110,7 +110,7 @@ def test_an_alias_is_no_key_of_its_own_and_becomes_one() -> None:
     for section, aliases in ALIASES.items():
         for alias, convert in aliases.items():
             # strategy = true says nothing.
-            assert set(convert(True)) <= {*keys[section], "strategy"}, alias
+            assert set(convert(True)) <= {*keys[section], "strategy", "preset"}, alias
             assert alias == "dropout" or alias not in keys[section], alias
 
 
@@ -587,3 +587,144 @@ def test_a_table_of_deepspeed_that_cannot_be_read_says_what_to_do(text: str, pro
     with pytest.raises(DataError) as raised:
         parse_job(text)
     assert problem in str(raised.value)
+
+
+# Whole files as people typed them from memory, of jobs that others had published.
+
+TORCHTITAN = """
+model = "Qwen3-32B"
+gpu = "GB200"
+num_gpus = 16
+[parallelism]
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 4
+[training]
+seq_len = 8192
+local_batch_size = 1
+steps = 50
+compile = true
+"""
+
+PLAYBOOK = """
+[model]
+name = "Qwen3-235B-A22B"
+[parallel]
+TP = 2
+EP = 32
+PP = 8
+VPP = 4
+dispatcher = "DeepEP"
+[train]
+seq_length = 4096
+mbs = 1
+gbs = 2048
+precision = "bf16"
+[cluster]
+gpu = "H100"
+num_gpus = 256
+"""
+
+ADAPTERS = """
+[model]
+name = "llama2-70b"
+[training]
+lora_rank = 16
+lora_alpha = 32
+sequence_length = 8192
+micro_batch_size = 1
+global_batch_size = 8
+fp8 = "hybrid"
+framework = "primus"
+[hardware]
+gpu = "MI355X"
+gpus = 8
+"""
+
+TRAINER = """
+[model]
+name_or_path = "Qwen/Qwen3-4B"
+attn_implementation = "flash_attention_2"
+torch_dtype = "bfloat16"
+[trainer]
+per_device_train_batch_size = 1
+gradient_accumulation_steps = 8
+max_seq_length = 16384
+gradient_checkpointing = true
+optim = "paged_adamw_8bit"
+learning_rate = 1e-5
+bf16 = true
+[hardware]
+gpu = "A100-40GB"
+num_gpus = 1
+"""
+
+
+def read_typed(text: str, folder: Path) -> dict[str, object]:
+    """What the file says: model, device, tp, pp, chunks, ep, ranks, dtype, framework."""
+    file = folder / "job.toml"
+    file.write_text(text)
+    job = read_job(file)
+    layout, training = job.parallel, job.training
+    return {
+        "model": job.model.name, "gpu": job.hardware.name, "gpus": layout.world_size,
+        "layout": (layout.tp, layout.pp, layout.chunks, layout.ep, layout.dp_shard),
+        "dtype": training.dtype, "framework": training.framework,
+    }  # fmt: skip
+
+
+def test_keys_before_the_tables_of_torchtitan_name_model_and_device(tmp_path: Path) -> None:
+    assert read_typed(TORCHTITAN, tmp_path) == {
+        "model": "qwen3-32b", "gpu": "gb200", "gpus": 16, "layout": (4, 1, 1, 1, 4),
+        "dtype": "bf16", "framework": "fsdp2",
+    }  # fmt: skip
+
+
+def test_axes_in_capitals_and_tables_of_other_names(tmp_path: Path) -> None:
+    assert read_typed(PLAYBOOK, tmp_path) == {
+        "model": "qwen3-235b-a22b", "gpu": "h100-sxm", "gpus": 256, "layout": (2, 8, 4, 32, 1),
+        "dtype": "bf16", "framework": "megatron",
+    }  # fmt: skip
+    job = parse_job(PLAYBOOK)
+    assert job.parallel.dispatcher == "deepep"
+    assert {
+        "[train] as [training]", "[cluster] as [hardware]",
+        "parallel: TP, EP, PP, VPP in small letters",
+    } <= {*job.notes}  # fmt: skip
+
+
+def test_both_spellings_of_an_axis_are_refused() -> None:
+    with pytest.raises(DataError, match=r"parallel\.TP: unknown key"):
+        parse_job(PLAYBOOK.replace("EP = 32", "tp = 2"))
+
+
+def test_adapters_and_formats_of_other_programs(tmp_path: Path) -> None:
+    assert read_typed(ADAPTERS, tmp_path) == {
+        "model": "llama-2-70b", "gpu": "mi355x", "gpus": 8, "layout": (1, 1, 1, 1, 1),
+        "dtype": "fp8", "framework": "megatron",
+    }  # fmt: skip
+    assert "training: lora_alpha = 32 as nothing" in parse_job(ADAPTERS).notes
+
+
+def test_arguments_of_transformers(tmp_path: Path) -> None:
+    assert read_typed(TRAINER, tmp_path) == {
+        "model": "qwen3-4b", "gpu": "a100-sxm-40gb", "gpus": 1, "layout": (1, 1, 1, 1, 1),
+        "dtype": "bf16", "framework": "huggingface",
+    }  # fmt: skip
+    job = parse_job(TRAINER)
+    assert (job.microbatches, job.training.optimizer) == (8, "adam-8bit")
+    sharded = TRAINER.replace("num_gpus = 1", "num_gpus = 8\n[parallel]\nfsdp = 8")
+    assert parse_job(sharded).training.framework == "fsdp2"
+
+
+def test_a_key_before_the_tables_and_in_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('gpu = "H100"\n' + TYPED)
+    with pytest.raises(DataError, match=r"stands before the tables, and in \[hardware\]"):
+        read_job(file)
+
+
+def test_one_batch_size_is_one_mistake() -> None:
+    with pytest.raises(DataError) as raised:
+        parse_job(TYPED.replace("mbs = 1\ngbs = 64", "batch_size = 2"))
+    message = str(raised.value)
+    assert "write micro_batch (sequences of a rank at once)" in message and "more" not in message

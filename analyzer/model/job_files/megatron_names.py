@@ -75,10 +75,11 @@ _SIZES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Keys of job.toml whose value is that of a setting: its table and the names of the setting."""
 
-_PARTS = {
+RECOMPUTE_MODULES = {
     "core_attn": "core-attention", "mla_up_proj": "mla-up", "layernorm": "norms",
     "moe_act": "activation", "mlp": "mlp", "moe": "experts",
 }  # fmt: skip
+"""Parts of a layer by the words of its recompute_modules."""
 
 GPT2_VOCABULARY = 50257
 """Vocabulary of GPT-2's byte pairs, which merges.txt and vocab.json are nearly always of."""
@@ -288,7 +289,7 @@ def _put_recomputation(settings: MegatronSettings, job: JobTablesBuilder) -> Non
     texts = map(str, modules) if isinstance(modules, list) else (str(modules),)
     words = re.findall(r"[a-z_]+", " ".join(texts).lower())
     if granularity == "selective" and words and words != ["core_attn"]:
-        parts = sorted({_PARTS[word] for word in words if word in _PARTS})
+        parts = sorted({RECOMPUTE_MODULES[word] for word in words if word in RECOMPUTE_MODULES})
         job.put("training", "recompute", parts or "selective")
         return
     if granularity == "selective" or settings.find_flag("recompute_activations"):

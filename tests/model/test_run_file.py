@@ -492,7 +492,7 @@ def test_every_error_is_one_line() -> None:
         ),
         (b"hardware = 1\n", "hardware: 1 is not a table"),
         (b"tp = 8\n", "[model] is missing; write [model] preset = "),
-        (b"tp = 8\n[model]\n", "tp: stands outside of the tables; move it under [parallel]; and"),
+        (b"tp = 8\n[parallel]\ntp = 4\n", "tp: stands before the tables, and in [parallel]; rem"),
         (b"[parallel]\ntp = 1\n", "[model] is missing; write [model] preset = "),
         (b"\x1f\x8b\x08\xff", "is not UTF-8 text; write it as TOML"),
         (b"\xef\xbb\xbf[training]\n", "[model] is missing"),

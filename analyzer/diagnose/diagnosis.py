@@ -83,7 +83,8 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
         text = (
             f"{units.format_percent(doubtful)} of the waiting is not explained by launches, "
             "streams and the other ranks: collectives start later than everything that they were "
-            "seen to depend on; estimated savings may be off by as much"
+            "seen to depend on, or are not matched across ranks; estimated savings may be off by "
+            "as much"
         )
         notes.append(Note("unexplained_waits", text))
     paths = find_critical_paths(split, graph, numbers)

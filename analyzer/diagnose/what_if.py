@@ -13,7 +13,16 @@ from statistics import median
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, first_rows, group_ids, group_mean, overlap_ns
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    first_rows,
+    group_ids,
+    group_max,
+    group_mean,
+    group_min,
+    overlap_ns,
+)
+from stepsplit.analyzer.diagnose.causes.expert_load import balance_experts
 from stepsplit.analyzer.diagnose.causes.gradient_calls import find_sync_kernels
 from stepsplit.analyzer.diagnose.causes.lost_overlap import list_hoistable_calls
 from stepsplit.analyzer.diagnose.causes.peer_speed import measure_peer_speed
@@ -31,6 +40,7 @@ from stepsplit.analyzer.diagnose.graph.replay import (
     scale_transfers,
     scale_work,
 )
+from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.diagnose.other_hardware import CarriedRun, carry_run, choose_hardware
 from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
 from stepsplit.analyzer.errors import UsageError
@@ -521,11 +531,18 @@ _COMPUTE = WORK.index("compute")
 
 
 def remove_imbalance(context: ReplayContext, among: Int64) -> DependencyGraph:
-    """Set the compute of every row to the mean of its step and group, per phase.
+    """Set the compute of every row to the mean of its step and group, per phase; that of the ranks
+    of a stage also between the same calls, and the experts of a group receive as many tokens.
 
     among is the group number of each row: rows of one group share their work equally.
     """
-    graph, steps = context.graph, context.graph.steps
+    steps, graph = context.graph.steps, balance_experts(context, context.graph)
+    segments = WorkSegments.measure(graph, WORK[_COMPUTE])
+    label = group_ids(steps.step, context.stage)
+    labels = int(label.max(initial=-1)) + 1
+    fewest, most = (limit(label, segments.calls, labels) for limit in (group_min, group_max))
+    shared_ns = np.stack([group_mean(label, own) for own in segments.spent_ns.T], axis=1)
+    graph = segments.set_work(graph, (fewest == most)[label], shared_ns)
     nodes = np.flatnonzero(graph.step >= 0)
     cell = graph.step[nodes] * _PHASES + context.classify_phases()[nodes]
     own = np.bincount(cell, graph.work_ns[nodes, _COMPUTE], minlength=_PHASES * len(steps.step))
@@ -539,13 +556,17 @@ def remove_imbalance(context: ReplayContext, among: Int64) -> DependencyGraph:
 
 
 def limit_transfers(context: ReplayContext, graph: DependencyGraph) -> DependencyGraph:
-    """Limit the transfer time of each call to the median of its op and size."""
+    """Limit the transfer time of each call of known size to the median of its op and size; not what
+    a library runs before it moves the data."""
     kernels, matched = graph.kernels, context.split.matched
-    kind = group_ids(matched.op[kernels.row], matched.message_bytes[kernels.row])
+    known = matched.message_bytes[kernels.row] >= 0
+    known &= matched.carrier[kernels.row] == kernels.row
+    kind = group_ids(matched.op[kernels.row], matched.message_bytes[kernels.row], known)
     took = graph.rest_ns[kernels.end]
     usual = np.array([np.median(took[kind == one]) for one in range(int(kind.max(initial=-1)) + 1)])
     rest = graph.rest_ns.copy()
-    rest[kernels.end] = np.minimum(took, usual[kind].astype(np.int64)) if len(kind) else took
+    limit = usual[kind].astype(np.int64) if len(kind) else took
+    rest[kernels.end] = np.where(known, np.minimum(took, limit), took)
     return replace(graph, rest_ns=rest)
 
 

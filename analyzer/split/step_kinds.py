@@ -105,9 +105,9 @@ HEADLINE = "headline"
 
 _SAME_WORK, _MORE_WORK = 1.02, 1.1
 """Steps of one kind run numbers of kernels that differ by at most the first factor. Those of
-another kind exceed it on every rank, and on the mean rank the second one: ranks may evaluate
-unequally much. What lies between is no kind: work that depends on data. At 1.05 an optimizer that
-initializes its state is a kind of its own."""
+another kind exceed it on every rank, and on the mean rank the second one, in number or in time:
+ranks may evaluate unequally much. What lies between is no kind: work that depends on data. At 1.05
+an optimizer that initializes its state is a kind of its own."""
 
 _MIN_USUAL = 2
 
@@ -125,17 +125,20 @@ def mark_more_work(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> list[
     common = set.intersection(*({w.step for w in own} for own in full))
     if len(common) < _MIN_USUAL:
         return list(steps)
-    ratios, stepped = [], []
+    ratios, longer, stepped = [], [], []
     for trace, own in zip(traces, full, strict=True):
         windows = [w for w in own if w.step in common]
-        kernels = _count_kernels(trace, windows)
+        kernels, spent_ns = _count_kernels(trace, windows)
         if not kernels.min():
             return list(steps)
         ratios.append(kernels / kernels.min())
+        least = kernels <= _SAME_WORK * kernels.min()
+        longer.append(spent_ns / max(float(spent_ns[least].mean()), 1.0))
         stepped.append(count_optimizer_steps(trace, [_take_host(w) for w in windows]) > 0)
     ratio, numbers = np.array(ratios), sorted(common)
     usual: Bool = np.max(ratio, axis=0) <= _SAME_WORK
-    more: Bool = (np.min(ratio, axis=0) > _SAME_WORK) & (np.mean(ratio, axis=0) >= _MORE_WORK)
+    much = np.maximum(np.mean(ratio, axis=0), np.mean(longer, axis=0)) >= _MORE_WORK
+    more: Bool = (np.min(ratio, axis=0) > _SAME_WORK) & much
     if not more.any() or not (usual | more).all():
         return list(steps)
     # A step that skips its optimizer, or is cut off, has less work and is not the usual one.
@@ -203,7 +206,7 @@ def find_step_kinds(
             if place >= 0:
                 axis = axes[group] if group >= 0 else UNKNOWN_AXIS
                 calls[windows[place].step][axis, OPS[op]] += 1
-        for window, count in zip(windows, _count_kernels(trace, windows).tolist(), strict=True):
+        for window, count in zip(windows, _count_kernels(trace, windows)[0].tolist(), strict=True):
             kernels[window.step] += count / len(traces)
         if i == 0:
             _count_ranges(trace, windows, ranges)
@@ -303,17 +306,21 @@ def _count_ranges(
 # What the host begins in a step.
 
 
-def _count_kernels(trace: RankTrace, windows: Sequence[StepWindow]) -> Int64:
-    """The compute kernels that each step launched; the ops of a CPU run."""
+def _count_kernels(trace: RankTrace, windows: Sequence[StepWindow]) -> tuple[Int64, Float]:
+    """The compute kernels that each step launched, or the ops of a CPU run; and their time."""
     events = trace.events
     rows = np.flatnonzero(trace.kinds.computes)
     begun = events.start_ns[rows]
     if trace.on_device and _are_marked(windows):
         launched = events.find_launch_ns(rows)
         begun = np.where(launched >= 0, launched, begun)
-        begun = begun[~events.is_launched_before(rows)]
+        own = ~events.is_launched_before(rows)
+        rows, begun = rows[own], begun[own]
     at = _find_window(windows, begun)
-    return np.bincount(at[at >= 0], minlength=len(windows))
+    rows, at = rows[at >= 0], at[at >= 0]
+    count = np.bincount(at, minlength=len(windows))
+    total_ns = np.bincount(at, events.dur_ns[rows], minlength=len(windows))
+    return count, total_ns.astype(np.float64)
 
 
 def _find_window(windows: Sequence[StepWindow], when: Int64) -> Int64:

@@ -211,6 +211,8 @@ class Job:
     bucket_ns: int = 3_000_000
     """Transfer of all gradient buckets together, without latencies."""
     bucket_latency_ns: int = 25_000
+    late_buckets: bool = False
+    """Gradients are reduced when the whole backward is launched, as without overlap."""
     first_bucket: float = 1.0
     """The size of the first bucket over that of each other one; torch's is small."""
     tp_transfer_ns: int = 60_000
@@ -701,6 +703,8 @@ class _Process:
             if not last or job.fsdp:
                 continue
             due = (layer + 1) * job.buckets // job.layers
+            if job.late_buckets:
+                due = job.buckets if layer == job.layers - 1 else 0
             works += [self._reduce_bucket(number) for number in range(reduced, due)]
             reduced = due
         self.thread = MAIN_THREAD

@@ -194,7 +194,7 @@ def test_a_saving_is_a_lower_bound_where_calls_of_unknown_groups_may_wait(tmp_pa
     said = report.findings[0]
     assert (said.code, said.ranks) == ("slow_rank", (3,))
     assert 0 < said.gain_ns <= gain_ns
-    assert "at least, as calls of unknown groups" in said.message
+    assert "at least, as calls that are not matched" in said.message
 
 
 @pytest.mark.slow

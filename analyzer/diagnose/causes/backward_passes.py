@@ -8,10 +8,14 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import is_inside, union
 from stepsplit.analyzer.diagnose.graph.dependency_graph import CLOSE_NS
 from stepsplit.analyzer.split.run import RankSplit
+from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, mask_families
 from stepsplit.analyzer.trace import Category, Float, Int64
 
 _FORWARD_SHARE = 1 / 3
 """Forward share of forward + backward if they are not marked: a backward takes twice as long."""
+
+_KINDS = 3
+"""A sequence that repeats, of fewer names of kernels, may be that of layers alone."""
 
 
 class BackwardPasses(Struct, frozen=True):
@@ -19,12 +23,14 @@ class BackwardPasses(Struct, frozen=True):
 
     begun_ns: start of each autograd kernel (CPU runs: op) on the common clock; launched_ns: when
     the host launched it. is_marked: whether the trace says which kernels are autograd's; else they
-    are all compute. passes: number of backward passes per step if the run has no pipeline.
+    are all compute. product: of each, which GEMM or attention kernel it is, -1 of others. passes:
+    number of backward passes per step if the run has no pipeline, 0 if that is not known.
     """
 
     rank: RankSplit
     begun_ns: Int64
     launched_ns: Int64
+    product: Int64
     is_marked: bool
     passes: int
 
@@ -42,7 +48,11 @@ class BackwardPasses(Struct, frozen=True):
             own = is_inside(union(events.start_ns[spans], events.ends_of(spans)), launched)
             works, launched = works[own], launched[own]
         begun = rank.clock.map_to_common_ns(events.start_ns[works])
-        return cls(rank, begun, launched, bool(spans.any()), passes)
+        is_product = mask_families(rank.trace, PRODUCT_FAMILIES)[works]
+        product = np.where(is_product, events.name_id[works].astype(np.int64), -1)
+        order = np.argsort(begun, kind="stable")
+        begun, launched, product = begun[order], launched[order], product[order]
+        return cls(rank, begun, launched, product, bool(spans.any()), passes)
 
     def find_before(self, window: int, until: int) -> tuple[int, int]:
         """(begin, end) of the last backward of a step before `until`, on the common clock.
@@ -61,7 +71,20 @@ class BackwardPasses(Struct, frozen=True):
         begun = self.begun_ns[(self.begun_ns >= start) & (self.begun_ns < until)]
         is_known = self.is_marked and len(begun)
         begin = int(begun.min()) if is_known else start + round((until - start) * _FORWARD_SHARE)
-        return until - (until - begin) // self.passes, until
+        return until - (until - begin) // self._count_passes(start, until), until
+
+    def _count_passes(self, start: int, until: int) -> int:
+        """The backward passes between two moments: known, else so many times as the GEMM and
+        attention kernels there are the same sequence. Of kernels of one name that says nothing."""
+        product = self.product[(self.begun_ns >= start) & (self.begun_ns < until)]
+        product = product[product >= 0]
+        total, kinds = len(product), len(np.unique(product))
+        if self.passes or self.is_marked or kinds < _KINDS:
+            return max(1, self.passes)
+        for each in range(kinds, total // 2 + 1):
+            if total % each == 0 and (product[each:] == product[:-each]).all():
+                return total // each
+        return 1
 
     def measure_left(self, window: int, issued_ns: Int64) -> Float:
         """Of the last backward of a step, the share of the kernels that the host launched after
@@ -73,10 +96,13 @@ class BackwardPasses(Struct, frozen=True):
         start, end = self._find_edges_ns(window)
         own = (self.begun_ns >= start) & (self.begun_ns < end)
         launched, share = np.sort(self.launched_ns[own]), 1.0
+        last_ns = int(issued_ns.max(initial=0))
         if not self.is_marked:
-            launched, share = launched[launched <= issued_ns.max(initial=0)], 1 - _FORWARD_SHARE
+            launched, share = launched[launched <= last_ns], 1 - _FORWARD_SHARE
         after = len(launched) - np.searchsorted(launched, issued_ns, side="right")
-        return np.asarray(after * self.passes / max(1.0, len(launched) * share))
+        of_step = self.begun_ns[own][self.launched_ns[own] <= last_ns]
+        passes = self._count_passes(start, int(of_step.max(initial=start)) + 1)
+        return np.asarray(after * passes / max(1.0, len(launched) * share))
 
     def _find_edges_ns(self, window: int) -> tuple[int, int]:
         """Start and end of a step on the common clock."""

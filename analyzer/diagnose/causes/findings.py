@@ -97,11 +97,11 @@ def find_bottlenecks(
         for rank, lack in lacks
         if rank is not None and lack is Lack.KERNELS and (rank, Lack.FILE) not in lacks
     }
-    # Nothing says for whom a call without a group waits, so that no replay shortens its wait.
+    # Nothing says for whom a call without a counterpart waits, so that no replay shortens its wait.
     unknown_ns = 0.0
-    for rank in split.ranks:
-        exposed, own = rank.attribution.exposed, rank.trace.calls
-        unknown = ((own.group_id < 0) & (own.peer < 0))[exposed.call]
+    for index, rank in enumerate(split.ranks):
+        exposed = rank.attribution.exposed
+        unknown = (split.matched.shared[split.matched.slice_trace(index)] < 0)[exposed.call]
         unknown_ns += (exposed.end_ns - exposed.start_ns)[unknown].sum() / len(rank.steps)
     unknown_ns /= len(split.ranks)
     slowdown = compute_profiling_slowdown(records) or 0.0
@@ -141,7 +141,7 @@ def find_bottlenecks(
         if is_once:
             finding = replace(finding, message=f"{finding.message}; from a single step")
         if cause.of_peers and unknown_ns >= least_ns:
-            text = "at least, as calls of unknown groups may wait for it, too"
+            text = "at least, as calls that are not matched across ranks may wait for it, too"
             finding = replace(finding, message=f"{finding.message}; {text}")
         if finding.gain_ns >= least_ns:
             finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))

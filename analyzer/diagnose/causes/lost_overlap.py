@@ -89,7 +89,7 @@ def list_hoistable_calls(context: ReplayContext) -> list[HoistedCalls]:
     table, found = context.graph.kernels, []
     extra = find_sums_after_backward(context).found
     # Backward passes per step without a pipeline; gradients are complete after the last.
-    passes = count_accumulated_microbatches(context.split.strategies) or 1
+    passes = count_accumulated_microbatches(context.split.strategies) or 0
     for index, rank in enumerate(context.split.ranks):
         if context.split.layout.pipelines and not any(grid.slots for grid in rank.grids):
             continue

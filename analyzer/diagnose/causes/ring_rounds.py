@@ -29,6 +29,17 @@ def find_ring_segments(context: CauseContext, segments: WorkSegments) -> Bool:
     return np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
 
 
+def measure_ring_messages(context: CauseContext) -> Float:
+    """For each row of the steps, how long the messages that it receives in rings move data."""
+    graph, kernels = context.graph, context.graph.kernels
+    of_ring = context.find_kernels(lambda axes: axes == {"cp"})
+    received = of_ring[context.split.matched.op[kernels.row[of_ring]] == OP_CODE["recv"]]
+    received = received[kernels.step[received] >= 0]
+    moved_ns = np.maximum(graph.rest_ns[kernels.end[received]], 0)
+    total = np.bincount(kernels.step[received], moved_ns, minlength=len(graph.steps.step))
+    return total.astype(np.float64)
+
+
 def deal_out_rounds(
     context: CauseContext, segments: WorkSegments, work_ns: Float, all_ns: Float
 ) -> Float:

@@ -19,7 +19,7 @@ BLAME_CAUSES = ("compute", "slower", "imbalance", "copy", "host", "transfer", "u
 """Kinds of time on a path. Compute is that of a usual rank; beside it stands what the rank computes
 longer because it is slower, which is blamed as compute as well, or because it has more work. A
 collective or message that starts late, though it was launched, its stream was free and the work
-launched before it was done, is unexplained."""
+launched before it was done, is unexplained; so is one without a match, which may have waited."""
 
 
 COMPUTES = 3
@@ -73,7 +73,10 @@ class BindingPaths(Struct, frozen=True):
         host = np.where(delay <= LAUNCH_LATENCY_NS, delay, np.minimum(host, delay))
         spent[late, BLAME_CAUSES.index("host")] += host
         spent[late, BLAME_CAUSES.index("unexplained")] += delay - host
-        spent[moved, BLAME_CAUSES.index("transfer")] += np.maximum(graph.rest_ns[moved], 0)
+        is_matched = split.matched.shared[kernels.row[bound[kernels.end]]] >= 0
+        for own, cause in ((is_matched, "transfer"), (~is_matched, "unexplained")):
+            nodes = moved[own]
+            spent[nodes, BLAME_CAUSES.index(cause)] += np.maximum(graph.rest_ns[nodes], 0)
         previous = np.append(np.where(bound, graph.binding, begin), begin).astype(np.int32)
         rank = np.append(graph.find_ranks(np.arange(begin)), -1).astype(np.int32)
         steps = np.append(np.unique(graph.steps.step, return_inverse=True)[1], -1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from msgspec import Struct
@@ -147,8 +147,9 @@ class _GraphParts(Struct, frozen=True):
     @classmethod
     def build(cls, split: RunSplit) -> _GraphParts:
         rows = [split.matched.slice_trace(i) for i in range(len(split.ranks))]
+        graphs = GraphLaunches.compare(rank.trace for rank in split.ranks)
         calls = tuple(
-            build_comm_calls(rank, split.arrivals, own)
+            build_comm_calls(rank, split.arrivals, own, graphs)
             for rank, own in zip(split.ranks, rows, strict=True)
         )
         mains = tuple(
@@ -507,7 +508,9 @@ class CommCalls(Struct, frozen=True):
         return np.flatnonzero(self.awaited_ns != _AFTER_ALL)
 
 
-def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
+def build_comm_calls(
+    rank: RankSplit, arrivals: Arrivals, rows: slice, graphs: GraphLaunches
+) -> CommCalls:
     """The events of a rank; rows is the slice of its calls among all calls."""
     trace = rank.trace
     # Calls of one kernel are one event. gloo has no kernels: each call is its own event.
@@ -551,7 +554,7 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
         start_ns=start,
         end_ns=end,
         start_dep_ns=_find_start_dep_ns(
-            rank, call, start, np.where(behind >= 0, end[behind], _BEFORE_ALL)
+            rank, call, start, np.where(behind >= 0, end[behind], _BEFORE_ALL), graphs
         ),
         previous=behind,
         follows=_find_followed(trace, lane, start, end, behind),
@@ -678,7 +681,9 @@ def _find_followed(trace: RankTrace, lane: Int64, start: Int64, end: Int64, behi
     return followed
 
 
-def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int64:
+def _find_start_dep_ns(
+    rank: RankSplit, call: Int64, start: Int64, free_ns: Int64, graphs: GraphLaunches
+) -> Int64:
     """The instant of the rank's timeline that the start of each event depends on.
 
     A kernel depends on the compute launched before it, if it started soon after that and after its
@@ -687,7 +692,7 @@ def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int6
     """
     if not rank.trace.on_device:
         return start
-    own_launched = _find_launched_before(rank.trace, rank.trace.calls.event[call])
+    own_launched = _find_launched_before(rank.trace, rank.trace.calls.event[call], graphs)
     launched = rank.clock.map_to_common_ns(own_launched)
     known = (own_launched >= 0) & (launched <= start)
     soon = start - np.maximum(launched, free_ns) <= LAUNCH_LATENCY_NS
@@ -699,48 +704,90 @@ def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int6
     return np.where(known & (soon | under), launched, start)
 
 
-def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
+def _find_launched_before(trace: RankTrace, event: Int64, graphs: GraphLaunches) -> Int64:
     """The end of the last compute kernel on the main stream that was launched before each event, on
-    the rank's own clock; -1 if there is none.
-
-    A graph launches all its kernels at once: of those of an event's own launch the last counts
-    that had ended when the event started, in the launch of the graph in which these are the fewest:
-    in others the event queued on its stream.
-    """
-    events = trace.events
-    kernels = events.is_category(Category.KERNEL)
-    kernels[trace.calls.event] = False
-    rows = np.flatnonzero(kernels)
-    rows = rows[is_on_main_stream(trace, rows)]
+    the rank's own clock; -1 if there is none."""
+    events, rows = trace.events, _list_main_kernels(trace)
     launched = events.find_launch_ns(rows)
     order = np.lexsort((events.start_ns[rows], launched))
     order = order[launched[order] >= 0]
     ends = np.maximum.accumulate(events.ends_of(rows[order]))
     called = events.find_launch_ns(event)
     before = np.searchsorted(launched[order], called, side="left")
-    found = np.where(called >= 0, np.append(-1, ends)[before], -1)
-    # Kernels by launch and end; the last one of the event's own launch that had ended.
-    by_end = np.lexsort((events.ends_of(rows), launched))
-    keys = np.stack((launched[by_end], events.ends_of(rows[by_end])), axis=1)
-    alike: dict[tuple[int, bytes], list[tuple[Int64, Int64, Int64]]] = defaultdict(list)
-    # Launches of one time are not one launch.
-    own_launch = events.find_launches(event)
-    # One row more, for kernels without a launch (-1).
-    is_launch = np.zeros(len(events) + 1, dtype=np.bool_)
-    is_launch[events.find_launches(rows)] = True
-    in_graph = is_launch[own_launch] & (own_launch >= 0)
-    for launch in np.unique(called[in_graph]).tolist():
-        own = keys[slice(*np.searchsorted(keys[:, 0], (launch, launch + 1)).tolist()), 1]
-        mine = np.flatnonzero((called == launch) & in_graph)
-        lane = events.lane[event[mine]]
-        order = np.lexsort((events.start_ns[event[mine]], lane))
-        mine = mine[order]
-        start = events.start_ns[event[mine]]
-        at = np.searchsorted(own, start + CLOSE_NS, side="right") - 1
-        alike[len(own), lane[order].tobytes()].append((mine, own, at))
-    for launches in alike.values():
-        at = np.min([one[2] for one in launches], axis=0)
+    found = np.full(len(events), -1)
+    found[event] = np.where(called >= 0, np.append(-1, ends)[before], -1)
+    for launch in graphs.launches[trace.rank]:
+        at = graphs.fewest[launch.key]
         has = at >= 0
-        for mine, own, _ in launches:
-            found[mine[has]] = np.minimum(own[at[has]], events.start_ns[event[mine[has]]])
+        own = launch.events[has]
+        found[own] = np.minimum(launch.ends_ns[at[has]], events.start_ns[own])
+    return found[event]
+
+
+def _list_main_kernels(trace: RankTrace) -> Int64:
+    """The compute kernels of the main streams."""
+    kernels = trace.events.is_category(Category.KERNEL)
+    kernels[trace.calls.event] = False
+    rows = np.flatnonzero(kernels)
+    return rows[is_on_main_stream(trace, rows)]
+
+
+class _GraphLaunch(Struct, frozen=True):
+    """One launch of a graph: its collectives and messages, by stream and start; the ends of its
+    compute kernels in order; how many of these, less one, had ended when each call started. key is
+    the same for launches that run the same kernels and calls in the same order."""
+
+    key: int
+    events: Int64
+    ends_ns: Int64
+    at: Int64
+
+
+class GraphLaunches(Struct, frozen=True):
+    """What calls in graphs start after.
+
+    A graph launches all its kernels at once. Of its compute, that counts that had ended when a call
+    started, in the launch on whichever rank in which it is the least: in others the call queued on
+    its stream.
+    """
+
+    launches: dict[int, list[_GraphLaunch]]
+    fewest: dict[int, Int64]
+
+    @classmethod
+    def compare(cls, traces: Iterable[RankTrace]) -> GraphLaunches:
+        """Compare the launches of graphs of all ranks."""
+        launches = {trace.rank: _list_graph_launches(trace) for trace in traces}
+        fewest: dict[int, Int64] = {}
+        for one in chain.from_iterable(launches.values()):
+            fewest[one.key] = np.minimum(fewest.get(one.key, one.at), one.at)
+        return cls(launches, fewest)
+
+
+def _list_graph_launches(trace: RankTrace) -> list[_GraphLaunch]:
+    if not trace.on_device:
+        return []
+    events, rows = trace.events, _list_main_kernels(trace)
+    event, first = np.unique(trace.calls.event, return_index=True)
+    # Launches of one time are not one launch.
+    launches, own_launch = events.find_launches(rows), events.find_launches(event)
+    is_launch = np.zeros(len(events) + 1, dtype=np.bool_)  # the last one of kernels without (-1)
+    is_launch[launches] = True
+    in_graph = is_launch[own_launch] & (own_launch >= 0)
+    if not in_graph.any():
+        return []
+    name = np.array([hash(one) for one in events.names], dtype=np.int64)
+    by_end = rows[np.lexsort((events.ends_of(rows), launches))]
+    of_launch = events.find_launches(by_end)
+    found = []
+    for launch in np.unique(own_launch[in_graph]).tolist():
+        own = by_end[slice(*np.searchsorted(of_launch, (launch, launch + 1)).tolist())]
+        mine = np.flatnonzero((own_launch == launch) & in_graph)
+        mine = mine[np.lexsort((events.start_ns[event[mine]], events.lane[event[mine]]))]
+        lanes = np.unique(events.lane[event[mine]], return_inverse=True)[1]
+        ops = trace.calls.op[first[mine]]
+        key = hash((name[events.name_id[own]].tobytes(), lanes.tobytes(), ops.tobytes()))
+        start = events.start_ns[event[mine]]
+        at = np.searchsorted(events.ends_of(own), start + CLOSE_NS, side="right") - 1
+        found.append(_GraphLaunch(key, event[mine], events.ends_of(own), at))
     return found

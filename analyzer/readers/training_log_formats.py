@@ -422,6 +422,7 @@ _COLUMN = {
     "model tflops per gpu": ("flops_per_s_per_gpu", _TERA),
     "tflop/s/device": ("flops_per_s_per_gpu", _TERA),
     "tflop/s": ("flops_per_s_per_gpu", _TERA),
+    "tflop/s/gpu": ("flops_per_s_per_gpu", _TERA),
     "tflops": ("flops_per_s_per_gpu", _TERA),
     "tflops per gpu": ("flops_per_s_per_gpu", _TERA),
     "train throughput/device/flops per sec": ("flops_per_s_per_gpu", 1),

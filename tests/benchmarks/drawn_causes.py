@@ -237,7 +237,8 @@ def _whole_step_graph(rng: random.Random) -> Drawn:
             {"dp": 8, "fsdp": True, "microbatches": 1, "layers": 10},
         )
     )
-    job = replace(_draw_job(rng, **sizes), described=False)
+    # What the host launched ahead of a recording is no launch of a graph that it captures there.
+    job = replace(_draw_job(rng, **sizes), described=False, end_of_step="item")
     cause = SlowRank(_draw_alike(rng, job), rng.uniform(1.2, 1.5))
     drawn = _plant(rng, job, "slow_rank", cause)
     return replace(drawn, style=replace(drawn.style or TraceStyle(), graph=True, captures=True))

@@ -313,7 +313,7 @@ def test_gradients_that_overlap_already_are_no_finding(tmp_path: Path) -> None:
     for rank in (0, 1):
         trace = GpuTrace(rank, 2, groups=[("0", "mesh_dp_replicate", [0, 1])]).step(1, 0, 110)
         trace.kernel("a", 0, 40).all_reduce(40, 60).kernel("b", 40, 80).all_reduce(80, 100)
-        traces.append(trace.kernel("adam", 100, 110))
+        traces.append(trace.kernel("adam", 90, 100))
     assert findings(tmp_path, *traces) == ()
 
 
@@ -664,6 +664,21 @@ def test_gradients_are_whole_with_the_last_backward_of_a_step(
     trace.kernel("backward", 30, 60).kernel("backward", 60, 90).kernel("adam", 90, 100)
     rank = scene(tmp_path, trace).split.ranks[0]
     assert BackwardPasses.find(rank, passes).find_before(0, 90_000) == (begin, 90_000)
+
+
+@pytest.mark.parametrize(("rounds", "begin"), [(1, 30_000), (3, 70_000)])
+def test_without_ranges_microbatches_are_what_repeats(
+    rounds: int, begin: int, tmp_path: Path
+) -> None:
+    """Two thirds of a pass over forward and backward are its backward; 90 is one or three."""
+    trace = GpuTrace().step(1, 0, 120)
+    for start in range(0, 90, 90 // rounds):
+        for place, name in enumerate(("gemm_tn", "flash_fwd", "gemm_nn", "gemm_nt", "flash_bwd")):
+            long = 18 // rounds
+            trace.kernel(name, start + place * long, start + (place + 1) * long)
+    trace.kernel("adam", 90, 100)
+    rank = scene(tmp_path, trace).split.ranks[0]
+    assert BackwardPasses.find(rank, 0).find_before(0, 90_000) == (begin, 90_000)
 
 
 def ddp_step(rank: int, *calls: tuple[float, float, float, int]) -> CpuTrace:

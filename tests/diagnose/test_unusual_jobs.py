@@ -154,6 +154,80 @@ def test_an_evaluation_of_unequal_length_is_a_step_of_another_kind(tmp_path: Pat
     assert report.findings[0].gain_ns == pytest.approx(cost_ns, rel=0.05)
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}])
+def test_an_evaluation_of_few_and_long_kernels_is_a_step_of_another_kind(
+    sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """12 kernels more of 128 or more take a fifth of the step, on each rank another time."""
+    more = [ExtraKernels(rank, (2 + rank) * 500_000, "end", 2, 12) for rank in range(4)]
+    report, cost_ns = record(tmp_path, {**sizes, **ONCE}, *more)
+    assert (report.findings[0].code, report.findings[0].steps) == ("other_steps", (4,))
+    assert report.findings[0].gain_ns == pytest.approx(cost_ns, rel=0.05)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 8, **SHARDED}, {"dp": 8, "shards": 4, **SHARDED}])
+def test_a_slow_rank_of_steps_that_are_graphs_costs_what_it_costs(
+    sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """On fast ranks a gather queues behind the one before it, so that only the slow rank shows what
+    compute it starts after."""
+    job = Job("unusual", seed=4, described=False, **sizes)
+    ran, cured = simulate(replace(job, causes=(SlowRank(3, 1.35),))), simulate(job)
+    ran.write(tmp_path, TraceStyle(graph=True, captures=True))
+    (slow,) = [one for one in analyze(tmp_path).findings if one.code == "slow_rank"]
+    assert slow.ranks == (3,)
+    assert slow.gain_ns == pytest.approx(ran.step_ns - cured.step_ns, rel=0.05)
+
+
+def test_waits_for_a_rank_that_waited_in_calls_without_a_match_are_unexplained(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 is slow, and the messages to rank 3 of the next stage are not matched: rank 3 comes
+    late to its replica, and nothing says why."""
+    job = Job("unusual", seed=5, pp=2, dp=2, microbatches=8, described=False)
+    simulate(replace(job, causes=(SlowRank(1, 1.35),))).write(
+        tmp_path, TraceStyle(graph=True, captures=True)
+    )
+    report = analyze(tmp_path)
+    assert {(row.rank, row.cause) for row in report.blame if row.rank is not None} == {
+        (1, "compute")
+    }
+    assert "unexplained" in {row.cause for row in report.blame}
+    assert "at least, as calls that are not matched" in report.findings[0].message
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_gradients_of_accumulated_microbatches_are_ready_in_the_last_one(
+    layers: int, tmp_path: Path
+) -> None:
+    """Nothing but the repeated kernels tells how long the last backward is."""
+    job = Job("unusual", seed=4, dp=4, microbatches=8, layers=layers, bucket_ns=4_000_000)
+    late, in_time = simulate(replace(job, late_buckets=True)), simulate(job)
+    late.write(tmp_path)
+    (lost,) = [one for one in analyze(tmp_path).findings if one.code == "no_overlap"]
+    assert lost.gain_ns == pytest.approx(late.step_ns - in_time.step_ns, rel=0.05)
+
+
+@pytest.mark.parametrize("by", ["nccl", "deep_ep"])
+def test_even_experts_save_what_the_finding_of_the_hot_one_says(by: str, tmp_path: Path) -> None:
+    job = Job("unusual", seed=4, dp=8, ep=4, microbatches=4, experts_by=by)
+    ran, even = simulate(replace(job, causes=(ExpertLoad(2, 1.6),))), simulate(job)
+    ran.write(tmp_path, TraceStyle(annotates=True))
+    cost_ns = ran.step_ns - even.step_ns
+    assert analyze(tmp_path).findings[0].gain_ns == pytest.approx(cost_ns, rel=0.05)
+    for one in what_if(tmp_path, changes=["even", "even-ranks"]).changes:
+        assert one.gain_ns == pytest.approx(cost_ns, rel=0.05)
+
+
+def test_a_ring_whose_messages_are_longer_than_its_rounds_says_that_the_saving_is_rough(
+    tmp_path: Path,
+) -> None:
+    sizes = {"cp": 8, "microbatches": 2, "layers": 2, "layer_ns": 450_000}
+    report, _ = record(tmp_path, sizes, CausalBlocks())
+    assert report.findings[0].ranks == (4, 5, 6, 7)
+    assert "a rough saving" in report.findings[0].message
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_slow_rank_of_two_stages_that_share_messages_alone(rank: int, tmp_path: Path) -> None:
     """Of two opposite pipelines the slow rank comes last at each message: when these end tells how

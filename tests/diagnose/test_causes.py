@@ -313,7 +313,7 @@ def test_gradients_that_overlap_already_are_no_finding(tmp_path: Path) -> None:
     for rank in (0, 1):
         trace = GpuTrace(rank, 2, groups=[("0", "mesh_dp_replicate", [0, 1])]).step(1, 0, 110)
         trace.kernel("a", 0, 40).all_reduce(40, 60).kernel("b", 40, 80).all_reduce(80, 100)
-        traces.append(trace.kernel("adam", 90, 100))
+        traces.append(trace.kernel("adam", 100, 110))
     assert findings(tmp_path, *traces) == ()
 
 

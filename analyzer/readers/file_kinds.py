@@ -232,6 +232,16 @@ KINDS: tuple[FileKind[Any], ...] = (
         is_raw=True,
     ),
     FileKind(
+        "Nsight Systems export",
+        # nsys export --type parquetdir: each table is a file, and this one stands for the folder.
+        file_name=re.compile(r"StringIds\.parquet"),
+        read=Import("nsys", "read_nsys"),
+        count=lambda traces: sum(len(trace.events) for trace in traces),
+        role=FileRole.TRACE,
+        read_ranks=partial(read_whole_files, Import("nsys", "read_nsys")),
+        unreadable=Unreadable.ERROR,
+    ),
+    FileKind(
         "rank table",
         recognize=lambda head: head.startswith(b"PAR1"),
         read=Import("rank_table", "read_rank_table"),

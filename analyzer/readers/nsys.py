@@ -1,4 +1,4 @@
-"""Reads Nsight Systems SQLite exports: a RankTrace for each process that ran kernels."""
+"""Reads Nsight Systems exports, SQLite or Parquet: a RankTrace for each process with kernels."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_message_bytes, parse_op
 from stepsplit.analyzer.readers.compression import find_opener, open_source_file, open_unpacked
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
+from stepsplit.analyzer.readers.nsys_parquet import STRINGS_FILE, copy_tables_to_sqlite
 from stepsplit.analyzer.readers.rank_limits import MAX_RANKS
-from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.sources import DiskFile, Source
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     MAX_NAME_LENGTH,
@@ -743,7 +744,18 @@ def open_database(source: Source) -> Iterator[NsysDatabase]:
 
 @contextmanager
 def _unpack_to_disk(source: Source) -> Iterator[Path]:
-    """The unpacked file on disk; SQLite needs random access, so it is unpacked first."""
+    """The unpacked file on disk; SQLite needs random access, so it is unpacked first. Tables in
+    Parquet are copied to one."""
+    if source.inner.name == STRINGS_FILE:
+        # Of another source this file alone would be there, and beside it what others have in /tmp.
+        if not isinstance(source, DiskFile):
+            problem = "the other tables of an export in Parquet are read from a folder on disk only"
+            raise DataError(source.where, problem, "copy or unpack it first")
+        with source.open_local() as path, tempfile.TemporaryDirectory(prefix="stepsplit-") as made:
+            target = Path(made, "export.sqlite")
+            copy_tables_to_sqlite(path.parent, source.where, target)
+            yield target
+        return
     with source.open_local() as path:
         with open_source_file(path, source.where) as raw:
             packed = find_opener(raw.read(6)) is not None

@@ -23,8 +23,6 @@ SKIPPED = "file_skipped"
 
 _NAME_A_TRACE = "name a torch.profiler trace"
 
-_EXPORT = "export it with nsys export --type sqlite"
-
 
 class RecordingFiles(Struct, frozen=True):
     """The files of a recording by kind.
@@ -78,14 +76,16 @@ class RecordingFiles(Struct, frozen=True):
         kinds += [kind.name for role in roles for kind in self.list_kinds(role)]
         present = f"; found only: {', '.join(kinds)}" if kinds else ""
         reason = f"; {notes[0].message}" if notes else ""
+        hint = f"{_NAME_A_TRACE}, or a folder of them"
         others = [file for file in self.others if file.inner.suffix != ".toml"]
         if others and not kinds and not notes:
-            file, rest = others[0], len(others) - 1
-            # If a path leads to a single unknown file, what it is helps more than that it is no
-            # trace.
-            reason = f"; {file.inner.name}: {_explain_unknown_kind(file)[0]}"
-            reason += f", and {rest} more" * bool(rest)
-        hint = f"{_NAME_A_TRACE}, or a folder of them"
+            # What another profiler has written tells more than a log or a table beside it; and if
+            # a path leads to a single unknown file, what it is helps more than that it is no trace.
+            foreign = [file for file in others if _find_foreign_format(file) is not None]
+            file, rest = (foreign or others)[0], len(others) - 1
+            problem, foreign_hint = _explain_unknown_kind(file)
+            hint = foreign_hint if foreign else hint
+            reason = f"; {file.inner.name}: {problem}" + f", and {rest} more" * bool(rest)
         return DataError(self.places[0], f"no trace found{present}{reason}", hint)
 
 
@@ -179,10 +179,76 @@ _DUMP = (
 )
 
 
+_EXPORT = "export it with nsys export --type sqlite"
+
+_RECORD_WITH_TORCH = (
+    "no command converts it; record the job with stepsplit record or torch.profiler, which see"
+    " HIP's kernels and RCCL's calls too"
+)
+
+
+class _ForeignFormat(Struct, frozen=True):
+    """What another profiler writes and is not read: recognized by the end of the file's name, else
+    by its begin."""
+
+    problem: str
+    hint: str
+    endings: tuple[str, ...] = ()
+    begin: re.Pattern[bytes] | None = None
+
+
+_FOREIGN_FORMATS = (
+    _ForeignFormat(
+        "an Nsight Systems report, readable only by Nsight Systems",
+        _EXPORT,
+        endings=(".nsys-rep", ".qdrep"),
+    ),
+    _ForeignFormat(
+        "Arrow tables of Nsight Systems, which are not read",
+        "export the report with nsys export --type sqlite",
+        endings=("StringIds.arrow",),
+    ),
+    # Neither names an op, a step or a process group of torch, by which work is split.
+    _ForeignFormat(
+        "rocprofv3's JSON, without ops, steps and process groups of torch",
+        _RECORD_WITH_TORCH,
+        begin=re.compile(rb'\{\s*"rocprofiler-sdk-tool"'),
+    ),
+    _ForeignFormat(
+        "rocprofv3's database (rocpd), without ops, steps and process groups of torch",
+        _RECORD_WITH_TORCH,
+        begin=re.compile(rb"SQLite format 3\0.{0,4000}?\brocpd_", re.S),
+    ),
+    _ForeignFormat(
+        "a Perfetto trace in binary form, which is not read",
+        "analyze the torch.profiler trace or the recording that it was made of; what rocprofv3 has"
+        " written as .pftrace has no ops of torch: record the job with stepsplit record",
+        endings=(".pftrace", ".pftrace.gz", ".perfetto-trace"),
+    ),
+    _ForeignFormat(
+        "an XPlane profile of JAX, TensorFlow or PyTorch/XLA, which is not read",
+        "no command converts it: XLA's ops have no process groups and steps of torch; on GPUs"
+        " record the program with nsys profile -t cuda,nvtx and analyze its export",
+        endings=(".xplane.pb",),
+    ),
+)
+
+
+def _find_foreign_format(source: Source) -> _ForeignFormat | None:
+    name = source.inner.name
+    for format in _FOREIGN_FORMATS:
+        if name.endswith(format.endings):
+            return format
+    with open_unpacked(source) as content:
+        head = content.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    begun = (one for one in _FOREIGN_FORMATS if one.begin and one.begin.match(head))
+    return next(begun, None)
+
+
 def _explain_unknown_kind(source: Source) -> tuple[str, str]:
     """Why the file is of no known kind, and the hint."""
-    if source.inner.suffix.lower() in (".nsys-rep", ".qdrep"):
-        return "an Nsight Systems report, readable only by Nsight Systems", _EXPORT
+    if (foreign := _find_foreign_format(source)) is not None:
+        return foreign.problem, foreign.hint
     with open_unpacked(source) as content:
         head = content.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if content.torn and not head:

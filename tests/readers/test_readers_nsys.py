@@ -5,9 +5,13 @@ from __future__ import annotations
 import gzip
 import random
 import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.nsys_builders import EPOCH_NS, NEW, OLD, Export
 from support.reading import on_disk
@@ -68,6 +72,68 @@ def test_events_have_the_names_of_kineto(tmp_path: Path, version: str) -> None:
     began = 0 if version == OLD else EPOCH_NS
     assert trace.t0_unix_ns == began + 1_000
     assert [note.code for note in trace.notes] == (["no_clock"] if version == OLD else [])
+
+
+def write_as_parquet(export: Export, folder: Path) -> Path:
+    """What nsys export --type parquetdir writes: the tables of the SQLite export as files."""
+    folder.mkdir()
+    with closing(sqlite3.connect(export.write(folder.parent / "of_parquet.sqlite"))) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master")]
+        for table in tables:
+            cursor = database.execute(f"SELECT * FROM {table}")
+            names = [column[0] for column in cursor.description]
+            columns = [list(column) for column in zip(*cursor, strict=True)]
+            if columns:
+                pq.write_table(
+                    pa.table(dict(zip(names, columns, strict=True))), folder / f"{table}.parquet"
+                )
+    return folder
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_an_export_in_parquet_is_read_as_the_same_in_sqlite(tmp_path: Path, version: str) -> None:
+    export = Export(version).range("iteration 5", 1_000, 9_000).kernel("gemm", 2_000, 3_000)
+    export.copy(10, 4_000, 5_000).memset(6_000, 6_001)
+    payload = {"comm": COMM, "size": 4096, "ranks": 2} if version == NEW else {}
+    export.range("ncclAllReduce", 7_600, 7_700, **payload)
+    export.kernel(ALL_REDUCE, 8_000, 8_900, launched=7_650)
+    folder = write_as_parquet(export, tmp_path / "report_rank3_pqtdir")
+
+    (sqlite,) = read_nsys(on_disk(tmp_path / "of_parquet.sqlite"))
+    (parquet,) = read_nsys(on_disk(folder / "StringIds.parquet"))
+
+    assert (rows(parquet), calls(parquet)) == (rows(sqlite), calls(sqlite))
+    assert (parquet.host, parquet.device) == (sqlite.host, sqlite.device)
+    assert (parquet.rank, parquet.t0_unix_ns) == (3, sqlite.t0_unix_ns)
+    assert calls(parquet)
+    assert [step.rank for step in analyze(folder).steps] == [3]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda data: data[: len(data) // 2], "KERNEL.parquet: a damaged table"),
+        (lambda data: b"PAR1 and something else", "KERNEL.parquet: a damaged table"),
+    ],
+)
+def test_a_damaged_table_in_parquet_is_one_line(
+    tmp_path: Path, damage: Callable[[bytes], bytes], says: str
+) -> None:
+    folder = write_as_parquet(Export().kernel("gemm", 2_000, 3_000), tmp_path / "report_pqtdir")
+    table = folder / "CUPTI_ACTIVITY_KIND_KERNEL.parquet"
+    table.write_bytes(damage(table.read_bytes()))
+
+    with pytest.raises(DataError, match=f"{says}.*nsys export --type sqlite"):
+        analyze(folder)
+
+
+def test_a_table_in_parquet_that_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
+    folder = write_as_parquet(Export().kernel("gemm", 2_000, 3_000), tmp_path / "report_pqtdir")
+    run = pa.array(np.zeros(20_000_000, dtype=np.int64))
+    pq.write_table(pa.table({"start": run, "end": run}), folder / "NVTX_EVENTS.parquet")
+
+    with pytest.raises(DataError, match="unpacks to over 100 times its size"):
+        analyze(folder)
 
 
 def test_marks_and_open_ranges_have_no_duration(tmp_path: Path) -> None:

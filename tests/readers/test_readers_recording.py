@@ -324,11 +324,54 @@ def test_a_git_lfs_pointer_is_an_error(tmp_path: Path) -> None:
         read_recording([file])
 
 
-def test_a_report_of_nsight_systems_gives_a_hint_to_export_it(tmp_path: Path) -> None:
-    file = tmp_path / "report1.nsys-rep"
-    file.write_bytes(b"\x00\x01")
-    with pytest.raises(DataError, match=r"an Nsight Systems report.*; export it with nsys export"):
-        read_recording([file])
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "report1.nsys-rep",
+            b"\x00\x01",
+            "an Nsight Systems report.*; export it with nsys export --type sqlite",
+        ),
+        (
+            "StringIds.arrow",
+            b"ARROW1\0\0",
+            "Arrow tables of Nsight Systems.*; export the report with nsys export --type sqlite",
+        ),
+        (
+            "4711_results.json",
+            b'{ "rocprofiler-sdk-tool": [{"metadata": {"pid": 4711}, "buffer_records": {}}]}',
+            "rocprofv3's JSON.*; no command converts it; record the job with stepsplit record",
+        ),
+        (
+            "4711_results.db",
+            b"SQLite format 3\0 CREATE TABLE rocpd_string_0001 (id INTEGER)",
+            "rocprofv3's database.*; no command converts it; record the job with stepsplit record",
+        ),
+        (
+            "4711_results.pftrace",
+            b"\x0a\x04\x40\x01\x50\x01" * 20,
+            "a Perfetto trace in binary form.*; analyze the torch.profiler trace",
+        ),
+        (
+            "host0.xplane.pb",
+            b"\x0a\x11\x08\x01\x12\x0d/device:GPU:0",
+            "an XPlane profile.*; no command converts it: .* nsys profile -t cuda,nvtx",
+        ),
+    ],
+)
+def test_what_other_profilers_write_is_refused_by_name_with_what_to_do(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("of this evening\n")
+    file = folder / name
+    file.write_bytes(content)
+
+    with pytest.raises(DataError, match=says):
+        analyze(file)
+    with pytest.raises(DataError, match=f"no trace found; {re.escape(name)}: {says}"):
+        analyze(folder)
 
 
 def test_the_error_without_a_trace_lists_the_kinds_found(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Nsight Systems exports of `nsys export --type parquetdir`: a folder with a file per table.
+
+The tables and columns are those of the SQLite export, by Nsight Systems' documentation of both, so
+that they become a database which the reader of that export takes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.compression import compute_max_unpacked_bytes, make_bomb_error
+from stepsplit.collectors.safe_io.regular_file import describe_special
+
+STRINGS_FILE = "StringIds.parquet"
+"""The table that every export has, by which such a folder is recognized."""
+
+_EXPORT_AGAIN = "export the report with nsys export --type sqlite"
+
+# Not those of the operating system's calls and of stacks, which can be far larger and are not read.
+_TABLES = (
+    "StringIds",
+    "CUPTI_ACTIVITY_KIND_DRIVER",
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
+    "CUPTI_ACTIVITY_KIND_KERNEL",
+    "CUPTI_ACTIVITY_KIND_MEMCPY",
+    "CUPTI_ACTIVITY_KIND_MEMSET",
+    "CUPTI_ACTIVITY_KIND_RUNTIME",
+    "MPI_RANKS",
+    "NVTX_EVENTS",
+    "NVTX_PAYLOAD_SCHEMA_ENTRIES",
+    "TARGET_INFO_GPU",
+    "TARGET_INFO_SESSION_START_TIME",
+    "TARGET_INFO_SYSTEM_ENV",
+)
+
+_BATCH_ROWS = 1 << 16
+
+
+def copy_tables_to_sqlite(folder: Path, where: str, target: Path) -> None:
+    """Writes the tables of the export in the folder to a new SQLite database.
+
+    Raises DataError, which names the export as where, if a table is damaged.
+    """
+    with closing(sqlite3.connect(target)) as database:
+        # A copy that is read once and deleted.
+        database.execute("PRAGMA journal_mode = OFF")
+        database.execute("PRAGMA synchronous = OFF")
+        for table in _TABLES:
+            path = folder / f"{table}.parquet"
+            if not path.exists():
+                continue
+            if problem := describe_special(path):
+                raise DataError(where, f"{path.name}: {problem}", _EXPORT_AGAIN)
+            try:
+                _copy_table(path, where, table, database)
+            except (OSError, ValueError, OverflowError, pa.ArrowException, sqlite3.Error) as error:
+                problem = " ".join(str(error).split())[:100]
+                raise DataError(
+                    where, f"{path.name}: a damaged table ({problem})", _EXPORT_AGAIN
+                ) from None
+        database.commit()
+
+
+def _copy_table(path: Path, where: str, table: str, database: sqlite3.Connection) -> None:
+    with pq.ParquetFile(path) as file:
+        fields = [
+            field
+            for field in file.schema_arrow
+            if field.name.isidentifier() and (_is_text(field.type) or _is_number(field.type))
+        ]
+        if not fields:
+            return
+        # A run of equal numbers takes no space in Parquet, but it does in the copy.
+        copied_bytes = file.metadata.num_rows * len(fields) * 8
+        if copied_bytes > compute_max_unpacked_bytes(path.stat().st_size):
+            raise make_bomb_error(where)
+        names = [field.name for field in fields]
+        # Quoted, as "end" is a word of SQL. Without types: each value is kept as it is.
+        columns = ", ".join(f'"{name}"' for name in names)
+        database.execute(f"CREATE TABLE {table} ({columns})")
+        insert = f"INSERT INTO {table} VALUES ({', '.join('?' * len(names))})"
+        for batch in file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False):
+            values = [
+                # As bytes: what is stored as text need not be UTF-8, such as NCCL's payloads.
+                (column.cast(pa.large_binary()) if _is_text(column.type) else column).to_pylist()
+                for column in batch.columns
+            ]
+            database.executemany(insert, zip(*values, strict=True))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return any(
+        is_kind(kind)
+        for is_kind in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+        )
+    )
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return any(
+        is_kind(kind)
+        for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    )

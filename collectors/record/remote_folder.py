@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import stat
 import threading
 from collections.abc import Callable, Set
@@ -98,10 +99,12 @@ class RemoteFolder:
     def copy(self, folder: Path, identity: Identity | None) -> str:
         """Copies the recording, and returns to which URL, "" if to none; a failure is a warning.
 
-        identity: the rank whose own files are copied alone, where each rank runs `record`.
+        identity: what a launcher started this process as: the rank whose own files are copied
+        alone, where each rank runs `record`, or one process for all ranks of its host.
         """
         try:
-            paths = [path for path in list_files(folder) if _is_of(path, identity)]
+            ranks = _find_ranks(folder, identity) if identity else frozenset[int]()
+            paths = [path for path in list_files(folder) if _is_of(path, identity, ranks)]
             files = {path.relative_to(folder).as_posix(): path for path in paths}
             if not files:
                 return ""
@@ -327,15 +330,31 @@ def _run_within(limit_s: float, call: Callable[[], _Result]) -> _Result:
     return results[0]
 
 
-def _is_of(path: Path, identity: Identity | None) -> bool:
-    """Whether the file is for this rank to copy: its own; run.json for rank 0; the logs of a host
-    for its first rank."""
+def _find_ranks(folder: Path, identity: Identity) -> Set[int]:
+    """The ranks whose files the process that a launcher started as `identity` is to copy: itself,
+    or those of its host, where it is no rank but starts them, as torchrun does in a task of srun
+    for each host."""
+    records = []
+    for path in folder.iterdir():
+        if _RECORD.fullmatch(path.name):
+            with suppress(OSError, ValueError):
+                records.append(read_record(read_regular(path)))
+    # With one rank on each host the sizes are equal, and the numbers too but for torchrun's choice.
+    if all(record.world_size == identity.world_size for record in records):
+        return {identity.rank}
+    host = socket.gethostname()
+    return {record.rank.rank for record in records if record.rank.host == host}
+
+
+def _is_of(path: Path, identity: Identity | None, ranks: Set[int]) -> bool:
+    """Whether the file is for this process to copy: those of its ranks; run.json for rank 0; the
+    logs of a host for its first rank."""
     if identity is None:
         return True
     if path.name == RUN_FILE:
-        return identity.rank == 0
+        return 0 in ranks
     if is_recorded_name(path.name):
-        return path.name.startswith(f"rank{identity.rank}_")
+        return int(path.name.removeprefix("rank").partition("_")[0]) in ranks
     return identity.local_rank == 0
 
 

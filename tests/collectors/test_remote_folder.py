@@ -287,6 +287,51 @@ def write_part(plan: RecordPlan, pids: Mapping[int, int], own: Sequence[int]) ->
             )
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_torchrun_in_a_task_for_each_host_copies_all_ranks_of_the_host(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """`srun --ntasks-per-node=1 stepsplit record --out URL -- torchrun --nproc-per-node 2 ...`"""
+    infos = [RankInfo(rank, rank % 2, f"host{rank // 2}", 100 + rank, "cpu") for rank in range(4)]
+
+    def train(command: Sequence[str], plan: RecordPlan, nccl: object) -> int:
+        out, here = Path(plan.out), int(os.environ["SLURM_PROCID"])
+        out.mkdir(parents=True, exist_ok=True)
+        for info in infos:
+            if is_shared or info.host == f"host{here}":
+                (out / f"rank{info.rank}_trace.json.gz").write_bytes(b"t")
+                write_record(out, RankRecord(plan.name, info, 4, "gloo"))
+        if is_shared or here == 0:
+            write_run_json(out, RunSpec(plan.name, 4, "gloo", ranks=tuple(infos)))
+        if here == 0:  # the other host trains at the same time, and ends first
+            run_task(1)
+            become(0)
+        return 0
+
+    def become(host: int) -> None:
+        monkeypatch.setattr("socket.gethostname", lambda: f"host{host}")
+        monkeypatch.setenv("SLURM_PROCID", str(host))
+
+    def run_task(host: int) -> None:
+        become(host)
+        assert run_record("--out", URL) == 0
+
+    def choose_disk(*_: object) -> Path:
+        return tmp_path / ("shared" if is_shared else f"host{os.environ['SLURM_PROCID']}")
+
+    monkeypatch.setattr(collectors, "record", train)
+    monkeypatch.setattr(collectors, "choose_out", choose_disk)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    run_task(0)
+
+    assert sorted(path.rpartition("/")[2] for path in files.find(URL)) == sorted(
+        ["run.json"]
+        + [f"rank{rank}_{kind}" for rank in range(4) for kind in ("record.json", "trace.json.gz")]
+    )
+    assert not files.exists(f"{URL}-2")
+
+
 def run_host(
     rank: int, pids: Mapping[int, int], monkeypatch: pytest.MonkeyPatch,
     meanwhile: Callable[[], object] = lambda: None,

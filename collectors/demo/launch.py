@@ -49,7 +49,7 @@ def launch_workload(
     parallel: str | Mesh,
     out: str | Path,
     args: DemoArgs | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = 900.0,
     calibration: Path | None = None,
 ) -> LaunchResult:
     """Runs the demo on a mesh such as "tp=2,pp=2,dp=2", recorded to `out`. Raises LaunchError.
@@ -132,7 +132,10 @@ def _wait_for_ranks(ranks: Sequence[_Rank], deadline: float) -> None:
         if time.monotonic() > deadline:
             late = [rank for rank in ranks if rank.process.poll() is None]
             names = ", ".join(str(rank.rank) for rank in late)
-            raise LaunchError(f"ranks {names} did not finish in time\n{_read_stderr_tail(late[0])}")
+            raise LaunchError(
+                f"ranks {names} did not finish in time (fewer are quicker on busy cores:"
+                f" --parallel tp=2)\n{_read_stderr_tail(late[0])}"
+            )
         time.sleep(_POLL_S)
     _raise_failure(ranks)
 

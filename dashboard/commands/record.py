@@ -112,7 +112,9 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
         try:
             result = launch_workload(mesh, folder, calibration=Path(calibration))
         except LaunchError as error:
-            raise StepsplitError(f"the demo's training failed: {error}") from None
+            reason, *printed = str(error).splitlines()
+            last = f"; a rank printed last: {' | '.join(printed)}" if printed else ""
+            raise StepsplitError(f"the demo's training failed: {reason}{last}") from None
         for line in result.output.strip().splitlines():
             print_line(line)
         job = _write_calibrated_job(Path(calibration), mesh, folder)

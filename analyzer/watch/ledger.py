@@ -30,6 +30,7 @@ from stepsplit.collectors.formats.file_names import list_note_files
 from stepsplit.collectors.formats.watch_notes import (
     LEFT,
     LONG_STEP,
+    WINDOW_STEPS,
     Beat,
     Launch,
     Note,
@@ -86,7 +87,8 @@ def read_ledger(place: str | Path) -> Ledger:
         launches, lost_launches = read_launches(folder)
         lost += lost_launches
     except OSError as error:
-        raise DataError(folder, f"cannot be read: {error.strerror}", "check the folder") from None
+        place = error.filename or folder
+        raise DataError(place, f"cannot be read: {error.strerror}", "check the folder") from None
     lacks = []
     if not starts and any(logs.spans.values()):
         # A job that was not watched, but has logged its steps.
@@ -223,7 +225,7 @@ def build_ledger(
         cursor = end
         if is_known and last is not None:
             reached = last if reached is None else max(reached, last)
-    missing += _describe_lacks(by_start, incarnations)
+    missing += _describe_lacks(by_start, incarnations, launches)
     rows = _sum_rows([row for one in incarnations for row in one.rows])
     wall_ns = sum(one.wall_ns for one in incarnations)
     assert sum(row.ns for row in rows) == wall_ns, "the rows add up to the wall clock"
@@ -266,6 +268,15 @@ class _Life:
         return max(words)
 
     @property
+    def lacks_notes(self) -> bool:
+        """Whether its newest step is so far ahead of its last window that some are lost."""
+        if self.beat is None or not self.windows:
+            return False
+        window = self.windows[-1]
+        is_late = self.beat.step_unix_ns - window.end_unix_ns > _MOST_LATE_NS
+        return is_late and self.beat.step - window.last_step > _MOST_SKIPPED + WINDOW_STEPS
+
+    @property
     def first_step(self) -> int:
         if self.started.first_step_unix_ns:
             return self.started.steps_before or 0
@@ -278,6 +289,28 @@ class _Life:
         known += [self.beat.step] if self.beat else []
         known += [self.ended.step - 1] if self.ended else []
         return max(known, default=None)
+
+
+_MOST_LATE_NS = 5_000_000_000
+"""Windows are written just before the newest step, so that it cannot be far ahead of them."""
+
+_ODD_NS = 60_000_000_000
+"""Clocks of a host's processes agree to far less."""
+
+
+def _has_odd_clock(life: _Life, launches: Sequence[Launch]) -> bool:
+    """Whether a rank's notes are from before its start, or from after the end of its command."""
+    start = life.started.unix_ns
+    own = [one for one in launches if one.host == life.started.host]
+    known = [(one.unix_ns, one.end_unix_ns) for one in own if one.end_unix_ns is not None]
+    ends = [end for begin, end in known if begin <= start <= end]
+    first = min((one.end_unix_ns for one in life.windows), default=start)
+    return first < start - _ODD_NS or life.last_unix_ns > max(ends, default=_MOST_NS) + _ODD_NS
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def _split_lives(notes: Iterable[Note]) -> Iterator[_Life]:
@@ -575,6 +608,7 @@ def _list_lives(by_start: Mapping[int, Mapping[int, Sequence[_Life]]]) -> list[_
 def _describe_lacks(
     by_start: Mapping[int, Mapping[int, Sequence[_Life]]],
     incarnations: Sequence[IncarnationLedger],
+    launches: Sequence[Launch],
 ) -> Iterator[str]:
     """What is not known of the job, for the line under the first of the screen."""
     lives = _list_lives(by_start)
@@ -598,6 +632,21 @@ def _describe_lacks(
             yield (
                 f"start {one.incarnation + 1}: notes of {len(one.ranks)} of {one.world_size} ranks;"
                 " GPU hours are theirs"
+            )
+        own = by_start[one.incarnation]
+        lost = [rank for rank, each in sorted(own.items())
+                if any(life.lacks_notes for life in each)]  # fmt: skip
+        if lost:
+            yield (
+                f"start {one.incarnation + 1}: the last notes of {_list_ranks(lost)} are lost, so"
+                " that checkpoints and evaluations after them count as steps"
+            )
+        odd = [rank for rank, each in sorted(own.items())
+               if any(_has_odd_clock(life, launches) for life in each)]  # fmt: skip
+        if odd:
+            yield (
+                f"start {one.incarnation + 1}: {_list_ranks(odd)} noted times before its start or"
+                " after the end of its command: a clock was set, and rows may be wrong"
             )
     left = [one for one in incarnations if any(own[-1].is_left
             for own in by_start[one.incarnation].values())]  # fmt: skip

@@ -20,6 +20,7 @@ import msgspec
 
 from stepsplit.collectors.formats.watch_notes import (
     LONG_STEP,
+    WINDOW_STEPS,
     Beat,
     Note,
     RankEnded,
@@ -436,15 +437,12 @@ def _order_steps(spans: Iterable[LoggedSpan]) -> list[LoggedSpan]:
     return steps
 
 
-_WINDOW_STEPS = 20
-
-
 def _build_windows(steps: Sequence[LoggedSpan]) -> Iterator[RankWindow]:
     """Windows of the steps after the first one. A step lasts from the end of the one before, as of
     a watch: what a loop does between its steps is part of them."""
     timed = [(two.step or 0, one.end_unix_ns, two.end_unix_ns) for one, two in pairwise(steps)]
-    for at in range(0, len(timed), _WINDOW_STEPS):
-        own = timed[at : at + _WINDOW_STEPS]
+    for at in range(0, len(timed), WINDOW_STEPS):
+        own = timed[at : at + WINDOW_STEPS]
         times = [end - begin for _, begin, end in own]
         usual = int(median(times))
         yield RankWindow(

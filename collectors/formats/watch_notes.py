@@ -26,6 +26,9 @@ SAMPLES, LAUNCHES = "samples", "launches"
 LONG_STEP = 5
 """A step that takes so many times the median of its window is long: something else is in it."""
 
+WINDOW_STEPS = 20
+"""A window is closed after so many steps, or a minute, whichever is first."""
+
 CAPTURE = "capture"
 """A file that requests a sample of all ranks as soon as possible."""
 

@@ -31,8 +31,8 @@ MARKS = (
     "evaluation", "checkpoint", "compile", "process_group", "load", "quorum", "heal", "commit",
     "other",
 )  # fmt: skip
-"""What a span can be; load is of torch.load and DCP, before the first step. The times of TorchFT
-and torchelastic (quorum, heal, commit) are known where the script marks them."""
+"""What a span can be; load is of torch.load and DCP, before the first step; quorum, heal and commit
+are of TorchFT. Those of other libraries are known where the script marks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,11 @@ SPAN_FUNCTIONS = (
     SpanFunction(
         "checkpoint", "deepspeed.runtime.engine", "save_checkpoint", owner="DeepSpeedEngine"
     ),
+    # pytorch/torchft 73dafea4: the training thread waits in these. A synchronous start_quorum()
+    # waits in wait_quorum(); should_commit() heals, and that part is of heal.
+    SpanFunction("quorum", "torchft.manager", "wait_quorum", owner="Manager"),
+    SpanFunction("heal", "torchft.manager", "_apply_pending_state_dict", owner="Manager"),
+    SpanFunction("commit", "torchft.manager", "should_commit", owner="Manager"),
     # Lightning sets `training` of its modules without train().
     SpanFunction(
         "evaluation", "lightning.pytorch.loops.evaluation_loop", "run", owner="_EvaluationLoop"

@@ -20,6 +20,7 @@ from stepsplit.collectors.formats.file_names import build_trace_path
 from stepsplit.collectors.formats.rank_record import RankRecord, StepTimes, write_record
 from stepsplit.collectors.formats.run_spec import Mesh
 from stepsplit.collectors.formats.watch_notes import (
+    WINDOW_STEPS,
     Beat,
     BeatFile,
     Note,
@@ -51,7 +52,6 @@ from stepsplit.collectors.watch.samples import (
     list_cross,
     parse_next_sample,
 )
-from stepsplit.collectors.watch.step_windows import WINDOW_STEPS
 
 _NEXT = "watch/next"
 

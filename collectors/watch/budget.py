@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from stepsplit.collectors.formats.watch_notes import SampleReport
+from stepsplit.collectors.formats.watch_notes import WINDOW_STEPS, SampleReport
 from stepsplit.collectors.watch.plan import WatchPlan
-from stepsplit.collectors.watch.step_windows import WINDOW_STEPS
 
 MAX_FAULTS = 3
 """Samples in a row that failed, after which there are no more."""

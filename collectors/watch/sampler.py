@@ -10,7 +10,13 @@ from typing import Any
 
 from stepsplit.collectors.formats.file_names import build_raw_path, build_trace_path
 from stepsplit.collectors.formats.run_spec import Mesh
-from stepsplit.collectors.formats.watch_notes import LEFT, SAMPLES, RankEnded, SampleReport
+from stepsplit.collectors.formats.watch_notes import (
+    LEFT,
+    SAMPLES,
+    WINDOW_STEPS,
+    RankEnded,
+    SampleReport,
+)
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.job.launcher import count_restarts
 from stepsplit.collectors.job.process_groups import list_groups, read_job
@@ -34,7 +40,7 @@ from stepsplit.collectors.watch.background import WatchThread
 from stepsplit.collectors.watch.budget import FirstSampleRise, compute_cost_ns
 from stepsplit.collectors.watch.plan import WatchPlan
 from stepsplit.collectors.watch.samples import ActiveSample, NextSample, list_cross
-from stepsplit.collectors.watch.step_windows import WINDOW_STEPS, StepRing
+from stepsplit.collectors.watch.step_windows import StepRing
 
 
 class Sampler:

@@ -6,10 +6,10 @@ import time
 from collections import deque
 from statistics import median
 
-from stepsplit.collectors.formats.watch_notes import LONG_STEP, RankWindow
+from stepsplit.collectors.formats.watch_notes import LONG_STEP, WINDOW_STEPS, RankWindow
 
-WINDOW_STEPS, WINDOW_NS = 20, 60_000_000_000
-"""A window is closed after so many steps or so long, whichever is first."""
+WINDOW_NS = 60_000_000_000
+"""A window is closed after so long, or after WINDOW_STEPS."""
 
 
 class StepRing:

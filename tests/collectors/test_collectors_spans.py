@@ -201,3 +201,43 @@ def test_code_that_is_compiled_or_imported_before_runs_as_without_a_watch() -> N
         "marks": ["compile"],
         "modes": [False, True],
     }
+
+
+def test_a_step_of_torchft_waits_for_its_quorum_heals_and_commits(tmp_path: Path) -> None:
+    """By an imitation of its Manager: only what the training thread waits for is a span."""
+    (tmp_path / "torchft").mkdir()
+    (tmp_path / "torchft" / "__init__.py").touch()
+    (tmp_path / "torchft" / "manager.py").write_text("""
+import threading, time
+class Manager:
+    def start_quorum(self):
+        self.thread = threading.Thread(target=self._wait)
+        self.thread.start()
+    def _wait(self):
+        time.sleep(0.02)
+    def wait_quorum(self):
+        self.thread.join()
+    def _apply_pending_state_dict(self):
+        time.sleep(0.01)
+    def should_commit(self):
+        self._apply_pending_state_dict()
+        time.sleep(0.01)
+        return True
+""")
+    script = """
+from stepsplit.collectors.probes.spans import SPANS, watch_spans
+watch_spans()
+from torchft.manager import Manager
+manager = Manager()
+manager.start_quorum()
+manager.wait_quorum()
+assert manager.should_commit()
+print(*(f"{one.mark}={(one.end_unix_ns - one.begin_unix_ns) / 1e6:.0f}" for one in SPANS.take()))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
+    )
+    spans = [one.split("=") for one in done.stdout.split()]
+    assert [mark for mark, _ in spans] == ["quorum", "heal", "commit"]
+    assert all(int(took) >= least for (_, took), least in zip(spans, (15, 9, 19), strict=True))

@@ -281,6 +281,27 @@ def test_a_goodput_of_which_something_is_not_known_does_not_pass(lack: str) -> N
     assert check_candidate([run], [], parse_budgets(["goodput:99%"])).answer == "regressed"
 
 
+def test_notes_that_are_cut_off_before_the_newest_step_are_said() -> None:
+    notes: list[Note] = [_start(0, 0.0), _window(4, 5.3, 7.3), RankEnded(0, 200, T0 + 40 * S)]
+    whole = {(0, 0): Beat(43, T0 + 9 * S, T0 + 9 * S)}
+    assert build_ledger("w", {0: notes}, whole).lacks == ()
+    cut = {(0, 0): Beat(199, T0 + 39 * S, T0 + 40 * S)}
+    (lack,) = build_ledger("w", {0: notes}, cut).lacks
+    assert lack.startswith("start 1: the last notes of rank 0 are lost")
+
+
+@pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
+def test_a_clock_that_is_set_is_said(jump_s: float) -> None:
+    notes: list[Note] = [
+        _start(0, 1.0), _window(4, 6.3 + jump_s, 8.3 + jump_s), RankEnded(0, 24, T0 + 9 * S)
+    ]  # fmt: skip
+    launches = [Launch("h", 7, 0, T0, T0 + 10 * S, 0)]
+    ledger = build_ledger("w", {0: notes}, {}, launches)
+    assert [lack for lack in ledger.lacks if "a clock was set" in lack]
+    assert sum(row.ns for row in ledger.rows) == ledger.wall_ns
+    assert ledger.is_goodput_bound
+
+
 # Folders.
 
 

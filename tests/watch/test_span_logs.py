@@ -198,7 +198,7 @@ def test_marks_beside_a_watch_are_of_the_start_in_which_they_lie(tmp_path: Path)
         [("checkpoint_save", 5, 7, 3), ("eval", 25, 26, 14), ("eval", 15, 16, 14),
          ("step", 2, 3, 2)],
     )  # fmt: skip
-    # A file of another kind is nobody's fault in the folder that a job writes to.
+    # Other files may lie in the folder that a job writes to.
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
     ledger = read_ledger(tmp_path)
     rows = _show(ledger)

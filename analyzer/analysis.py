@@ -151,8 +151,12 @@ def examine_or_find_hang(
     """As `examine`; if there are no traces but Flight Recorder dumps, states of ranks or logs of a
     hang, returns what they show of it. workers may be a cluster. With draft_job the analysis has a
     job.toml of the recording."""
-    draft = _make_draft(job) if draft_job else None
-    return _read_and_build(places, workers, progress, rules, _make_comparison(job), mesh, draft)
+    compare, draft = _make_comparison(job), _make_draft(job) if draft_job else None
+    with open_recording(places) as files:
+        found = _read_or_find_hang(files, places, workers, progress, rules)
+    if not isinstance(found, Recording):
+        return found
+    return _build_analysis(found, places, compare, mesh, draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +179,29 @@ def examine_roles_or_run(
 ) -> Analysis | Hang | RoleAnalysis:
     """As `examine_or_find_hang`, but a recording of several roles is analyzed role by role, without
     job and mesh, which are of one program."""
+    compare = _make_comparison(job)
+
+    def build(recording: Recording) -> Analysis:
+        draft = _make_draft(job) if draft_job else None
+        return _build_analysis(recording, places, compare, mesh, draft)
+
+    return _examine_by_role(places, workers, progress, rules, build)
+
+
+def _examine_by_role(
+    places: Sequence[str | Path],
+    workers: Workers,
+    progress: Progress,
+    rules: Rules,
+    build: Callable[[Recording], Analysis],
+) -> Analysis | Hang | RoleAnalysis:
+    """What build makes of a recording of one program, or what the roles of one of several do."""
     lacks: list[str] = []
     recordings: dict[str, Recording] = {}
     failed: list[DataError] = []
     with open_recording(places) as files:
         found = split_by_role(files)
         if not found.by_role:
-            draft = _make_draft(job) if draft_job else None
-            compare = _make_comparison(job)
             whole = _read_or_find_hang(files, places, workers, progress, rules)
         else:
             for error in files.refused:
@@ -196,7 +215,7 @@ def examine_roles_or_run(
     if not found.by_role:
         if not isinstance(whole, Recording):
             return whole
-        return _build_analysis(whole, places, compare, mesh, draft)
+        return build(whole)
     if not recordings:
         raise failed[0]
     if found.strays:
@@ -254,8 +273,8 @@ def examine_with_inferred_job(
     progress: Progress = ignore_progress,
     mesh: Mesh | None = None,
     job: str | Path | None = None,
-) -> Analysis | Hang:
-    """As `examine_or_find_hang` with job "auto" or a partial job.toml; keys that cannot be inferred
+) -> Analysis | Hang | RoleAnalysis:
+    """As `examine_roles_or_run` with job "auto" or a partial job.toml; keys that cannot be inferred
     give a warning, not an error. The analysis has the job.toml, completed by what was inferred."""
     compare, draft = _make_comparison(job or "auto"), _make_draft(job)
 
@@ -266,23 +285,10 @@ def examine_with_inferred_job(
             warning = WarningRow(NO_MODEL, str(error))
             return replace(report, warnings=(*report.warnings, warning))
 
-    return _read_and_build(places, workers, progress, BUILT_IN, tried, mesh, draft)
+    def build(recording: Recording) -> Analysis:
+        return _build_analysis(recording, places, tried, mesh, draft)
 
-
-def _read_and_build(
-    places: Sequence[str | Path],
-    workers: Workers,
-    progress: Progress,
-    rules: Rules,
-    compare: _ModelComparison,
-    mesh: Mesh | None,
-    draft: _JobDrafter | None,
-) -> Analysis | Hang:
-    with open_recording(places) as files:
-        found = _read_or_find_hang(files, places, workers, progress, rules)
-    if not isinstance(found, Recording):
-        return found
-    return _build_analysis(found, places, compare, mesh, draft)
+    return _examine_by_role(places, workers, progress, BUILT_IN, build)
 
 
 def _read_or_find_hang(

@@ -18,8 +18,14 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.formats.run_spec import MESH_FILE, RUN_FILE
-from stepsplit.collectors.safe_io.regular_file import describe_special, leads_outside, open_regular
+from stepsplit.collectors.formats.rank_record import read_record
+from stepsplit.collectors.formats.run_spec import MESH_FILE, RUN_FILE, from_json
+from stepsplit.collectors.safe_io.regular_file import (
+    describe_special,
+    leads_outside,
+    open_regular,
+    read_regular,
+)
 
 PART_BYTES = 8 << 20
 """What is sent again at most after a connection broke; each part is one request."""
@@ -299,8 +305,9 @@ class RecordingPlaces:
 def split_recordings(files: Sequence[FileToSend]) -> tuple[RecordingPlaces, ...]:
     """The recordings of the files; () if they are one.
 
-    Folders that have traces of the same ranks, with the same names, are several recordings. Each of
-    them has the files outside of these folders too, such as a job.toml.
+    Folders that have traces of the same ranks, with the same names, are several recordings, unless
+    they are the roles of one job. Each of them has the files outside of these folders too, such as
+    a job.toml.
     """
     by_name: dict[str, set[str]] = {}
     for one in files:
@@ -308,7 +315,7 @@ def split_recordings(files: Sequence[FileToSend]) -> tuple[RecordingPlaces, ...]
         if _RANK_IN_NAME.search(name):
             by_name.setdefault(name, set()).add(folder)
     folders = sorted({one for found in by_name.values() if len(found) > 1 for one in found})
-    if not folders:
+    if not folders or _are_roles(folders, files):
         return ()
     top = posixpath.commonpath(folders)
     heads = {posixpath.join(top, _read_next_part(folder, top)) for folder in folders}
@@ -321,6 +328,44 @@ def split_recordings(files: Sequence[FileToSend]) -> tuple[RecordingPlaces, ...]
         RecordingPlaces(posixpath.normpath(head), (*places, *shared))
         for head, places in by_head.items()
     )
+
+
+def _are_roles(folders: Sequence[str], files: Sequence[FileToSend]) -> bool:
+    """Whether the folders are those of different roles of one job, by their run.json or a
+    rank's record."""
+    of_path = {one.path: one for one in files}
+    roles: set[tuple[str, str]] = set()
+    for folder in folders:
+        # Of a process group of several roles only that of rank 0 has a run.json.
+        named = [of_path[one] for one in (posixpath.join(folder, RUN_FILE),) if one in of_path]
+        named += [
+            one
+            for one in files
+            if posixpath.dirname(one.path) == folder and _RECORD.fullmatch(one.file.name)
+        ]
+        if not named or named[0].size_bytes > _LARGEST_RUN_FILE_BYTES:
+            return False
+        try:
+            text = read_regular(named[0].file)
+            if named[0].file.name == RUN_FILE:
+                spec = from_json(text)
+                roles.add((spec.name, spec.role))
+            else:
+                record = read_record(text)
+                roles.add((record.run, record.role))
+        except (OSError, ValueError):
+            return False
+    return (
+        len(roles) == len(folders)
+        and len({name for name, _ in roles}) == 1
+        and all(role for _, role in roles)
+    )
+
+
+_RECORD = re.compile(r"rank[0-9]+_record\.json")
+
+_LARGEST_RUN_FILE_BYTES = 64 << 20
+"""Of a run.json that is opened before it is sent; that of 100,000 ranks has 20 MB."""
 
 
 def _read_next_part(path: str, top: str) -> str:

@@ -19,7 +19,6 @@ from stepsplit.analyzer.split.rl_phases import (
     DecodeSteps,
     find_decode_steps,
     find_generation_marks,
-    find_phases,
 )
 from stepsplit.analyzer.trace import Int64
 from stepsplit.collectors.formats.rl_marks import PHASES
@@ -34,21 +33,22 @@ def build_phases(
     edges: Mapping[tuple[str, int], Int64],
     numbers: Sequence[int],
     counted: Sequence[int],
+    spans: Mapping[str, Sequence[Mapping[str, Intervals]]],
 ) -> tuple[tuple[PhaseRow, ...], tuple[PhaseStepRow, ...]]:
     """The phases of each role, and of each rank in each RL step.
 
     edges are the begin and the end of each step on each rank, in Unix ns, and times what the rank
-    did there, which its phases add up to. counted are the places of the RL steps in the means.
+    did there, which its phases add up to. counted are the places of the RL steps in the means, and
+    spans the phases of the ranks of each role, in own ns.
     """
     rows: list[PhaseStepRow] = []
     means: list[PhaseRow] = []
     counted_steps = {numbers[at] for at in counted}
     for role in roles:
         of_role: list[PhaseStepRow] = []
-        found = find_phases([rank.trace for rank in role.ranks])
-        for rank, spans in zip(role.ranks, found, strict=True):
+        for rank, own_spans in zip(role.ranks, spans[role.name], strict=True):
             number = rank.trace.rank
-            by_phase = sum_phases(role.split, rank, edges[role.name, number], spans)
+            by_phase = sum_phases(role.split, rank, edges[role.name, number], own_spans)
             for at, step in enumerate(numbers):
                 left = list(astuple(times[role.name, number][at]))
                 for phase, windows in by_phase.items():

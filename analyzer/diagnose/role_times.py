@@ -21,6 +21,7 @@ from stepsplit.analyzer.diagnose.rl_windows import (
     sum_overlaps,
     sum_windows,
 )
+from stepsplit.analyzer.diagnose.role_path import find_path
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import find_archive
 from stepsplit.analyzer.readers.recording import Recording
@@ -36,7 +37,7 @@ from stepsplit.analyzer.report.roles import (
     RoleWaitRow,
 )
 from stepsplit.analyzer.split.matching import match
-from stepsplit.analyzer.split.rl_phases import NO_MARKS, has_rl_phases
+from stepsplit.analyzer.split.rl_phases import NO_MARKS, find_phases, has_rl_phases
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import OP_CODE, Category, Int64, Lack, Note, compute_start_offsets_ns
 
@@ -220,7 +221,10 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
     is_marked = any(has_rl_phases(rank.trace) for role in roles for rank in role.ranks)
     marked = roles if is_marked else ()
     pairs = dict.fromkeys(times, np.repeat(edges, 2)[1:-1])
-    phases, phase_rows = build_phases(marked, times, pairs, numbers, counted)
+    spans = {role.name: find_phases([rank.trace for rank in role.ranks]) for role in roles}
+    phases, phase_rows = build_phases(marked, times, pairs, numbers, counted, spans)
+    path = find_path(roles, stepping, spans, edges, numbers, counted)
+    lacks += path.lacks
     tails, tail_rows, unknown_tails = build_tails(marked, phases, edges, numbers, counted)
     lacks += unknown_tails
     step_ns = np.diff(edges).tolist()
@@ -272,6 +276,9 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
         phase_rows=phase_rows,
         tails=tails,
         tail_rows=tail_rows,
+        path=path.rows,
+        path_links=path.links,
+        spans=path.spans,
     )  # fmt: skip
 
 
@@ -297,7 +304,8 @@ def find_rl_step(split: RunSplit, report: Report) -> RlStep | None:
         edges[key] = np.array(pairs, dtype=np.int64).ravel() + split.alignment.t0_unix_ns
         times[key] = sum_windows(split, rank, edges[key])[::2]
     counted = range(len(numbers))
-    phases, _ = build_phases([role], times, edges, numbers, counted)
+    spans = {"": find_phases([rank.trace for rank in split.ranks])}
+    phases, _ = build_phases([role], times, edges, numbers, counted, spans)
     # The longest part of the loop is on one clock, with all that ends in it.
     whole, whole_numbers = _find_edges(role)
     tails, _, lacks = build_tails([role], phases, whole, whole_numbers, range(len(whole_numbers)))

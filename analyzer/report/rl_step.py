@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from stepsplit.collectors.formats.rl_marks import PHASES
+
+
+def name_phase(phase: str) -> str:
+    """What a phase or mark is called on screens and pages."""
+    return _NAMES.get(phase, phase) or "without a mark"
+
+
+_NAMES: dict[str, str] = dict(PHASES.items())
+
 
 class RoleTime(Struct, frozen=True):
     """Where the time of a rank went in a window; the parts add up to window_ns.

@@ -7,6 +7,8 @@ import shlex
 import msgspec
 from msgspec import Struct
 
+from stepsplit.analyzer import units
+from stepsplit.analyzer.report.io import Document
 from stepsplit.analyzer.report.rl_step import LongTail, PhaseRow, PhaseStepRow, RoleTime, TailRow
 
 SCHEMA = "stepsplit.roles/1"
@@ -112,6 +114,65 @@ class RlStepRow(Struct, frozen=True):
     is_counted: bool
 
 
+class PhaseSpan(Struct, frozen=True):
+    """A phase or mark of a rank in one RL step, for a picture.
+
+    Attributes:
+        role: Its role.
+        rank: Its number.
+        step: The number of the RL step.
+        phase: As in PhaseRow.
+        start_ns: Since the start of the first RL step.
+        end_ns: The same.
+    """
+
+    role: str
+    rank: int
+    step: int
+    phase: str
+    start_ns: int
+    end_ns: int
+
+
+class PathLink(Struct, frozen=True):
+    """A link of the critical path of an RL step: one role in one phase.
+
+    Attributes:
+        step: The number of the RL step.
+        role: The role.
+        rank: The rank of it that most of the link is of.
+        phase: As in PhaseRow.
+        start_ns: Since the start of the first RL step; the link before it ends there.
+        time: What its ranks do in it; the links of a step add up to it.
+        meanwhile: Of a link in which the rank runs nothing: what a rank of another program does
+            for most of it, such as "rollout/1: generation"; "" if none, or if it does something.
+    """
+
+    step: int
+    role: str
+    rank: int
+    phase: str
+    start_ns: int
+    time: RoleTime
+    meanwhile: str = ""
+
+
+class PathRow(Struct, frozen=True):
+    """The time of a role in one phase on the critical path, in the mean of the RL steps.
+
+    Attributes:
+        role: The role.
+        rank: The rank of it that most of the time is of.
+        phase: As in PhaseRow.
+        time: The parts; all rows add up to the RL step.
+    """
+
+    role: str
+    rank: int
+    phase: str
+    time: RoleTime
+
+
 class RoleJob(Struct, frozen=True, kw_only=True):
     """A job of several roles: for each, where the time of the RL steps went.
 
@@ -130,6 +191,9 @@ class RoleJob(Struct, frozen=True, kw_only=True):
         phase_rows: Each rank in each RL step by phase.
         tails: The long tail of generation of each role that says how many sequences it decodes.
         tail_rows: Each generation of these.
+        path: The critical path in the mean of the RL steps, the longest first.
+        path_links: The critical path of each RL step, in order of time.
+        spans: The phases of each rank on the common clock, without the shortest.
     """
 
     schema: str = SCHEMA
@@ -146,12 +210,40 @@ class RoleJob(Struct, frozen=True, kw_only=True):
     phase_rows: tuple[PhaseStepRow, ...] = ()
     tails: tuple[LongTail, ...] = ()
     tail_rows: tuple[TailRow, ...] = ()
+    path: tuple[PathRow, ...] = ()
+    path_links: tuple[PathLink, ...] = ()
+    spans: tuple[PhaseSpan, ...] = ()
 
     @property
     def step_ns(self) -> int:
         """The mean of the counted RL steps."""
         counted = [one.step_ns for one in self.steps if one.is_counted]
         return sum(counted) // len(counted)
+
+    @property
+    def first_line(self) -> str:
+        """What to look at first, in one line."""
+        if self.held:
+            return f"all others wait for {self.describe_held(self.held[0])}"
+        step = units.format_milliseconds(self.step_ns)
+        return f"RL step {step} (mean): which rank holds up all others is not known"
+
+    def describe_held(self, held: HeldRow) -> str:
+        """Which rank holds up all others, for how long, and what it does meanwhile."""
+        time = units.format_milliseconds(held.held_ns)
+        share = units.format_percent(held.held_ns / self.step_ns)
+        line = f"{held.role}/{held.rank}: {time} ({share} of the step)"
+        if held.mark:
+            line += f", mostly in {held.mark}"
+        if held.tail_ns:
+            line += f"; {units.format_milliseconds(held.tail_ns)} of it for its last sequences"
+        return line
+
+
+def roles_from_json(text: bytes, source: object = ROLES_NAME) -> RoleJob:
+    """Decode roles.json. Raises DataError if the text does not have this schema."""
+    document = Document(RoleJob, SCHEMA, "a stepsplit job of several roles", "analyze it again")
+    return document.decode(text, source)
 
 
 def roles_to_json(job: RoleJob) -> bytes:

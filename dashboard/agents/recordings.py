@@ -147,8 +147,11 @@ class Recordings:
         listed = []
         if self.store is not None:
             for run in self.store.list_runs():
+                roles = [run.name_role(number) for number in range(len(run.roles))]
                 kind = "hang" if run.is_hang else f"run, {run.state}"
-                listed.append(ListedRun(f"{RUN}{run.id}", kind, run.name))
+                own = [one for one in roles if one is not None]
+                for one in own or [run]:
+                    listed.append(ListedRun(f"{RUN}{one.id}", kind, one.name))
         for root in self.roots:
             base = Path(os.path.realpath(root))
             for found in _walk_recordings(base, base, 0):
@@ -162,13 +165,15 @@ class Recordings:
         with self._lock:
             if name.startswith(RUN):
                 run_id, store = name.removeprefix(RUN), self.store
-                run = None if store is None else store.find_run(run_id)
+                run = None if store is None else store.find_run_or_role(run_id)
                 if store is None or run is None:
                     no_run = "no such run; the tool recordings lists them"
                     raise UsageError(f"{mark_recorded(name)}: {no_run}")
                 if run.is_hang:
                     problem = "has Flight Recorder dumps and no traces; use the tool hang"
                     raise UsageError(f"{name} {problem}")
+                if run.has_roles:
+                    raise UsageError(f"{name} has several roles; name one, such as {name}.0")
                 if run.state != "done":
                     why = f": {mark_recorded(run.error)}" if run.error else ""
                     raise UsageError(f"{name} is {run.state}{why}; it has no report")

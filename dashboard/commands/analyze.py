@@ -121,13 +121,18 @@ def analyze_command(
         )
     if isinstance(analysis, RoleAnalysis):
         given = {
-            "--html": html_file, "--job": job, "--write-job": job_out, "--mesh": mesh_text,
+            "--job": job, "--write-job": job_out, "--mesh": mesh_text,
             "--parts": all_parts or None, "--log-to": log_to or None,
         }  # fmt: skip
         if useless := [name for name, value in given.items() if value is not None]:
             raise UsageError(
                 f"{', '.join(useless)}: for one role, such as: {analysis.job.roles[0].command}"
             )
+        if html_file is not None:
+            from stepsplit.dashboard.web.html_export import export_roles_html
+
+            text = export_roles_html(analysis.job.run, analysis.job)
+            write_output(html_file, text.encode())
         _show_roles(analysis, json_file, out)
         return
     if not isinstance(analysis, Analysis):

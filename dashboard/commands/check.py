@@ -377,7 +377,7 @@ def _load_stored_runs(open_store: OpenStore, query: str) -> list[SideRun]:
     if isinstance(store, RemoteStore):
         done = [store.find_done(run_id)] if run_id else store.list_done(tags, int(last))
     else:
-        rows = [run for run in store.list_runs() if run.state == "done" and not run.is_hang]
+        rows = [run for run in store.list_runs() if run.has_report]
         done = [run for run in rows if run_id in ("", run.id) and run.has_tags(tags)]
     runs = [run for run in done if run is not None][: int(last)]
     if not runs:

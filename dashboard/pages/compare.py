@@ -92,7 +92,7 @@ class RunSelection:
 
 def select_runs(rows: Sequence[RunRow], chosen: AddressQuery) -> RunSelection:
     """The runs of the address."""
-    known = {run.id: run for run in rows if run.state == "done" and not run.is_hang}
+    known = {run.id: run for run in rows if run.has_report}
     text = chosen.find_text("runs")
     if text is None:
         sides = [known.get(chosen.find_text(side) or "") for side in ("baseline", "candidate")]

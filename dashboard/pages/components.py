@@ -298,9 +298,12 @@ def build_legend() -> html.Div:
 
 
 def build_state_pill(run: RunRow) -> html.Span:
-    """The state of the run as a pill; of one of Flight Recorder dumps that it is one."""
+    """The state of the run as a pill; of one of Flight Recorder dumps that it is one,
+    and of a job of several roles how many they are."""
     if run.is_hang:
         return html.Span("dumps", className="pill")
+    if run.has_roles:
+        return html.Span(f"{len(run.roles)} roles", className="pill", title=", ".join(run.roles))
     return html.Span(run.state, className=f"pill {run.state}")
 
 

@@ -38,8 +38,9 @@ def build_run_actions(run: RunRow, rights: RunRights) -> list[Component]:
     if rights.edit:
         buttons.append(_build_button("edit", "data-edit", run))
     if rights.edit and run.can_be_analyzed_again:
-        # Dumps are not compared with a model.
-        buttons += [] if run.is_hang else [build_job_button(run.id, run.name)]
+        # Dumps are not compared with a model, nor are several programs with that of one.
+        if not (run.is_hang or run.has_roles):
+            buttons.append(build_job_button(run.id, run.name))
         buttons.append(_build_button("analyze again", "data-retry", run))
     if rights.delete:
         buttons.append(_build_button("delete", "data-delete", run))

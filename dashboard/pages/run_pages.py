@@ -50,8 +50,12 @@ def build_run_page(view: View, address: Address, run: RunRow, rights: RunRights 
     """The page of a finished run that the URL selects."""
     data = f"/api/v1/runs/{view.run_id}/report"
     view = replace(view, offers_job=rights.edit and run.can_be_analyzed_again)
+    whole = []
+    if run.is_role:
+        whole = [dcc.Link("all roles", href=build_page_url(run.id.partition(".")[0]))]
     links = html.Span(
         [
+            *whole,
             html.A("report.json", href=f"{data}.json"),
             html.A("download as HTML", href=f"{data}.html"),
             *build_run_actions(run, rights),

@@ -10,13 +10,14 @@ from dash import dcc, html
 from stepsplit.dashboard.pages import access, compare, history, run_pages, runs, watch
 from stepsplit.dashboard.pages.address import Address, AddressQuery
 from stepsplit.dashboard.pages.page import StorePage
+from stepsplit.dashboard.store.ids import RUN_OR_ROLE
 
 STORE_PAGES: tuple[StorePage, ...] = (
     runs.PAGE, compare.PAGE, history.PAGE, watch.PAGE, access.PAGE,
 )  # fmt: skip
 """In the order of the menu."""
 
-_RUN = re.compile(r"/run/([0-9a-f]{8,32})(?:/([^/]+))?/?")
+_RUN = re.compile(rf"/run/(?P<run>{RUN_OR_ROLE})(?:/(?P<page>[^/]+))?/?")
 
 
 def find_store_page(address: Address) -> StorePage:
@@ -34,8 +35,12 @@ def parse_address(path: str | None, search: str | None) -> Address | None:
     # The first page has no key in its address, so that each page has one address.
     if found := _RUN.fullmatch(path):
         first, *others = run_pages.RUN_PAGES
-        named = [first] if found[2] is None else [one for one in others if one.key == found[2]]
-        return Address(named[0].key, found[1], chosen) if named else None
+        named = (
+            [first]
+            if found["page"] is None
+            else [one for one in others if one.key == found["page"]]
+        )
+        return Address(named[0].key, found["run"], chosen) if named else None
     for page in STORE_PAGES:
         if path == page.path:
             return Address(page.key, "", chosen)

@@ -9,9 +9,8 @@ from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.headline import round_shares
-from stepsplit.analyzer.report.rl_step import LongTail, PhaseRow, RlStep, TailRow
+from stepsplit.analyzer.report.rl_step import LongTail, PhaseRow, RlStep, TailRow, name_phase
 from stepsplit.analyzer.split.rl_phases import OTHER_MARKS
-from stepsplit.collectors.formats.rl_marks import PHASES
 from stepsplit.dashboard.reporters.console import Text
 
 _MOST_MARKS = 5
@@ -60,7 +59,7 @@ def build_phases_table(phases: Sequence[PhaseRow]) -> Table:
         rows = [row for row in phases if row.role == role]
         marks = [row for row in rows if not row.is_known and row.phase]
         few = marks[_MOST_MARKS:] if len(marks) > _MOST_MARKS + 1 else []
-        lines = [(_name_phase(row), [row]) for row in rows if row not in few]
+        lines = [(name_phase(row.phase), [row]) for row in rows if row not in few]
         if few:
             at = next((i for i, (_, own) in enumerate(lines) if not own[0].phase), len(lines))
             # How many are in a row of the others is not known.
@@ -118,9 +117,3 @@ def _draw_batch(row: TailRow) -> str:
     top = len(_BLOCKS) - 1
     blocks = (_BLOCKS[min(top, round(one / row.sequences * top))] for one in row.batch)
     return f"{''.join(blocks)} (at most {row.sequences})"
-
-
-def _name_phase(row: PhaseRow) -> str:
-    if row.is_known:
-        return next(name for phase, name in PHASES.items() if phase == row.phase)
-    return row.phase or "without a mark"

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.headline import round_shares
-from stepsplit.analyzer.report.rl_step import RoleTime
+from stepsplit.analyzer.report.rl_step import RoleTime, name_phase
 from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.rl_step import build_phases_table, build_tail_lines
@@ -37,14 +37,7 @@ def build_roles_screen(job: RoleJob) -> RenderableType:
     ]
     if job.held:
         parts += [Text(), Text("WHO HOLDS UP ALL OTHERS, per RL step (they wait in communication)")]
-        for held in job.held[:_MOST_WAITS]:
-            mostly = f", mostly in {held.mark}" if held.mark else ""
-            if held.tail_ns:
-                tail = units.format_milliseconds(held.tail_ns)
-                mostly += f"; {tail} of it for its last sequences"
-            share = units.format_percent(held.held_ns / job.step_ns)
-            time = units.format_milliseconds(held.held_ns)
-            parts.append(Text(f"{held.role}/{held.rank}: {time} ({share} of the step){mostly}"))
+        parts += [Text(job.describe_held(held)) for held in job.held[:_MOST_WAITS]]
     if job.waits:
         parts += [Text(), Text("WAITS BETWEEN ROLES, per RL step (in communication)")]
         parts += [
@@ -54,6 +47,9 @@ def build_roles_screen(job: RoleJob) -> RenderableType:
             )
             for row in job.waits[:_MOST_WAITS]
         ]
+    if job.path:
+        title = "CRITICAL PATH ACROSS ROLES, per RL step (a step is as long as all of it)"
+        parts += [Text(), Text(title), _build_path(job)]
     if job.phases:
         parts += [Text(), Text("PHASES OF THE RL STEP"), build_phases_table(job.phases)]
     parts += build_tail_lines(job.tails, job.tail_rows, job.step_ns)
@@ -74,6 +70,35 @@ def _build_times(job: RoleJob, has_ranks: bool) -> Table:
         table.add_row(Text(role.name, style="bold"), *_format_shares(role.time))
         for rank, time in zip(role.ranks, role.rank_times, strict=True) if has_ranks else ():
             table.add_row(Text(f"  {role.name}/{rank}"), *_format_shares(time))
+    return table
+
+
+_LEAST = 0.001
+"""Of the RL step: shorter parts of the path are one line."""
+
+
+def _build_path(job: RoleJob) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table.add_column("")
+    for name in ("time", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("mostly on")
+    long = [row for row in job.path if row.time.window_ns >= _LEAST * job.step_ns]
+    shares = round_shares([row.time.window_ns for row in (*long, *job.path[len(long) :])])
+    for row, share in zip(long, shares, strict=False):
+        table.add_row(
+            Text(f"{row.role}, {name_phase(row.phase)}"),
+            units.format_milliseconds(row.time.window_ns),
+            units.format_percent(share),
+            Text(f"{row.role}/{row.rank}"),
+        )
+    if rest := job.path[len(long) :]:
+        rest_ns = sum(row.time.window_ns for row in rest)
+        rest_share = sum(shares[len(long) :])
+        table.add_row(
+            f"{len(rest)} shorter", units.format_milliseconds(rest_ns),
+            units.format_percent(rest_share),
+        )  # fmt: skip
     return table
 
 

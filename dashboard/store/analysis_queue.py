@@ -11,9 +11,16 @@ from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.diagnose.hang.result import Hang
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.dashboard.store.database import Database
 from stepsplit.dashboard.store.ids import clean_text
-from stepsplit.dashboard.store.runs import record_done, record_failure, record_hang, set_run_state
+from stepsplit.dashboard.store.runs import (
+    record_done,
+    record_failure,
+    record_hang,
+    record_roles,
+    set_run_state,
+)
 from stepsplit.dashboard.store.schema import JOBS, RUNS
 
 LEASE_S = 60.0
@@ -69,15 +76,17 @@ class AnalysisQueue:
         share = min(max(progress, 0.0), 1.0)
         return self._set(job, progress=share, progress_note=clean_text(note, 200))
 
-    def complete(self, job: AnalysisJob, result: Report | Hang) -> bool:
-        """Ends the job with its saved report, or what its dumps show of a hang. False if it no
-        longer belongs to this worker."""
+    def complete(self, job: AnalysisJob, result: Report | Hang | RoleJob) -> bool:
+        """Ends the job with its saved report, or what its dumps show of a hang, or what its roles
+        do. False if it no longer belongs to this worker."""
         with self._database.begin_write() as connection:
             is_owner = _end_job(connection, job, state="done", progress=1.0)
             if not is_owner:
                 return False
             if isinstance(result, Hang):
                 record_hang(connection, job.run_id, result)
+            elif isinstance(result, RoleJob):
+                record_roles(connection, job.run_id, result)
             else:
                 record_done(connection, job.run_id, result)
         return True

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepsplit.analyzer.diagnose.hang.result import HANG_NAME
 from stepsplit.analyzer.errors import StepsplitError, UsageError, write
 from stepsplit.analyzer.readers.sources import open_url
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
@@ -17,8 +16,7 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.collectors.safe_io.atomic_file import PRIVATE, make_owner_folder, replace_whole
 from stepsplit.collectors.safe_io.regular_file import read_regular
-from stepsplit.dashboard.store.ids import find_below, is_run_id
-from stepsplit.dashboard.store.job_files import JOB_FILE
+from stepsplit.dashboard.store.ids import find_below, locate_run
 
 INPUT_NAME = "input"
 
@@ -54,11 +52,8 @@ class Artifacts(Protocol):
         """The local folder with report.json and tables/; downloads them if missing. Empty if there
         are no results."""
 
-    def save_job(self, run_id: str, text: bytes) -> None:
-        """Stores the job.toml of the run, or replaces it. Raises UsageError."""
-
-    def save_hang(self, run_id: str, text: bytes) -> None:
-        """Stores the hang.json of the run, or replaces it. Raises UsageError."""
+    def save_file(self, run_id: str, name: str, text: bytes) -> None:
+        """Stores a file of the run, such as its job.toml, or replaces it. Raises UsageError."""
 
     def read_file(self, run_id: str, path: str) -> bytes | None:
         """The content of one file of the run, such as job.toml; None if there is none."""
@@ -105,11 +100,8 @@ class FolderArtifacts:
     def fetch_results(self, run_id: str) -> Path:
         return find_results(self.find_folder(run_id))
 
-    def save_job(self, run_id: str, text: bytes) -> None:
-        write(find_below(self.find_folder(run_id), JOB_FILE), text, PRIVATE)
-
-    def save_hang(self, run_id: str, text: bytes) -> None:
-        write(find_below(self.find_folder(run_id), HANG_NAME), text, PRIVATE)
+    def save_file(self, run_id: str, name: str, text: bytes) -> None:
+        write(find_below(self.find_folder(run_id), name), text, PRIVATE)
 
     def read_file(self, run_id: str, path: str) -> bytes | None:
         return _read_if_exists(find_below(self.find_folder(run_id), path))
@@ -141,11 +133,9 @@ def make_folder(folder: Path) -> None:
 
 
 def find_run_folder(root: Path, run_id: str) -> Path:
-    """The folder of a run, a direct child of the root. Raises UsageError for an invalid id and a
-    symbolic link."""
-    if not is_run_id(run_id):
-        raise UsageError(f"invalid run id {run_id!r:.100}; use an id from the list of runs")
-    return find_below(root, run_id)
+    """The folder of a run, a direct child of the root, or of one of its roles. Raises UsageError
+    for an invalid id and a symbolic link."""
+    return find_below(root, locate_run(run_id))
 
 
 def remove_folder(root: Path, run_id: str) -> None:
@@ -226,7 +216,7 @@ class RemoteArtifacts:
     def keep_upload(self, run_id: str, path: str, received: Path) -> None:
         target = find_below(self.find_folder(run_id), f"{INPUT_NAME}/{path}")
         # First to the storage: a file that is below input/ counts as stored.
-        self._put(received, f"{run_id}/{INPUT_NAME}/{path}")
+        self._put(received, f"{locate_run(run_id)}/{INPUT_NAME}/{path}")
         move_file(received, target)
 
     def fetch_uploads(self, run_id: str) -> Path:
@@ -243,9 +233,9 @@ class RemoteArtifacts:
         save_synced(folder, report, tables)
         for path in (folder / TABLES_NAME).rglob("*"):
             if path.is_file():
-                self._put(path, f"{run_id}/{path.relative_to(folder)}")
+                self._put(path, f"{locate_run(run_id)}/{path.relative_to(folder)}")
         # The report last: if it exists, the results are complete.
-        self._put(folder / REPORT_NAME, f"{run_id}/{REPORT_NAME}")
+        self._put(folder / REPORT_NAME, f"{locate_run(run_id)}/{REPORT_NAME}")
 
     def fetch_results(self, run_id: str) -> Path:
         folder = find_results(self.find_folder(run_id))
@@ -254,24 +244,18 @@ class RemoteArtifacts:
             for name in self._list_files(run_id, TABLES_NAME):
                 self._fetch(name)
             with suppress(FileNotFoundError):
-                self._fetch(f"{run_id}/{REPORT_NAME}")
+                self._fetch(f"{locate_run(run_id)}/{REPORT_NAME}")
         return folder
 
-    def save_job(self, run_id: str, text: bytes) -> None:
-        self._save_file(run_id, JOB_FILE, text)
-
-    def save_hang(self, run_id: str, text: bytes) -> None:
-        self._save_file(run_id, HANG_NAME, text)
-
-    def _save_file(self, run_id: str, name: str, text: bytes) -> None:
+    def save_file(self, run_id: str, name: str, text: bytes) -> None:
         path = find_below(self.find_folder(run_id), name)
         write(path, text, PRIVATE)
-        self._put(path, f"{run_id}/{name}")
+        self._put(path, f"{locate_run(run_id)}/{name}")
 
     def read_file(self, run_id: str, path: str) -> bytes | None:
         copy = find_below(self.find_folder(run_id), path)
         try:
-            content: bytes = self._files.cat_file(f"{self._root}/{run_id}/{path}")
+            content: bytes = self._files.cat_file(f"{self._root}/{locate_run(run_id)}/{path}")
             return content
         except FileNotFoundError:
             return None
@@ -285,7 +269,7 @@ class RemoteArtifacts:
             return
         # Without a connection the copy is all there is.
         with suppress(OSError):
-            newest = self._files.cat_file(f"{self._root}/{run_id}/{REPORT_NAME}")
+            newest = self._files.cat_file(f"{self._root}/{locate_run(run_id)}/{REPORT_NAME}")
             if report.read_bytes() != newest:
                 shutil.rmtree(report.parent / TABLES_NAME, ignore_errors=True)
                 report.unlink()
@@ -293,7 +277,7 @@ class RemoteArtifacts:
     def remove(self, run_id: str) -> None:
         self.find_folder(run_id)
         with suppress(FileNotFoundError):
-            self._files.rm(f"{self._root}/{run_id}", recursive=True)
+            self._files.rm(f"{self._root}/{locate_run(run_id)}", recursive=True)
         remove_folder(self.local, run_id)
 
     def _list_files(self, run_id: str, folder: str) -> list[str]:
@@ -301,7 +285,7 @@ class RemoteArtifacts:
         self.find_folder(run_id)
         prefix = f"{self._root}/"
         with suppress(FileNotFoundError):
-            paths = self._files.find(f"{prefix}{run_id}/{folder}")
+            paths = self._files.find(f"{prefix}{locate_run(run_id)}/{folder}")
             return [name.removeprefix(prefix) for name in paths]
         return []
 

@@ -11,6 +11,11 @@ from stepsplit.collectors.safe_io.safe_text import escape_controls
 
 _RUN_ID = re.compile(r"[0-9a-f]{8,32}")
 
+RUN_OR_ROLE = r"([0-9a-f]{8,32})(?:\.(0|[1-9][0-9]{0,3}))?"
+"""The id of a run, or of one role of it: its number follows after a dot."""
+
+_RUN_OR_ROLE = re.compile(RUN_OR_ROLE)
+
 NAME_LENGTH = 200
 """Longest name of a watched run."""
 
@@ -21,6 +26,26 @@ _PART_BYTES, _DEEPEST = 240, 16
 def is_run_id(text: object) -> bool:
     """Whether the text may be the id of a run or a token, which names a folder."""
     return isinstance(text, str) and _RUN_ID.fullmatch(text) is not None
+
+
+def split_role_id(text: str) -> tuple[str, int | None]:
+    """The id of a run and the number of the role of it that the text names, None if it names
+    none."""
+    found = _RUN_OR_ROLE.fullmatch(text)
+    if found is None or found[2] is None:
+        return text, None
+    return found[1], int(found[2])
+
+
+def locate_run(run_id: str) -> str:
+    """The folder of a run below that of all runs: its id. "ID.N" is the role number N of a run.
+
+    A role has a number, and none of its texts names a file. Raises UsageError for another text.
+    """
+    found = _RUN_OR_ROLE.fullmatch(run_id)
+    if found is None:
+        raise UsageError(f"invalid run id {run_id!r:.100}; use an id from the list of runs")
+    return found[1] if found[2] is None else f"{found[1]}/roles/{found[2]}"
 
 
 def is_relative_path(text: object) -> bool:

@@ -12,17 +12,19 @@ from pathlib import Path
 from msgspec import structs
 from sqlalchemy.exc import SQLAlchemyError
 
-from stepsplit.analyzer.analysis import Analysis, examine_with_inferred_job
-from stepsplit.analyzer.diagnose.hang.result import Hang, to_json as hang_to_json
+from stepsplit.analyzer.analysis import Analysis, RoleAnalysis, examine_with_inferred_job
+from stepsplit.analyzer.diagnose.hang.result import HANG_NAME, Hang, to_json as hang_to_json
 from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.roles import ROLES_NAME, RoleJob, roles_to_json
 from stepsplit.collectors.formats.run_spec import MESH_FILE, Mesh
 from stepsplit.collectors.safe_io.regular_file import read_regular
 from stepsplit.dashboard.store.analysis_queue import AnalysisJob
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
 from stepsplit.dashboard.store.job_files import (
     JOB_BYTES,
+    JOB_FILE,
     check_named_files,
     complete_job,
     find_job_file,
@@ -30,7 +32,7 @@ from stepsplit.dashboard.store.job_files import (
 )
 from stepsplit.dashboard.store.store import Store
 
-AnalyzeFunction = Callable[[Path, Progress], Analysis | Hang]
+AnalyzeFunction = Callable[[Path, Progress], Analysis | Hang | RoleAnalysis]
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,16 +42,25 @@ _READING_SHARE = 0.9
 """Share of the progress for reading; the rest cannot be subdivided."""
 
 
-def analyze_upload(folder: Path, progress: Progress) -> Analysis | Hang:
+def analyze_upload(folder: Path, progress: Progress) -> Analysis | Hang | RoleAnalysis:
     """Analyzes the uploaded folder, with a model comparison if the config is known from a job.toml
     in it or from the recording, and with the mesh that a mesh.txt in it states. Of Flight Recorder
-    dumps without traces it is the state of their calls. Raises StepsplitError."""
+    dumps without traces it is the state of their calls, and of several roles what each does, for
+    which job.toml and mesh.txt are not used. Raises StepsplitError."""
     job_file, mesh = find_job_file(folder), read_mesh_file(folder)
     if job_file is not None:
         check_named_files(job_file, folder)
     made = examine_with_inferred_job([folder], 1, progress, mesh, job_file)
     if isinstance(made, Hang):
         return made
+    if isinstance(made, RoleAnalysis):
+        given = {MESH_FILE: mesh, JOB_FILE: job_file}
+        lacks = [
+            f"what {name} says: it is of one program; upload the folder of a role with it"
+            for name, content in given.items()
+            if content is not None
+        ]
+        return replace(made, job=structs.replace(made.job, lacks=(*made.job.lacks, *lacks)))
     warnings = (*made.report.warnings, *list_unused_files(folder, job_file))
     draft = made.job_draft
     if draft is not None and job_file is not None:
@@ -69,13 +80,15 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
                 store.jobs.record_progress(job, share, note)
 
         analysis = analyze(uploads, throttle_progress(notify))
-        result: Report | Hang
+        result: Report | Hang | RoleJob
         if isinstance(analysis, Hang):
             result = analysis
             # Its texts name no file by its path.
-            store.artifacts.save_hang(job.run_id, hang_to_json(analysis))
+            store.artifacts.save_file(job.run_id, HANG_NAME, hang_to_json(analysis))
+        elif isinstance(analysis, RoleAnalysis):
+            result = _save_roles(store, job, analysis)
         else:
-            result = _save_analysis(store, job, analysis)
+            result = _save_analysis(store, job, job.run_id, analysis)
         is_owner = store.jobs.complete(job, result)
         outcome = "done"
     except StepsplitError as error:
@@ -83,7 +96,7 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
         with suppress(StepsplitError, OSError):
             job_file = find_job_file(store.artifacts.fetch_uploads(job.run_id))
             if job_file is not None and job_file.stat().st_size <= JOB_BYTES:
-                store.artifacts.save_job(job.run_id, job_file.read_bytes())
+                store.artifacts.save_file(job.run_id, JOB_FILE, job_file.read_bytes())
         is_owner = store.jobs.fail(job, _strip_folder(store, job, str(error)))
         outcome = "failed"
     except SQLAlchemyError:
@@ -98,9 +111,24 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
     return outcome if is_owner else "lost"
 
 
-def _save_analysis(store: Store, job: AnalysisJob, analysis: Analysis) -> Report:
-    """Saves the report, with warnings and caveats that name files as they were uploaded, and
-    returns it."""
+def _save_roles(store: Store, job: AnalysisJob, analysis: RoleAnalysis) -> RoleJob:
+    """Saves what all roles do, and the report of each by its number; names files as they were
+    uploaded."""
+    roles = []
+    for number, role in enumerate(analysis.job.roles):
+        _save_analysis(store, job, f"{job.run_id}.{number}", analysis.analyses[role.name])
+        place, archive = (_strip_folder(store, job, one) for one in (role.place, role.archive))
+        roles.append(structs.replace(role, place=place, archive=archive))
+    lacks = tuple(_strip_folder(store, job, lack) for lack in analysis.job.lacks)
+    whole = structs.replace(analysis.job, roles=tuple(roles), lacks=lacks)
+    # The last file: where it is, all reports that it leads to are complete.
+    store.artifacts.save_file(job.run_id, ROLES_NAME, roles_to_json(whole))
+    return whole
+
+
+def _save_analysis(store: Store, job: AnalysisJob, run_id: str, analysis: Analysis) -> Report:
+    """Saves the report of the job's run or of one of its roles, with warnings and caveats that name
+    files as they were uploaded, and returns it."""
     warnings = tuple(
         structs.replace(one, message=_strip_folder(store, job, one.message))
         for one in analysis.report.warnings
@@ -109,9 +137,9 @@ def _save_analysis(store: Store, job: AnalysisJob, analysis: Analysis) -> Report
     if gap is not None:
         gap = structs.replace(gap, notes=tuple(_strip_folder(store, job, n) for n in gap.notes))
     report = structs.replace(analysis.report, warnings=warnings, gap=gap)
-    store.artifacts.save(job.run_id, report, analysis.tables)
+    store.artifacts.save(run_id, report, analysis.tables)
     if analysis.job_draft is not None:
-        store.artifacts.save_job(job.run_id, analysis.job_draft.text.encode())
+        store.artifacts.save_file(run_id, JOB_FILE, analysis.job_draft.text.encode())
     return report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stepsplit.dashboard.store.metrics import CheckRow, Headline, JobFingerprint
@@ -31,7 +31,8 @@ class RunEdit:
 @dataclass(frozen=True, slots=True)
 class RunRow:
     """A run in the list of runs. error is set if it failed; headline if it is done. A run of Flight
-    Recorder dumps has as its error what the job waits for.
+    Recorder dumps has as its error what the job waits for, and one of several roles what to look at
+    first: both have no report of their own.
 
     progress (0..1) and progress_note are set during the analysis, if known. queued_unix_ns: when
     its last analysis was queued, which tells one report of the run from the next; 0 if it was
@@ -51,6 +52,7 @@ class RunRow:
     note: str = ""
     queued_unix_ns: int = 0
     job: JobFingerprint | None = None
+    roles: tuple[str, ...] = ()
 
     def has_tags(self, pairs: Iterable[tuple[str, str]]) -> bool:
         """Whether the run has all the tags, each a key and a value."""
@@ -74,7 +76,38 @@ class RunRow:
     @property
     def is_hang(self) -> bool:
         """Whether it has Flight Recorder dumps and no traces: no report, but hang.json."""
-        return self.state == "done" and self.error is not None
+        return self.state == "done" and self.error is not None and not self.has_roles
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether it is a job of several roles: roles.json, and a report of each role."""
+        return self.state == "done" and bool(self.roles)
+
+    @property
+    def is_role(self) -> bool:
+        """Whether it is one role of a run, and not a row of the store."""
+        return "." in self.id
+
+    @property
+    def has_report(self) -> bool:
+        """Whether it has a report, which can be shown, checked and compared."""
+        return self.state == "done" and not self.is_hang and not self.has_roles
+
+    def name_role(self, number: int) -> RunRow | None:
+        """The role of this number as a run of its own, which cannot be changed; None without it."""
+        if not self.has_roles or number >= len(self.roles):
+            return None
+        return replace(
+            self,
+            id=f"{self.id}.{number}",
+            name=f"{self.name}: {self.roles[number]}",
+            error=None,
+            headline=None,
+            tags=(),
+            verdict=None,
+            note="",
+            roles=(),
+        )
 
     @property
     def pending(self) -> bool:

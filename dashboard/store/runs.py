@@ -13,6 +13,7 @@ from sqlalchemy.engine import Connection
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.diagnose.hang.result import Hang
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.dashboard.store.ids import clean_text
 from stepsplit.dashboard.store.metric_tables import record_metrics
 from stepsplit.dashboard.store.metrics import (
@@ -104,6 +105,7 @@ def record_done(connection: Connection, run_id: str, report: Report) -> None:
     values: dict[str, Any] = {
         "state": "done",
         "error": None,
+        "roles": None,
         "world_size": numbers.world_size,
         "mesh": None if numbers.mesh is None else clean_text(numbers.mesh, 200),
         "backend": None if numbers.backend is None else clean_text(numbers.backend, 100),
@@ -125,7 +127,25 @@ def record_hang(connection: Connection, run_id: str, hang: Hang) -> None:
     """Marks the run as done; what the job waits for is in place of an error, and it has no
     metrics."""
     words = clean_text(hang.verdict or hang.condition, ERROR_LENGTH)
-    values = {"state": "done", "error": words, "world_size": len(hang.ranks) + len(hang.no_dump)}
+    world_size = len(hang.ranks) + len(hang.no_dump)
+    _record_without_report(connection, run_id, words, world_size, None)
+
+
+def record_roles(connection: Connection, run_id: str, job: RoleJob) -> None:
+    """Marks the run as done; what to look at first is in place of an error. It has no metrics:
+    those of its roles are not those of a program."""
+    words = clean_text(job.first_line, ERROR_LENGTH)
+    world_size = sum(len(role.ranks) for role in job.roles)
+    roles = ",".join(role.name for role in job.roles)
+    _record_without_report(connection, run_id, words, world_size, roles)
+
+
+def _record_without_report(
+    connection: Connection, run_id: str, words: str, world_size: int, roles: str | None
+) -> None:
+    values = {"state": "done", "error": words, "world_size": world_size, "roles": roles}
+    # Of an earlier analysis, which had a report.
+    values |= dict.fromkeys(("step_ns", "mesh", "backend", "steps", "warnings", "mfu"))
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
     record_known(connection, run_id, None)
 
@@ -201,6 +221,7 @@ def build_run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
     return RunRow(
         row.id, row.name or row.id, row.created_unix_ns, state, row.error, numbers, tuple(tags),
         progress, note, verdict, row.note, row.queued_unix_ns or 0, job,
+        tuple(row.roles.split(",")) if row.roles else (),
     )  # fmt: skip
 
 

@@ -86,8 +86,10 @@ RUNS = sa.Table(
     sa.Column("job_label", sa.String(200)),
     sa.Column("finding", sa.String(1000)),
     sa.Column("finding_ns", sa.BigInteger),
+    sa.Column("roles", sa.Text),
 )
-"""job_key is NULL until the job was looked for, and empty if it is unknown. finding has the words
+"""roles has the names of the roles of a run that is a job of several, with commas between.
+job_key is NULL until the job was looked for, and empty if it is unknown. finding has the words
 of the finding with the largest saving: NULL until it was looked for, and empty without one."""
 
 TAGS = sa.Table(

@@ -20,6 +20,7 @@ from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.model.config_decode import format_toml
 from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, read_report
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.roles import ROLES_NAME, RoleJob, roles_from_json
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.collectors.safe_io.atomic_file import write_whole
 from stepsplit.dashboard.store import runs
@@ -34,7 +35,7 @@ from stepsplit.dashboard.store.artifacts import (
 )
 from stepsplit.dashboard.store.audit import AuditLog
 from stepsplit.dashboard.store.database import Database, open_database
-from stepsplit.dashboard.store.ids import is_run_id
+from stepsplit.dashboard.store.ids import is_run_id, split_role_id
 from stepsplit.dashboard.store.job_files import JOB_BYTES, JOB_FILE, check_job_text, choose_job_path
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metric_tables import CheckResults, MetricStore
@@ -130,7 +131,7 @@ class Store:
                 write_whole(draft, text)
                 # Before the commit: the worker that takes the job finds the file.
                 self.artifacts.keep_upload(run_id, JOB_FILE, draft)
-                self.artifacts.save_job(run_id, text)
+                self.artifacts.save_file(run_id, JOB_FILE, text)
                 _write_file_row(connection, run_id, FileRow(JOB_FILE, len(text), True))
         return is_queued
 
@@ -194,6 +195,20 @@ class Store:
             return None
         with self._database.begin_read() as connection:
             return runs.find_run(connection, run_id)
+
+    def find_run_or_role(self, run_id: str) -> RunRow | None:
+        """The run of this id, or the role of one by its number, as in "ID.0"; None if there is
+        none. A role can only be read."""
+        owner, number = split_role_id(run_id)
+        run = self.find_run(owner)
+        return run if run is None or number is None else run.name_role(number)
+
+    def load_roles(self, run_id: str) -> RoleJob:
+        """What the roles of a run do. Raises DataError."""
+        text = self.artifacts.read_file(run_id, ROLES_NAME)
+        if text is None:
+            raise DataError(ROLES_NAME, "missing", "analyze the run again")
+        return roles_from_json(text)
 
     def load_hang(self, run_id: str) -> Hang:
         """What the Flight Recorder dumps of a run show. Raises DataError."""

@@ -14,6 +14,7 @@ from stepsplit.analyzer.diagnose.hang.result import HANG_NAME
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
+from stepsplit.analyzer.report.roles import ROLES_NAME
 from stepsplit.analyzer.watch.records import decode_batch
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.alerts import UNTIL_END_NS, WatchAlert
@@ -183,6 +184,7 @@ class Api:
             name=run.name,
             state=run.state,
             error=run.error,
+            roles=run.roles,
             tags={tag.key: tag.value for tag in run.tags},
             note=run.note,
             job=run.job_key,
@@ -279,13 +281,16 @@ class Api:
 
     def report(self, run_id: str) -> Response:
         """GET: report.json of the run."""
-        run = self._find_run(run_id)
+        run = self._find_run_or_role(run_id)
         path = (self.store.artifacts.fetch_results(run_id) / REPORT_NAME).absolute()
-        if run.state != "done" or not path.exists():
-            dumps = f"has Flight Recorder dumps: get {HANG_NAME}"
-            raise HttpError(
-                404, f"no report: the run {dumps if run.is_hang else f'is {run.state}'}"
-            )
+        if not run.has_report or not path.exists():
+            why = f"is {run.state}"
+            if run.is_hang:
+                why = f"has Flight Recorder dumps: get {HANG_NAME}"
+            elif run.has_roles:
+                own = f"{run.id}.0 is that of {run.roles[0]}"
+                why = f"has several roles: get {ROLES_NAME}, or the report of a role ({own})"
+            raise HttpError(404, f"no report: the run {why}")
         return send_file(path, mimetype="application/json", download_name=f"{run_id}.{REPORT_NAME}")
 
     def hang(self, run_id: str) -> Response:
@@ -294,6 +299,14 @@ class Api:
         text = self.store.artifacts.read_file(run_id, HANG_NAME) if run.is_hang else None
         if text is None:
             raise HttpError(404, f"no {HANG_NAME}: the run has no Flight Recorder dumps alone")
+        return Response(text, mimetype="application/json")
+
+    def roles(self, run_id: str) -> Response:
+        """GET: roles.json of a run of several roles. The report of the first is that of ID.0."""
+        run = self._find_run(run_id)
+        text = self.store.artifacts.read_file(run_id, ROLES_NAME) if run.has_roles else None
+        if text is None:
+            raise HttpError(404, f"no {ROLES_NAME}: the run is no job of several roles")
         return Response(text, mimetype="application/json")
 
     def list_audit(self) -> Response:
@@ -458,6 +471,12 @@ class Api:
         answer.headers.update(build_offset_headers(row))
         return answer
 
+    def _find_run_or_role(self, run_id: str) -> RunRow:
+        run = self.store.find_run_or_role(run_id)
+        if run is None:
+            raise HttpError(404, "run not found")
+        return run
+
     def _find_run(self, run_id: str) -> RunRow:
         run = self.store.find_run(run_id)
         if run is None:
@@ -483,6 +502,8 @@ def _build_list_row(run: RunRow) -> dict[str, Any]:
         "id": run.id,
         "name": run.name,
         "state": run.state,
+        "error": run.error,
+        "roles": run.roles,
         "job": run.job_key,
         "added": format_time(run.created_unix_ns),
         "tags": {tag.key: tag.value for tag in run.tags},
@@ -592,6 +613,7 @@ def build_api_routes(api: Api) -> Blueprint:
     routes.add_url_rule(form, "read_job_form", api.read_job_form, methods=["GET", "POST"])
     routes.add_url_rule(f"{run}/{REPORT_NAME}", "report", api.report)
     routes.add_url_rule(f"{run}/{HANG_NAME}", "hang", api.hang)
+    routes.add_url_rule(f"{run}/{ROLES_NAME}", "roles", api.roles)
     routes.add_url_rule(AUDIT, "list_audit", api.list_audit)
     routes.add_url_rule(TOKENS, "list_tokens", api.list_tokens)
     routes.add_url_rule(TOKENS, "create_token", api.create_token, methods=["POST"])

@@ -255,7 +255,7 @@ def _answer_pages(server: Flask, store: Store) -> None:
         if address is None:
             exists = False
         elif address.run_id:
-            exists = store.find_run(address.run_id) is not None
+            exists = store.find_run_or_role(address.run_id) is not None
         else:
             exists = find_store_page(address).has_item(store, address.item)
         if not exists:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -14,10 +14,12 @@ from dash.development.base_component import Component
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
+from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.dashboard.figures.theme import GRAPH_CONFIG, build_bucket_css
 from stepsplit.dashboard.pages import run_pages
 from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.roles import build_roles_content
 from stepsplit.dashboard.pages.tables import ChartData, DataTable
 from stepsplit.dashboard.pages.timeline import export_json
 
@@ -55,14 +57,36 @@ def export_html(view: View, notes: Sequence[str] = ()) -> str:
     tables, shown = view.tables, None
     if tables is not None and len(tables.segments.rank):
         shown = export_json(view.report, tables, notes)
+    parts: list[Component] = []
+    for page in run_pages.RUN_PAGES:
+        if page.chapter is not None and page.has_data(view.report):
+            content = page.build(view, AddressQuery())
+            is_titled = page.chapter and content
+            parts += [html.H2(page.chapter, className="chapter")] if is_titled else []
+            parts += content
+    return _render_page(view.name, parts, shown)
+
+
+def export_roles_html(name: str, job: RoleJob) -> str:
+    """The page of a job of several roles as such a file; a role of it has a file of its own."""
+    return _render_page(name, build_roles_content(job), None)
+
+
+def _render_page(name: str, content: Sequence[Component], shown: dict[str, Any] | None) -> str:
+    """The file with this content, and the JSON of its timeline."""
+    theme = html.Button("light / dark", id="theme", type="button", className="theme")
+    brand = html.Span("stepsplit", className="brand")
+    tagline = html.Span("where every training step went", className="tagline")
+    head = html.Header(html.Div([brand, tagline, theme], className="inner"), className="top")
+    title = html.Div(html.H1(name), className="heading")
     figures: list[Any] = []
-    body = "".join(_render_html(part, figures) for part in _build_chapters(view))
+    body = _render_html([head, html.Main([title, *content])], figures)
     return "".join(
         [
             "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>",
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(view.name)} - "
+            f"<title>{escape(name)} - "
             f"stepsplit</title><style>{_read_asset('style.css')}{build_bucket_css()}</style>",
             "<script>",
             _read_asset("theme.js"),
@@ -78,21 +102,6 @@ def export_html(view: View, notes: Sequence[str] = ()) -> str:
             "</script></body></html>\n",
         ]
     )
-
-
-def _build_chapters(view: View) -> Iterator[Component]:
-    theme = html.Button("light / dark", id="theme", type="button", className="theme")
-    brand = html.Span("stepsplit", className="brand")
-    tagline = html.Span("where every training step went", className="tagline")
-    yield html.Header(html.Div([brand, tagline, theme], className="inner"), className="top")
-    parts: list[Component] = [html.Div(html.H1(view.name), className="heading")]
-    for page in run_pages.RUN_PAGES:
-        if page.chapter is not None and page.has_data(view.report):
-            content = page.build(view, AddressQuery())
-            is_titled = page.chapter and content
-            parts += [html.H2(page.chapter, className="chapter")] if is_titled else []
-            parts += content
-    yield html.Main(parts)
 
 
 def _render_html(part: Any, figures: list[Any]) -> str:

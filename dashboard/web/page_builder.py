@@ -20,6 +20,7 @@ from stepsplit.dashboard.pages.page import (
     build_problem,
     compute_fingerprint,
 )
+from stepsplit.dashboard.pages.roles import build_roles_page
 from stepsplit.dashboard.pages.run_actions import RunRights
 from stepsplit.dashboard.pages.run_pages import build_run_page, build_waiting_page, find_run_page
 from stepsplit.dashboard.pages.store_pages import build_missing_page, find_store_page
@@ -77,17 +78,25 @@ class PageBuilder:
         return PageRequest(self.store, load, address, _find_rights(role), mark=mark)
 
     def _build_run(self, address: Address, rights: RunRights) -> PageContent | None:
-        run = self.store.find_run(address.run_id)
+        run = self.store.find_run_or_role(address.run_id)
         if run is None:
             return None
+        if run.is_role:
+            rights = RunRights(edit=False, delete=False)
         if run.state != "done":
             waiting = build_waiting_page(run, rights)
             return PageContent(waiting, run.state != "failed", compute_fingerprint(run))
-        if run.is_hang:
+        if run.is_hang or run.has_roles:
             try:
-                return PageContent(build_hang_page(self.store.load_hang(run.id), run, rights))
+                if run.is_hang:
+                    return PageContent(build_hang_page(self.store.load_hang(run.id), run, rights))
+                job = self.store.load_roles(run.id)
+                return PageContent(build_roles_page(job, run, rights, address.chosen))
             except DataError as error:
                 return PageContent(build_problem(run.name, "This run cannot be read", str(error)))
+            except Exception:  # noqa: BLE001 - as below
+                _LOG.exception("the page of run %s failed", run.id)
+                return PageContent(build_problem(run.name, "This page cannot be shown", ODD_DATA))
         # The whole row: a new name, tag or analysis makes another page.
         key = (address.page, run, tuple(sorted(address.chosen.values.items())), rights)
         try:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.timeline import TimelineView
@@ -79,6 +80,14 @@ class ReportCache:
             report = self._reports.get(key, lambda: self._store.load_report(run.id))
         return View(run.name, report, None, run.id)
 
+    def load_roles(self, run_id: str) -> tuple[RunRow, RoleJob] | None:
+        """The run of that id and what its roles do; None if it is no job of several roles. Raises
+        DataError."""
+        run = self._store.find_run(run_id)
+        if run is None or not run.has_roles:
+            return None
+        return run, self._store.load_roles(run.id)
+
     def load_finished_run(self, run_id: str) -> View:
         """The finished run of that id. Raises DataError if there is none."""
         return self.load_view(self._find_finished(run_id))
@@ -92,8 +101,8 @@ class ReportCache:
         )
 
     def _find_finished(self, run_id: str) -> RunRow:
-        run = self._store.find_run(run_id)
-        if run is None or run.state != "done":
+        run = self._store.find_run_or_role(run_id)
+        if run is None or not run.has_report:
             raise DataError(run_id, "no finished run has this id", "choose a run from the list")
         return run
 

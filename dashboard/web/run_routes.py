@@ -12,7 +12,6 @@ import orjson
 from flask import Blueprint, Response, jsonify, request
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.timeline import (
     MAX_QUERY_LENGTH,
     TimelineView,
@@ -23,7 +22,7 @@ from stepsplit.dashboard.pages.timeline import (
     build_window_json,
 )
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
-from stepsplit.dashboard.web.html_export import export_html
+from stepsplit.dashboard.web.html_export import export_html, export_roles_html
 from stepsplit.dashboard.web.report_cache import ReportCache, require_tables
 
 # The timeline: ranks and steps of a run, its time windows, and questions about it.
@@ -191,14 +190,14 @@ def _send_perfetto(cache: ReportCache, run_id: str) -> Response:
             yield packer.compress(chunk)
         yield packer.flush()
 
-    headers = {"Content-Disposition": _name_download(view, ".pftrace.gz")}
+    headers = {"Content-Disposition": _name_download(view.name, view.run_id, ".pftrace.gz")}
     return Response(compress(), mimetype="application/gzip", headers=headers)
 
 
-def _name_download(view: View, suffix: str) -> str:
+def _name_download(name: str, run_id: str, suffix: str) -> str:
     """The header that names a file after the run, with its id: names may be the same."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", view.name).strip("-.")[:_NAME_CHARACTERS]
-    return f"attachment; filename={'-'.join(filter(None, (plain, view.run_id)))}{suffix}"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:_NAME_CHARACTERS]
+    return f"attachment; filename={'-'.join(filter(None, (plain, run_id)))}{suffix}"
 
 
 _NAME_CHARACTERS, _NOTE_CHARACTERS, MAX_NOTES = 80, 260, 30
@@ -213,8 +212,13 @@ def build_export_routes(cache: ReportCache) -> Blueprint:
 
     @routes.get(f"{_RUN}/report.html")
     def export_run(run_id: str) -> Response:
+        if (job := cache.load_roles(run_id)) is not None:
+            run, whole = job
+            headers = {"Content-Disposition": _name_download(run.name, run.id, ".html")}
+            content = export_roles_html(run.name, whole)
+            return Response(content, mimetype="text/html", headers=headers)
         view = cache.load_finished_run(run_id)
-        headers = {"Content-Disposition": _name_download(view, ".html")}
+        headers = {"Content-Disposition": _name_download(view.name, view.run_id, ".html")}
         notes = [text[:_NOTE_CHARACTERS] for text in request.args.getlist("note")[:MAX_NOTES]]
         return Response(export_html(view, notes), mimetype="text/html", headers=headers)
 

@@ -286,7 +286,7 @@ def test_a_link_among_the_files_of_runs_is_not_followed(
         lambda: artifacts.fetch_uploads(ID),
         lambda: artifacts.save(ID, made.report, made.tables),
         lambda: artifacts.fetch_results(ID),
-        lambda: artifacts.save_job(ID, b"[model]\n"),
+        lambda: artifacts.save_file(ID, "job.toml", b"[model]\n"),
         lambda: artifacts.read_file(ID, "input/deep/thesis.txt"),
         lambda: artifacts.read_file(ID, "job.toml"),
         lambda: artifacts.drop_uploads(ID),
@@ -316,7 +316,7 @@ def test_only_a_run_has_files(linked: tuple[Store, Path], tmp_path: Path, run_id
         lambda: store.artifacts.keep_upload(run_id, "rank0", received),
         lambda: store.artifacts.fetch_uploads(run_id),
         lambda: store.artifacts.fetch_results(run_id),
-        lambda: store.artifacts.save_job(run_id, b"x"),
+        lambda: store.artifacts.save_file(run_id, "job.toml", b"x"),
         lambda: store.artifacts.read_file(run_id, "job.toml"),
         lambda: store.find_folder(run_id),
     ):

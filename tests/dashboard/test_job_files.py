@@ -126,7 +126,7 @@ def test_a_form_is_refused_that_would_be_analyzed_for_nothing(
         text = store.read_job(run_id)
         assert text is not None
         lines = [line for line in text.splitlines() if not line.startswith(b"layers")]
-        store.artifacts.save_job(run_id, b"\n".join(lines))
+        store.artifacts.save_file(run_id, "job.toml", b"\n".join(lines))
 
     answer = client.put(f"{RUNS}/{run_id}/job", json=changes)
 
@@ -225,7 +225,7 @@ def done(store: Store, job: bytes | None = None) -> str:
     run_id = queued(store)
     assert process_job(store, claimed(store), known_analysis) == "done"
     if job is not None:
-        store.artifacts.save_job(run_id, job)
+        store.artifacts.save_file(run_id, "job.toml", job)
     return run_id
 
 
@@ -453,9 +453,9 @@ def test_another_machine_reads_the_newest_job(tmp_path: Path) -> None:
     run_id = done(worker)
 
     before = web.read_job(run_id)
-    worker.artifacts.save_job(run_id, JOB)
+    worker.artifacts.save_file(run_id, "job.toml", JOB)
     first = web.read_job(run_id)
-    worker.artifacts.save_job(run_id, FULL)
+    worker.artifacts.save_file(run_id, "job.toml", FULL)
 
     assert (before, first, web.read_job(run_id)) == (None, JOB, FULL)
     fsspec.filesystem("memory").store.clear()

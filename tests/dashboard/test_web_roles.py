@@ -124,7 +124,7 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
         assert process_job(store, claimed(store), known_analysis) == "done"
     run_id, done = uploaded(store), store.import_report("done", *report_and_tables())
     other = store.tokens.create("other", Role.ADMIN)
-    store.artifacts.save_job(ended, JOB)
+    store.artifacts.save_file(ended, "job.toml", JOB)
     changed = event("change", minutes_ago(1), "slower", before_ns=1.0, after_ns=2.0)
     store.watches.add_batch(batch(id="known", events=(changed,)))
     alerts, (alert,) = "/api/v1/watch/night/alerts", store.alerts.list_alerts("night", 1)

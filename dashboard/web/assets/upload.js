@@ -188,12 +188,15 @@
   }
 
   const folderOf = (path) => path.split("/").slice(0, -1).join("/");
+  const isTrace = (path) => /rank[-_. ]?[0-9]/i.test(path.split("/").pop());
+
+  /* Of a run.json that is opened before it is sent; that of 100,000 ranks has 20 MB. */
+  const MAX_RUN_FILE_BYTES = 64 << 20;
 
   /* The recordings of the files, by folder, as split_recordings of upload.py: folders that have
      traces of the same ranks with the same names; other files belong to all of them. */
   function splitRecordings(files) {
     const folders = new Map();
-    const isTrace = (path) => /rank[-_. ]?[0-9]/i.test(path.split("/").pop());
     for (const { path } of files.filter((item) => isTrace(item.path))) {
       const name = path.split("/").pop();
       folders.set(name, (folders.get(name) || new Set()).add(folderOf(path)));
@@ -214,12 +217,37 @@
     return runs;
   }
 
+  /* Whether the traces lie in the folders of different roles of one job, by their run.json or
+     a rank's record: of a process group of several roles only that of rank 0 has a run.json. */
+  async function areRoles(files) {
+    const folders = new Set(files.filter((item) => isTrace(item.path)).map((item) => folderOf(item.path)));
+    const roles = new Set();
+    const names = new Set();
+    for (const folder of folders) {
+      const own = files.filter((one) => folderOf(one.path) === folder);
+      const nameOf = (one) => one.path.split("/").pop();
+      const item =
+        own.find((one) => nameOf(one) === "run.json") ||
+        own.find((one) => /^rank[0-9]+_record\.json$/.test(nameOf(one)));
+      if (!item || item.file.size > MAX_RUN_FILE_BYTES) return false;
+      try {
+        const spec = JSON.parse(await item.file.text());
+        if (!spec || !spec.role) return false;
+        roles.add(spec.role);
+        names.add(spec.name || spec.run);
+      } catch {
+        return false;
+      }
+    }
+    return names.size === 1 && roles.size === folders.size;
+  }
+
   /* Asks whether several recordings become a run each. Resolves to the runs to be, with their files
      and, if several, the name of their folder; [] to cancel. */
-  function askWhichRuns(files) {
+  async function askWhichRuns(files) {
     const runs = splitRecordings(files);
     const place = byId("upload-question");
-    if (!runs.size || !place) return Promise.resolve([{ files }]);
+    if (!runs.size || !place || (await areRoles(files))) return [{ files }];
     return new Promise((resolve) => {
       const text = document.createElement("p");
       text.textContent = "These are " + runs.size + " recordings: " + [...runs.keys()].join(", ");

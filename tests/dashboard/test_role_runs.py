@@ -1,0 +1,195 @@
+"""Jobs of several roles in the dashboard: a run of their own kind, whose roles have the pages of a
+run each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from flask.testing import FlaskClient
+from support.role_builders import Job, make_one_group, make_rollouts, make_trainer
+from support.store_builders import ask_page, claimed, found, queued
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.report.io import from_json
+from stepsplit.analyzer.report.roles import roles_from_json
+from stepsplit.dashboard.store.ids import locate_run
+from stepsplit.dashboard.store.ingest import analyze_upload, process_job
+from stepsplit.dashboard.store.run_row import RunEdit
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.upload import collect_files, split_recordings
+from stepsplit.dashboard.web.server import create_server
+
+
+@pytest.fixture
+def client(store: Store) -> FlaskClient:
+    return create_server(store).test_client()
+
+
+def ask(client: FlaskClient, path: str, search: str = "") -> str:
+    """A page, with its slashes as they are shown."""
+    return ask_page(client, path, search).replace("\\u002f", "/")
+
+
+def add(store: Store, job: Job, **more: bytes) -> str:
+    """The id of a run of these files, analyzed."""
+    files = {
+        str(path.relative_to(job.folder.parent)): path.read_bytes()
+        for path in job.folder.rglob("*")
+        if path.is_file()
+    }
+    run_id = queued(store, "rl", **files, **more)
+    process_job(store, claimed(store), analyze_upload)
+    return run_id
+
+
+def test_several_roles_are_a_run_that_shows_the_whole_job_first(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+
+    run = found(store, run_id)
+    assert run.roles == ("rollout", "trainer") and run.has_roles and not run.is_hang
+    page = ask(client, f"/run/{run_id}")
+    for words in (
+        "look first at", "trainer/2", "Phases on one clock", "Critical path across roles",
+        "Waits between roles", f"/run/{run_id}.0", f"/run/{run_id}.1", "Roles",
+    ):  # fmt: skip
+        assert words in page
+    listed = ask(client, "/")
+    assert "2 roles" in listed and "all others wait for trainer/2" in listed
+    job = roles_from_json(client.get(f"/api/v1/runs/{run_id}/roles.json").data)
+    assert sum(row.time.window_ns for row in job.path) == job.step_ns
+    assert [role.place for role in job.roles] == ["exp1/rollout", "exp1/trainer"]
+
+
+def test_each_role_has_the_pages_and_the_report_of_a_run(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    own = make_one_group(tmp_path)
+    known = own.examine().analyses
+    run_id = add(store, own)
+    for number, role in enumerate(("rollout", "trainer")):
+        at = f"{run_id}.{number}"
+        with client.get(f"/api/v1/runs/{at}/report.json") as answer:
+            report = from_json(answer.data)
+        assert report.steps == known[role].report.steps
+        for page in ("", "/timeline", "/collectives", "/structure", "/model"):
+            text = ask(client, f"/run/{at}{page}")
+            assert f"rl: {role}" in text and "cannot be" not in text
+        assert client.get(f"/run/{at}").status_code == 200
+        assert client.get(f"/api/v1/runs/{at}/timeline").status_code == 200
+        assert client.get(f"/api/v1/runs/{at}/perfetto").status_code == 200
+        assert f"rl: {role}" in client.get(f"/api/v1/runs/{at}/report.html").text
+
+
+def test_a_role_cannot_be_changed_and_no_other_number_is_one(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+    for at in (f"{run_id}.0", f"{run_id}.2", f"{run_id}.00", f"{run_id}.x", f"{run_id}./"):
+        assert client.patch(f"/api/v1/runs/{at}", json={"name": "x"}).status_code == 404
+        assert client.delete(f"/api/v1/runs/{at}").status_code == 404
+        assert client.post(f"/api/v1/runs/{at}/analyze").status_code == 404
+        assert client.put(f"/api/v1/runs/{at}/job", data=b"").status_code == 404
+        check = {"answer": "pass", "headline": "x"}
+        assert client.post(f"/api/v1/runs/{at}/check", json=check).status_code == 404
+        assert client.put(f"/api/v1/runs/{at}/files/x", data=b"x").status_code == 404
+        if at != f"{run_id}.0":
+            assert client.get(f"/api/v1/runs/{at}/report.json").status_code == 404
+            assert "not found" in ask(client, f"/run/{at}")
+    assert "data-edit" not in ask(client, f"/run/{run_id}.0")
+    for text in ("../x", f"{run_id}.1/..", f"{run_id}.-1", f"{run_id}.99999", "a.1"):
+        with pytest.raises(UsageError):
+            locate_run(text)
+
+
+def test_the_whole_has_no_report_and_is_not_compared(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+    answer = client.get(f"/api/v1/runs/{run_id}/report.json")
+    assert answer.status_code == 404
+    assert "has several roles: get roles.json" in answer.json["error"]  # type: ignore[index]
+    assert client.get(f"/api/v1/runs/{run_id}/hang.json").status_code == 404
+    assert client.get(f"/api/v1/runs/{run_id}/timeline").status_code == 404
+    assert "cannot be" not in ask(client, "/compare", f"?baseline={run_id}")
+    listed = client.get("/api/v1/runs").json["runs"]  # type: ignore[index]
+    assert listed[0]["roles"] == ["rollout", "trainer"] and listed[0]["error"]
+
+
+def test_the_file_of_the_whole_has_its_page(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+    text = client.get(f"/api/v1/runs/{run_id}/report.html").text
+    assert "Critical path across roles" in text and run_id not in text
+
+
+def test_names_of_strangers_are_texts(client: FlaskClient, store: Store, tmp_path: Path) -> None:
+    """The mark of a stranger is shown as text, a role with a path as its name is refused."""
+    mark = "<script>alert(1)</script>"
+    job = Job(tmp_path / "exp1")
+    rollouts = make_rollouts()
+    for rollout in rollouts:
+        for step in (1, 2, 3):
+            rollout.annotation(mark, 100 * step + 1, 100 * step + 60)
+    job.add("rollout", 2, *rollouts)
+    job.add("trainer", 1, make_trainer())
+    run_id = add(store, job)
+    whole = client.get(f"/api/v1/runs/{run_id}/report.html").text
+    assert mark not in whole and "&lt;script&gt;alert(#)" in whole
+
+    path = job.folder / "rollout" / "run.json"
+    for role in ("../../x", "<b>", "", "a/b", "x" * 40, "nccl"):
+        spec = json.loads(path.read_text()) | {"role": role}
+        path.write_text(json.dumps(spec))
+        other = found(store, add(store, job))
+        assert not any(role and role in name for name in other.roles)
+        assert "<b>" not in client.get("/").text
+    assert not list(tmp_path.rglob("x"))
+
+
+def test_what_an_upload_lacks_is_said(client: FlaskClient, store: Store, tmp_path: Path) -> None:
+    job = make_one_group(tmp_path)
+    next((job.folder / "rollout").glob("rank1_trace*")).unlink()
+    cut = next((job.folder / "trainer").glob("rank2_trace*"))
+    run_id = add(store, job, **{"mesh.txt": b"dp=3"})
+    page = ask(client, f"/run/{run_id}")
+    assert "these are not recorded: 1" in page and "what mesh.txt says" in page
+
+    cut.write_bytes(cut.read_bytes()[:40])
+    run = found(store, add(store, job))
+    assert run.has_roles and "input" not in str(store.load_roles(run.id).lacks)
+    assert "what trainer did: exp1/trainer: " in store.load_roles(run.id).lacks[0]
+
+
+def test_another_analysis_replaces_the_roles_and_a_deletion_removes_them(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+    assert store.edit(run_id, RunEdit(name="new"))
+    assert "new: trainer" in ask(client, f"/run/{run_id}.1")
+    assert client.post(f"/api/v1/runs/{run_id}/analyze").status_code == 202
+    assert "Queued for analysis" in ask(client, f"/run/{run_id}")
+    assert "not found" in ask(client, f"/run/{run_id}.1")
+    assert process_job(store, claimed(store), analyze_upload) == "done"
+    assert found(store, run_id).roles == ("rollout", "trainer")
+    folder = store.find_folder(run_id)
+    assert (folder / "roles" / "0" / "report.json").exists()
+    assert client.delete(f"/api/v1/runs/{run_id}").status_code == 204
+    assert not folder.exists()
+
+
+def test_the_roles_of_one_job_are_one_upload(tmp_path: Path) -> None:
+    job = Job(tmp_path / "exp1")
+    job.add("rollout", 2, *make_rollouts())
+    job.add("trainer", 1, make_trainer())
+    assert split_recordings(collect_files([job.folder])) == ()
+    # The same role twice: two attempts of a job.
+    path = job.folder / "trainer" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"role": "rollout"}))
+    assert len(split_recordings(collect_files([job.folder]))) == 2
+    path.unlink()
+    assert len(split_recordings(collect_files([job.folder]))) == 2

@@ -31,11 +31,12 @@ from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progres
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.analyzer.report.io import is_analyzed, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
-from stepsplit.analyzer.report.roles import RoleJob
+from stepsplit.analyzer.report.roles import ROLES_NAME, RoleJob, roles_from_json
 from stepsplit.analyzer.report.tables import Tables, build_tables
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split_recording import split_recording
-from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh, is_role
+from stepsplit.collectors.safe_io.regular_file import read_regular
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.diagnose.hang.result import Hang
@@ -452,6 +453,8 @@ def load_report(
     UsageError for such rules with a report.json.
     """
     path = Path(place)
+    if (path / ROLES_NAME).is_file() and not is_analyzed(path):
+        raise DataError(path, "the analysis of several roles", "name the folder of one in it")
     if is_report(path):
         if rules != BUILT_IN:
             raise UsageError(
@@ -547,11 +550,32 @@ def read_run_metrics(
         >>> for metrics in read_run_metrics("ci/baseline.json"):
         ...     print(metrics)
     """
-    from stepsplit.analyzer.regression.metrics import extract_metrics, is_baseline, read_baseline
+    from stepsplit.analyzer.regression.metrics import (
+        extract_metrics,
+        extract_role_metrics,
+        is_baseline,
+        read_baseline,
+    )
 
     path = Path(place)
     if is_baseline(path):
         return read_baseline(path)
     if job is not None:
         return (extract_metrics(examine([place], workers, progress, rules, job).report, place),)
-    return (extract_metrics(load_report(place, workers, progress, rules), place),)
+    if rules == BUILT_IN and (path / ROLES_NAME).is_file():
+        whole = roles_from_json(read_regular(path / ROLES_NAME), path / ROLES_NAME)
+        # A role's name is a folder's: what a stranger has written there instead is refused.
+        names = [one.name for one in whole.roles]
+        if all(map(is_role, names)) and all(is_analyzed(path / one) for one in names):
+            reports = {one: read_report(path / one) for one in names}
+            return (extract_role_metrics(whole, reports, place),)
+    if is_report(path) or (rules == BUILT_IN and is_analyzed(path)):
+        return (extract_metrics(load_report(place, workers, progress, rules), place),)
+    analysis = examine_roles_or_run([place], workers, progress, rules)
+    if isinstance(analysis, RoleAnalysis):
+        reports = {role: one.report for role, one in analysis.analyses.items()}
+        return (extract_role_metrics(analysis.job, reports, place),)
+    if not isinstance(analysis, Analysis):
+        # Dumps alone: reading them as a recording says what is missing of one.
+        analysis = examine([place], workers, progress, rules)
+    return (extract_metrics(analysis.report, place),)

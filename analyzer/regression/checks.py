@@ -16,11 +16,13 @@ from stepsplit.analyzer.errors import DataError, UsageError, read_toml
 from stepsplit.analyzer.regression.metrics import (
     METRICS,
     PART,
+    PHASE,
     Metric,
     Setup,
     Unit,
     find_metric,
     require_metric,
+    split_role,
 )
 from stepsplit.analyzer.report.io import Document
 from stepsplit.collectors.formats.run_spec import SHORTHAND
@@ -108,8 +110,9 @@ class Budget:
 
 
 def parse_budget(rule: str) -> Budget:
-    """Parse "METRIC:LIMIT"; a part of the model is "part:NAME:LIMIT" too. Raises UsageError."""
-    if rule.strip().startswith(f"{PART}:"):
+    """Parse "METRIC:LIMIT"; a part of the model is "part:NAME:LIMIT" too, and so is a phase. Raises
+    UsageError."""
+    if split_role(rule.strip().partition(":")[0])[1] in (PART, PHASE):
         rule = rule.replace(":", ".", 1)
     name, colon, limit = (part.strip() for part in rule.partition(":"))
     if not colon:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from stepsplit.analyzer.regression.checks import (
     CheckedSide,
     CheckResult,
     ShiftedMetric,
+    keep_last,
 )
 from stepsplit.analyzer.regression.explain_regression import compute_call_deltas, explain_regression
 from stepsplit.analyzer.regression.kinds import (
@@ -34,9 +36,11 @@ from stepsplit.analyzer.regression.metrics import (
     INCOMPLETE,
     METRICS,
     MIXED_STEPS,
+    PHASE,
     Doubt,
     RunMetrics,
     list_mesh_axes,
+    split_role,
 )
 from stepsplit.analyzer.regression.samples import BANDWIDTH, Sample, build_sample, expand_budgets
 from stepsplit.analyzer.report.report import JOB_MISMATCH
@@ -56,11 +60,17 @@ def check_candidate(
 ) -> CheckResult:
     """Check whether the candidate stays within the budgets.
 
-    baseline may be empty if no budget needs one. Raises UsageError for runs that are not comparable
-    or lack a checked metric.
+    baseline may be empty if no budget needs one. Of jobs of several roles, the budgets of step and
+    phase are those of the RL step, all others hold for each role, and one such as "trainer/step"
+    for that one; each role is checked as runs of its own. Raises UsageError for runs that are not
+    comparable or lack a checked metric.
     """
     if not candidate or not budgets:
         raise UsageError("nothing to check: pass a candidate and at least one budget")
+    if any(run.roles for run in (*baseline, *candidate)):
+        return _check_roles(candidate, baseline, budgets, across_setups)
+    if named := next((one.metric for one in budgets if split_role(one.metric)[0]), None):
+        raise UsageError(f"budget {named}: of a role, and these runs have none; name runs of roles")
     mesh_difference = _describe_difference("mesh", [*baseline, *candidate], "unknown")
     baseline, candidate = align_meshes(baseline, candidate)
     warnings = check_setups(baseline, candidate, across_setups)
@@ -106,6 +116,83 @@ def check_candidate(
             *list_unpaired(baseline, candidate),
         ),
         low_confidence=has_noise and 1 in (len(candidate), len(baseline)),
+    )
+
+
+def _check_roles(
+    candidate: Sequence[RunMetrics],
+    baseline: Sequence[RunMetrics],
+    budgets: Sequence[Budget],
+    across_setups: bool,
+) -> CheckResult:
+    """The check of the RL step, and of each role, as one result whose texts name the role."""
+    # An example of a run for each set of roles.
+    sides = {
+        ", ".join(one.role for one in run.roles) or "none": run.name
+        for run in (*baseline, *candidate)
+    }
+    if len(sides) > 1:
+        named = "; ".join(f"{roles} in {name}" for roles, name in sides.items())
+        raise UsageError(f"runs are not comparable: their roles are {named}")
+    known = [one.role for one in candidate[0].roles]
+    by_role: dict[str, list[Budget]] = {"": [], **{role: [] for role in known}}
+    for budget in budgets:
+        role, metric = split_role(budget.metric)
+        own = dataclasses.replace(budget, metric=metric)
+        if role and role not in by_role:
+            raise UsageError(
+                f"budget {budget.metric}: the roles of the runs are {', '.join(known)}"
+            )
+        is_of_whole = metric.partition(".")[0] in ("step", PHASE)
+        for one in (role,) if role or is_of_whole else known:
+            by_role[one].append(own)
+    parts: dict[str, CheckResult] = {}
+    for role, own_budgets in by_role.items():
+        own_baseline, own_candidate = (
+            [
+                replace(run, roles=())
+                if not role
+                else next(one for one in run.roles if one.role == role)
+                for run in side
+            ]
+            for side in (baseline, candidate)
+        )
+        if own_budgets:
+            last = keep_last(own_budgets)
+            parts[role] = check_candidate(own_candidate, own_baseline, last, across_setups)
+
+    def name(role: str, text: str, joint: str) -> str:
+        return f"{role}{joint}{text}" if role else text
+
+    answers = {one.answer for one in parts.values()}
+    return CheckResult(
+        answer=next((one for one in _WORST_FIRST if one in answers), "pass"),
+        baseline=_build_side(baseline) if baseline else None,
+        candidate=_build_side(candidate),
+        gated=tuple(
+            replace(row, metric=name(role, row.metric, "/"))
+            for role, part in parts.items()
+            for row in part.gated
+        ),
+        causes=tuple(
+            replace(row, message=name(role, row.message, ": "))
+            for role, part in parts.items()
+            for row in part.causes
+        ),
+        calls=tuple(
+            replace(row, axis=name(role, row.axis, ": "))
+            for role, part in parts.items()
+            for row in part.calls
+        ),
+        others=tuple(
+            replace(row, metric=name(role, row.metric, "/"))
+            for role, part in parts.items()
+            for row in part.others
+        ),
+        warnings=tuple(
+            name(role, text, ": ") for role, part in parts.items() for text in part.warnings
+        ),
+        low_confidence=any(part.low_confidence for part in parts.values()),
     )
 
 

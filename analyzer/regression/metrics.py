@@ -29,9 +29,12 @@ from stepsplit.analyzer.regression.compare import (
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import extract_prediction, has_head
 from stepsplit.analyzer.report.report import JOB_MISMATCH, Report
+from stepsplit.analyzer.report.rl_step import PhaseRow, RlStep
+from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.step_kinds import KindCalls, describe_steps
+from stepsplit.collectors.formats.run_spec import is_role
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
 
@@ -159,6 +162,8 @@ class RunMetrics(Struct, frozen=True):
     versions; predicted are the values of the model, if any; doubts is None in baselines of older
     versions. kinds are the kinds of the complete steps, the headline first, if there are several;
     kernels of the headline per step and rank, 0 if unknown; complete the number of complete steps.
+    Of a job of several roles the values are those of the RL step, and roles has the metrics of each
+    role; role is its name there.
     """
 
     name: str
@@ -174,6 +179,8 @@ class RunMetrics(Struct, frozen=True):
     kinds: tuple[KindMetrics, ...] = ()
     kernels: float = 0.0
     complete: int = 0
+    role: str = ""
+    roles: tuple[RunMetrics, ...] = ()
 
     def find_value(self, metric: str) -> float | None:
         """The value of a metric; None if the run does not have it."""
@@ -274,6 +281,49 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
         # Every rank and step alike; an older report has no kernels.
         kernels=sum(row.count for row in report.kernels) / len(select_full_steps(report.steps)),
         complete=len({row.step for row in report.steps if row.kind != "partial"}),
+    )
+
+
+def extract_role_metrics(job: RoleJob, reports: Mapping[str, Report], source: object) -> RunMetrics:
+    """Extract the metrics of a job of several roles: of its RL step, and of each role by the report
+    of that. Raises DataError as `extract_metrics`."""
+    roles = tuple(
+        msgspec.structs.replace(
+            extract_metrics(reports[role.name], f"{source}, {role.name}"),
+            name=f"{job.run}: {role.name}",
+            role=role.name,
+        )
+        for role in job.roles
+    )
+    setups = [one.setup for one in roles]
+    counted = [one.step_ns for one in job.steps if one.is_counted]
+
+    def find_common(texts: Sequence[str | None]) -> str | None:
+        return ", ".join(dict.fromkeys(one for one in texts if one is not None)) or None
+
+    n_ranks = sum(len(one.ranks) for one in job.roles)
+    return RunMetrics(
+        name=job.run,
+        setup=Setup(
+            world_size=n_ranks,
+            ranks=tuple(range(n_ranks)),
+            hosts=max(one.hosts for one in setups),
+            device=find_common([one.device for one in setups]) or UNKNOWN,
+            mesh=None,
+            backend=find_common([one.backend for one in setups]),
+            schedule=None,
+            microbatches=None,
+            torch=find_common([one.torch for one in setups]),
+            nccl=find_common([one.nccl for one in setups]),
+            driver=find_common([one.driver for one in setups]),
+        ),
+        steps=len(counted),
+        values=(Value("step", float(median(counted))), *_list_phase_values(job.phases)),
+        calls=None,
+        times=(),
+        doubts=(),
+        complete=len(counted),
+        roles=roles,
     )
 
 
@@ -387,6 +437,8 @@ def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
             parts[f"{PART}.{part.part}"] += part.total_ns
     values += (Value(name, float(ns)) for name, ns in sorted(parts.items()))
     complete = [row.step_ns for row in report.steps if row.kind != "partial"]
+    if isinstance(report.rl_step, RlStep):
+        values += _list_phase_values(report.rl_step.phases)
     others = {
         "mean_step": fmean(complete) if complete else None,
         "bubble_fraction": report.pipeline.bubble_fraction if report.pipeline else None,
@@ -396,6 +448,18 @@ def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
     }
     known = [Value(name, float(value)) for name, value in others.items() if value is not None]
     return (*values, *known)
+
+
+def _list_phase_values(phases: Sequence[PhaseRow]) -> Iterator[Value]:
+    """The time of each phase of the RL step without waits for other ranks, of the role that has
+    most of it: in that of a role that waits lies the phase of another one."""
+    most: dict[str, int] = {}
+    for row in phases:
+        if row.is_known:
+            own_ns = row.time.window_ns - row.time.wait_ns
+            most[row.phase] = max(most.get(row.phase, 0), own_ns)
+    for phase, ns in sorted(most.items()):
+        yield Value(f"{PHASE}.{phase}", float(ns))
 
 
 def _compute_time_values(steps: _ByStep) -> Iterator[Value]:
@@ -481,6 +545,8 @@ Unit = Literal["share", "ns", "bytes", "bytes_per_s", "count"]
 
 PART = "part"
 
+PHASE = "phase"
+
 EXPOSED = ("collective", "p2p", "skew")
 """The buckets that are exposed communication."""
 
@@ -528,6 +594,7 @@ METRICS = (
         "step_per_sample", "step per sample of the mean rank, where counted", "ns", is_short=True
     ),
     Metric(PART, "a part of the model in the mean step", "ns", by_axis=True),
+    Metric(PHASE, "a phase of the mean RL step, without waits", "ns", by_axis=True),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}
@@ -539,13 +606,23 @@ KIND_METRIC = "step.other"
 
 def require_metric(name: str) -> Metric:
     """The metric of a checked name, which must exist."""
-    found = find_metric("step" if name.startswith(KIND_METRIC) else name)
+    own = split_role(name)[1]
+    found = find_metric("step" if own.startswith(KIND_METRIC) else own)
     assert found is not None, name
     return found
 
 
+def split_role(name: str) -> tuple[str, str]:
+    """The role of a metric such as "trainer/step", "" for none, and the metric itself."""
+    role, _, own = name.rpartition("/")
+    return role, own
+
+
 def find_metric(name: str) -> Metric | None:
-    """The metric of a name without its axis and op; None if the name is invalid."""
+    """The metric of a name without its role, axis and op; None if the name is invalid."""
+    role, name = split_role(name)
+    if role and not is_role(role):
+        return None
     first, *rest = name.split(".")
     metric = BY_NAME.get(first)
     if metric is None or (rest and not (metric.by_axis or first == "busbw")):

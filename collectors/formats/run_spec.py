@@ -347,9 +347,14 @@ _TAKEN_NAMES = ("nccl", "memory", "tables", "samples", "ranks", "hosts", "launch
 """Folders of a recording, of its analysis or of a watch: a role's folder lies next to them."""
 
 
+def is_role(role: str) -> bool:
+    """Whether a role may have this name, which is that of a folder and of ranks."""
+    return _ROLE.fullmatch(role) is not None and role not in _TAKEN_NAMES
+
+
 def check_role(role: str) -> None:
     """Raises ValueError unless the role ("": none) can be the name of a folder and of ranks."""
-    if role and (not _ROLE.fullmatch(role) or role in _TAKEN_NAMES):
+    if role and not is_role(role):
         raise ValueError(
             f"role {role!r}: use up to 32 letters, digits, - and _, and none of"
             f" {', '.join(_TAKEN_NAMES)}"

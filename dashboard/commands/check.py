@@ -268,8 +268,13 @@ def baseline_command(
         print_line(f"warning: {warning}", err=True)
     if budgets_out is not None and len(runs) < RECOMMENDED_RUNS:
         raise UsageError(f"--budgets-out: {RECOMMENDED_RUNS} runs show the noise; got {len(runs)}")
+    if budgets_out is not None and any(run.roles for run in runs):
+        raise UsageError("--budgets-out: for the runs of one role; name their folders")
     write_output(out, to_json(runs))
     number = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    if any(run.roles for run in runs):
+        print_line(f"{out}: {number} of several roles")
+        return
     if len(runs) < RECOMMENDED_RUNS:
         print_line(f"{out}: {number}; {RECOMMENDED_RUNS} to 5 runs estimate the noise better")
         return

@@ -297,6 +297,7 @@ def test_tokens_of_older_stores_keep_what_they_may(database_url: str) -> None:
             "ALTER TABLE login_failures ADD COLUMN blocked_until_unix_ns BIGINT",
             "ALTER TABLE runs DROP COLUMN job_key", "ALTER TABLE runs DROP COLUMN job_label",
             "ALTER TABLE runs DROP COLUMN finding", "ALTER TABLE runs DROP COLUMN finding_ns",
+            "ALTER TABLE runs DROP COLUMN roles",
             "UPDATE alembic_version SET version_num = '0004'",
         ):  # fmt: skip
             connection.execute(text(command))

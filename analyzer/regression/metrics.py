@@ -659,6 +659,8 @@ def to_json(runs: Sequence[RunMetrics]) -> bytes:
         fields = []
         for name in run.__struct_fields__:
             value = examples if name == "groups" else getattr(run, name)
+            if name in ("role", "roles") and not value:
+                continue
             text = msgspec.json.encode(value)
             if isinstance(value, tuple) and value:
                 text = b"[\n  " + b",\n  ".join(map(msgspec.json.encode, value)) + b"\n ]"

@@ -104,7 +104,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             check_runs(candidate, candidate, [budget])
-    with pytest.raises(UsageError, match="their roles are (rollout, trainer|none) in exp1"):
+    with pytest.raises(UsageError, match=r"their roles are (rollout, trainer|none) in exp1"):
         check_runs(both, one, ["step:5%"])
 
 

@@ -174,13 +174,13 @@ def _begin_sqlite(connection: Connection) -> None:
 
 # Migration to the newest schema, by the process that opens the database first.
 
-VERSION = "0015"
+VERSION = "0016"
 """The newest migration."""
 
 _OLDER = ("0001", "0002", "0003")
 """Schemas from before stepsplit 0.1.0, whose schema is 0004; it migrates their stores."""
 
-_UNRELEASED = tuple(f"{number:04}" for number in range(5, 15))
+_UNRELEASED = tuple(f"{number:04}" for number in range(5, 16))
 """Schemas between those of two releases, which no release has written."""
 
 _VERSIONS = sa.Table(

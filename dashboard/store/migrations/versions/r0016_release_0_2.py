@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0015"
+revision = "0016"
 down_revision = "0004"
 
 _BUCKETS = ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
@@ -25,6 +25,7 @@ def upgrade() -> None:
         sa.Column("job_label", sa.String(200)),
         sa.Column("finding", sa.String(1000)),
         sa.Column("finding_ns", sa.BigInteger),
+        sa.Column("roles", sa.Text),
     ):
         op.add_column("runs", column)
     op.add_column(

@@ -102,7 +102,8 @@ class Agent:
         if step >= _UNSTEADY_STEPS and self._watch is not None:
             # This rank is sampled for as long as it runs, or until an attach ends that.
             plan, self._watch, self._ends_watch = self._watch, None, False
-            with warn_on_failure(read_identity().rank, "its watch"):
+            # The begin of the watch takes up to a second on busy cores: no stall of the job's own.
+            with mark("other"), warn_on_failure(read_identity().rank, "its watch"):
                 from stepsplit.collectors.watch.sampler import start_sampler
 
                 self._sampler = start_sampler(plan, plan.mesh, self._steps_before, self._launch)

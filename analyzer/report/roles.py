@@ -9,7 +9,14 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.io import Document
-from stepsplit.analyzer.report.rl_step import LongTail, PhaseRow, PhaseStepRow, RoleTime, TailRow
+from stepsplit.analyzer.report.rl_step import (
+    LongTail,
+    PhaseRow,
+    PhaseStepRow,
+    RoleTime,
+    TailRow,
+    name_phase,
+)
 
 SCHEMA = "stepsplit.roles/1"
 
@@ -226,7 +233,12 @@ class RoleJob(Struct, frozen=True, kw_only=True):
         if self.held:
             return f"all others wait for {self.describe_held(self.held[0])}"
         step = units.format_milliseconds(self.step_ns)
-        return f"RL step {step} (mean): which rank holds up all others is not known"
+        if not self.path:
+            return f"RL step {step} (mean)"
+        most = self.path[0]
+        share = units.format_percent(most.time.window_ns / self.step_ns)
+        where = f"{most.role}/{most.rank}, {name_phase(most.phase)}"
+        return f"RL step {step} (mean); longest on its critical path: {where} ({share})"
 
     def describe_held(self, held: HeldRow) -> str:
         """Which rank holds up all others, for how long, and what it does meanwhile."""

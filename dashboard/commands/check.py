@@ -382,8 +382,8 @@ def _load_stored_runs(open_store: OpenStore, query: str) -> list[SideRun]:
     if isinstance(store, RemoteStore):
         done = [store.find_done(run_id)] if run_id else store.list_done(tags, int(last))
     else:
-        rows = [run for run in store.list_runs() if run.has_report]
-        done = [run for run in rows if run_id in ("", run.id) and run.has_tags(tags)]
+        rows = [store.find_run_or_role(run_id)] if run_id else store.list_runs()
+        done = [run for run in rows if run and run.has_report and run.has_tags(tags)]
     runs = [run for run in done if run is not None][: int(last)]
     if not runs:
         wanted = run_id or ", ".join(f"{key}={value}" for key, value in tags) or "any"
@@ -395,7 +395,9 @@ def _load_stored_runs(open_store: OpenStore, query: str) -> list[SideRun]:
             report = from_json(store.fetch_report(run.id), f"the report of {run.id}")
         else:
             report = store.load_report(run.id)
-        sides.append(SideRun(extract_metrics(report, f"{run.name} ({run.id})"), run.id))
+        # The result of a role, whose id has a dot, is not that of its run.
+        own_id = None if "." in run.id else run.id
+        sides.append(SideRun(extract_metrics(report, f"{run.name} ({run.id})"), own_id))
     return sides
 
 

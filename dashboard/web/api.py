@@ -177,8 +177,8 @@ class Api:
         return self.read_status(run_id), 202
 
     def read_status(self, run_id: str) -> Response:
-        """GET: the state of the run."""
-        run, stored = self._find_run(run_id), self.store.files.sum_size(run_id)
+        """GET: the state of the run, or of a role of it, such as ID.0."""
+        run, stored = self._find_run_or_role(run_id), self.store.files.sum_size(run_id)
         return jsonify(
             id=run.id,
             name=run.name,

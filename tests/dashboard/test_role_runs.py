@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 from support.role_builders import Job, make_one_group, make_rollouts, make_trainer
-from support.store_builders import ask_page, claimed, found, queued
+from support.store_builders import Serving, ask_page, claimed, found, queued
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.io import from_json
 from stepsplit.analyzer.report.roles import roles_from_json
+from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.ids import locate_run
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.run_row import RunEdit
@@ -117,6 +118,22 @@ def test_the_whole_has_no_report_and_is_not_compared(
     assert "cannot be" not in ask(client, "/compare", f"?baseline={run_id}")
     listed = client.get("/api/v1/runs").json["runs"]  # type: ignore[index]
     assert listed[0]["roles"] == ["rollout", "trainer"] and listed[0]["error"]
+
+
+def test_a_role_of_a_run_is_checked_as_a_run(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+    with Serving(create_server(store)) as url:
+        for place in (url, store.url):
+            where = ["--store", place, "--artifacts", store.artifacts.url]
+            one, whole = f"store:{run_id}.1", f"store:{run_id}"
+            budget = ["--budget", "calls:exact"]
+            assert cli.run(["check", one, "--baseline", one, *budget, *where]) == 0
+            assert cli.run(["check", whole, "--baseline", one, *budget, *where]) == 2
+            assert cli.run(["check", f"{whole}.7", "--baseline", one, *budget, *where]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert found(store, run_id).verdict is None
 
 
 def test_the_file_of_the_whole_has_its_page(

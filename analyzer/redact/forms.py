@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from stepsplit.analyzer.model.hardware_config import list_families, list_link_names
 from stepsplit.analyzer.model.preset_names import list_hardware_names, list_model_names
-from stepsplit.analyzer.readers.kineto.columns import CATEGORIES, SUFFIX_CATEGORIES
+from stepsplit.analyzer.readers.kineto.block_events import CATEGORIES, SUFFIX_CATEGORIES
 from stepsplit.analyzer.redact.names import Names
 from stepsplit.analyzer.redact.pseudonyms import Pseudonyms
 

@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import open_unpacked
-from stepsplit.analyzer.readers.kineto.columns import CategoryCodes
+from stepsplit.analyzer.readers.kineto.block_events import CategoryCodes
 from stepsplit.analyzer.readers.kineto.json_stream import ArrayBlocks, Entries, parse_loose_object
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, Complete, TrackMetadata
 from stepsplit.analyzer.readers.kineto.trace_file import parse_opening

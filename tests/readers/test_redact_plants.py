@@ -19,7 +19,7 @@ from support.builders import GpuTrace
 from support.nsys_builders import Export
 
 from stepsplit.analyzer.readers.file_kinds import KINDS
-from stepsplit.analyzer.readers.kineto.columns import CATEGORIES
+from stepsplit.analyzer.readers.kineto.block_events import CATEGORIES
 from stepsplit.analyzer.redact import redact_recording
 from stepsplit.analyzer.redact.copies import COPIES
 from stepsplit.analyzer.redact.fields import EVENT_ARGS

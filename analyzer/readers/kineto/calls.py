@@ -23,6 +23,7 @@ from stepsplit.analyzer.ops import (
 )
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry, parse_entry_op
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kineto.block_events import PARAM_COMMS
 from stepsplit.analyzer.readers.kineto.captured_graphs import find_captured_ops
 from stepsplit.analyzer.readers.kineto.collective_launches import (
     MadeCall,
@@ -30,7 +31,7 @@ from stepsplit.analyzer.readers.kineto.collective_launches import (
     find_surrounding_ops,
     note_missing,
 )
-from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS, SortedRows, posted_before
+from stepsplit.analyzer.readers.kineto.columns import SortedRows, posted_before
 from stepsplit.analyzer.readers.kineto.schema import Args, decode_comm_args, parse_ranks
 from stepsplit.analyzer.trace import (
     OPS,

@@ -9,19 +9,25 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto import schema
+from stepsplit.analyzer.readers.kineto.block_events import (
+    OLD_OP,
+    BlockEvents,
+    DecodedEvents,
+    Numbers,
+    ScannedEvents,
+)
 from stepsplit.analyzer.readers.kineto.collective_launches import DEVICE_COPY
-from stepsplit.analyzer.readers.kineto.json_stream import Entries
+from stepsplit.analyzer.readers.kineto.json_stream import Entries, decode_entry
+from stepsplit.analyzer.readers.kineto.scanned_block import ScannedBlock
 from stepsplit.analyzer.trace import (
     ALL_STREAMS,
     DEVICE_CATEGORIES,
-    GRID,
     HOST,
-    MAX_NAME_LENGTH,
     Category,
     Events,
     EventWaits,
@@ -215,41 +221,6 @@ def _build_event_wait(name: str, args: schema.SyncArgs) -> tuple[int, int, int, 
 
 # Trace entries -> rows of columns, block by block, in the order of the file.
 
-_OLD_OP = len(Category)
-"""The category Operator of torch before 1.10: ops, and ranges that the host marked."""
-
-CATEGORIES = {
-    "cpu_op": Category.OP,
-    "operator": _OLD_OP,
-    "user_annotation": Category.ANNOTATION,
-    "kernel": Category.KERNEL,
-    "mtia_ccp_events": Category.KERNEL,
-    "hpu_op": Category.KERNEL,
-    "privateuse1": Category.KERNEL,
-    "gpu_user_annotation": Category.GPU_ANNOTATION,
-    "python_function": Category.PYTHON,
-    "cuda_sync": Category.SYNC,
-}
-
-SUFFIX_CATEGORIES = {
-    "runtime": Category.RUNTIME,
-    "driver": Category.RUNTIME,
-    "memcpy": Category.MEMCPY,
-    "memset": Category.MEMSET,
-}
-"""Suffixes of categories such as "cuda_runtime", "xpu_driver", "gpu_memcpy", "Runtime" (2020)."""
-
-PARAM_COMMS = "record_param_comms"
-
-_RANGE_PREFIXES = (
-    "ProfilerStep#", "Optimizer.", "enumerate(DataLoader)#", "DataParallel.",
-    "DistributedDataParallel.",
-)  # fmt: skip
-"""Ranges that some versions of torch and torch_npu write as ops."""
-
-_BARE_OPS = (PARAM_COMMS, "detach", "detach_")
-"""Ops without a namespace in their name, apart from the autograd nodes."""
-
 _HAS_STREAM = np.zeros(len(Category), dtype=np.bool_)
 
 _HAS_STREAM[[Category.RUNTIME, Category.KERNEL, Category.MEMCPY, Category.MEMSET]] = True
@@ -259,22 +230,6 @@ _MAY_COMMUNICATE = np.zeros(len(Category), dtype=np.bool_)
 _MAY_COMMUNICATE[[Category.KERNEL, Category.MEMCPY]] = True
 
 _COLUMNS = (np.int64, np.int64, np.uint8, np.int32, np.int32, np.int64)
-
-_DIMS, _COLLECTIVE = b'"Input Dims"', b'"Collective name"'
-
-_SHORT_TYPE = b'"c10::'
-"""How the names of types in "Input type" begin, except those of float, double and integers."""
-
-_SHORT_DTYPES = (
-    (b"c10::Float8", b"fp8"),
-    (b"c10::BFloat16", b"bf16"),
-    (b"c10::Half", b"fp16"),
-)
-
-_DTYPE_MARK = b"\0"
-
-_SAMPLES = 32
-"""Number of ops of a block that are searched for shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,83 +284,10 @@ class Rows(Struct, frozen=True):
         return len(self.start_ns)
 
 
-_LaneKey = tuple[int | str, int | str] | tuple[int | str, int | str, int, int]
-"""A thread, or with device and stream a stream."""
+_COLLECTIVE = b'"Collective name"'
 
 _NO_PLACE = -1, -1
 """Device and stream of a thread."""
-
-
-class _Numbers(dict[str, int]):
-    """Numbers distinct names in order of appearance.
-
-    noted: whether a name is communication; is_range: whether an event of the category of ops, or
-    of the old one, is a range by its name.
-    """
-
-    def __init__(self, rules: Rules) -> None:
-        self.noted: list[bool] = []
-        self.is_range: list[tuple[bool, bool]] = []
-        self._texts, self._asked, self._rules = list[str](), set[int](), rules
-
-    def __missing__(self, name: str) -> int:
-        self[name] = number = len(self)
-        self.noted.append(name == PARAM_COMMS or name.startswith(("c10d::", "gloo:")))
-        is_range = name.startswith(_RANGE_PREFIXES)
-        is_op = "::" in name or "Backward" in name or name in _BARE_OPS
-        self.is_range.append((is_range, is_range or not is_op))
-        self._texts.append(name[:MAX_NAME_LENGTH])
-        return number
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The names, cut to the length that rules look at."""
-        return tuple(self._texts)
-
-    def note_of_device(self, numbers: Int32) -> None:
-        """Marks which of these kernel and copy names are communication, once per name."""
-        for number in set(list_distinct(numbers).tolist()) - self._asked:
-            self.noted[number] |= self._rules.is_communication(self._texts[number])
-            self._asked.add(number)
-
-
-class _Lanes(dict[_LaneKey, int]):
-    """Numbers distinct lanes."""
-
-    def __missing__(self, key: _LaneKey) -> int:
-        self[key] = number = len(self)
-        return number
-
-
-class _ShapeTexts(dict[tuple[int, ...] | bytes, int]):
-    """Numbers distinct launch grids and input shapes; -1 for text without numbers: no tensors."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def __missing__(self, shape: tuple[int, ...] | bytes) -> int:
-        if isinstance(shape, bytes):
-            dims, _, dtype = shape.partition(_DTYPE_MARK)
-            text = dims[dims.find(b"[") : dims.rfind(b"]") + 1].decode(errors="replace")
-            text = f"{''.join(text.split()).replace(',', ', ')} {dtype.decode()}".rstrip()
-        else:
-            text = f"{GRID}{list(shape)}"
-        known = any(map(str.isdecimal, text))
-        self[shape] = number = self._numbers.setdefault(text, len(self.texts)) if known else -1
-        if number == len(self.texts):
-            self.texts.append(text)
-        return number
-
-
-class CategoryCodes(dict[str, int]):
-    """Category codes by name, including the names of old torch versions."""
-
-    def __missing__(self, name: str) -> int:
-        lowered = name.lower()
-        by_end = SUFFIX_CATEGORIES.get(lowered.rpartition("_")[2], Category.OTHER)
-        self[name] = code = int(CATEGORIES.get(lowered, by_end))
-        return code
 
 
 def build_rows(blocks: Iterable[Entries], rules: Rules = BUILT_IN) -> Rows:
@@ -420,9 +302,8 @@ class _Builder:
     """Builds Rows from blocks of entries; columns grow in place, so no row is in memory twice."""
 
     def __init__(self, rules: Rules) -> None:
-        self._names, self._lanes, self._categories = _Numbers(rules), _Lanes(), CategoryCodes()
+        self._numbers = Numbers(rules)
         self._columns = tuple(bytearray() for _ in _COLUMNS)
-        self._shapes = _ShapeTexts()
         self._shaped_rows, self._shape_ids = bytearray(), bytearray()
         self._noted_rows: list[int] = []
         self._noted_args: list[bytes] = []
@@ -432,10 +313,12 @@ class _Builder:
 
     def add(self, block: Entries) -> None:
         """Adds the complete events of a block, and the names of its tracks."""
+        if block.scanned is not None:
+            self._add_scanned(block.scanned)
+            return
         events = [entry for entry in block.entries if type(entry) is schema.Complete]
         if schema.TrackMetadata in map(type, block.entries):
-            names = [e for e in block.entries if type(e) is schema.TrackMetadata]
-            self._tracks += [t for t in map(schema.decode_track, names) if t is not None]
+            self._add_tracks([e for e in block.entries if type(e) is schema.TrackMetadata])
         start, has_start = schema.read_microseconds([event.ts for event in events])
         dur, has_dur = schema.read_microseconds([event.dur for event in events])
         out_of_range = 0
@@ -455,67 +338,60 @@ class _Builder:
                 asynchronous=sum(phases[phase] for phase in "bne"),
                 paired=sum(phases[phase] for phase in "BE"),
             )
-        self._append(events, start, np.maximum(dur, 0))
+        self._append(DecodedEvents(events, start, dur, self._numbers))
 
-    def _append(self, events: Sequence[schema.Complete], start: Int64, dur: Int64) -> None:
-        names, lanes, categories = self._names, self._lanes, self._categories
-        name_id = np.array([names[e.name] for e in events], dtype=np.int32)
-        category = np.array([categories[e.cat] for e in events], dtype=np.uint8)
+    def _add_scanned(self, block: ScannedBlock) -> None:
+        entries = [decode_entry(bytes(block.text[begin:end])) for begin, end in block.metadata]
+        self._add_tracks([entry for entry in entries if isinstance(entry, schema.TrackMetadata)])
+        events = ScannedEvents(block, self._numbers)
+        self._counts += EntryCounts(block.entries, negative=int((events.dur_ns < 0).sum()))
+        if not len(events.dur_ns):
+            self._counts += EntryCounts(asynchronous=block.asynchronous, paired=block.paired)
+        self._append(events)
+
+    def _add_tracks(self, entries: Sequence[schema.TrackMetadata]) -> None:
+        tracks = map(schema.decode_track, entries)
+        self._tracks += [track for track in tracks if track is not None]
+
+    def _append(self, events: BlockEvents) -> None:
+        names, name_id, category = self._numbers.names, events.name_id, events.category
         is_range = np.array(names.is_range, dtype=np.bool_).reshape(-1, 2)[name_id]
         # Gives ops that are ranges by their name the category of annotations, in place.
-        is_old = category == _OLD_OP
+        is_old = category == OLD_OP
         category[is_old] = Category.OP
         category[(category == Category.OP) & np.where(is_old, *is_range.T[::-1])] = (
             Category.ANNOTATION
         )
-        lane = np.array([lanes[e.pid, e.tid] for e in events], dtype=np.int32)
-        correlation = np.full(len(events), -1, dtype=np.int64)
+        lane, correlation = events.lane, np.full(len(name_id), -1, dtype=np.int64)
         names.note_of_device(name_id[_MAY_COMMUNICATE[category]])
         to_note = np.array(names.noted, dtype=np.bool_)[name_id] | (category == Category.SYNC)
         with_stream = np.flatnonzero(_HAS_STREAM[category])
-        placed = with_stream.tolist()
-        decoded = schema.decode_device_args([events[row].args for row in placed])
-        correlation[with_stream] = [args.correlation for args in decoded]
-        on_stream = [pair for pair in zip(placed, decoded, strict=True) if pair[1].stream >= 0]
-        lane[[row for row, _ in on_stream]] = [
-            lanes[events[row].pid, events[row].tid, args.device, args.stream]
-            for row, args in on_stream
-        ]
-        to_note[
-            [
-                row
-                for row, args in zip(placed, decoded, strict=True)
-                # Most events have no such argument, and the property takes longer.
-                if args.collective is not schema.MISSING and args.communicates
-            ]
-        ] = True
+        device = events.read_device_args(with_stream, category[with_stream] == Category.KERNEL)
+        correlation[with_stream] = device.correlation
+        lane[with_stream] = device.lane
+        to_note[with_stream[device.communicates]] = True
         # The sizes of copies between buffers of devices tell what NCCL's copy engines do.
         copied = np.where(category == Category.MEMCPY, name_id, -1)
         for number in list_distinct(copied[copied >= 0]).tolist():
             if DEVICE_COPY.search(names.texts[number]):
                 to_note |= copied == number
-        self._note(events, np.flatnonzero(to_note).tolist())
-        kernels = np.flatnonzero(category[with_stream] == Category.KERNEL)
-        self._add_shapes(with_stream[kernels], [decoded[i].grid for i in kernels.tolist()])
+        noted = np.flatnonzero(to_note).tolist()
+        self._noted_rows += [self._rows + row for row in noted]
+        self._noted_args += [events.copy_args(row) for row in noted]
+        self._add_shapes(with_stream, device.grid)
         ops = np.flatnonzero(category == Category.OP)
-        # Whether shapes were recorded: then most ops have them.
-        samples = ops[:: len(ops) // _SAMPLES + 1].tolist()
-        numbered = schema.decode_op_args([events[row].args for row in ops.tolist()])
-        correlation[ops] = np.maximum([args.sequence for args in numbered], -1)
-        if any(_DIMS in bytes(events[row].args) for row in samples):
-            self._add_shapes(ops, [_cut_dims(events[row].args) for row in ops.tolist()])
-        parts: tuple[npt.NDArray[Any], ...] = (start, dur, category, name_id, lane, correlation)
+        correlation[ops] = np.maximum(events.read_sequences(ops), -1)
+        if (shapes := events.read_shapes(ops)) is not None:
+            self._add_shapes(ops, shapes)
+        dur_ns = np.maximum(events.dur_ns, 0)
+        parts: tuple[npt.NDArray[Any], ...] = (
+            events.start_ns, dur_ns, category, name_id, lane, correlation
+        )  # fmt: skip
         for column, part in zip(self._columns, parts, strict=True):
             column += part.tobytes()
-        self._rows += len(events)
+        self._rows += len(name_id)
 
-    def _note(self, events: Sequence[schema.Complete], rows: Sequence[int]) -> None:
-        self._noted_rows += [self._rows + row for row in rows]
-        self._noted_args += [bytes(events[row].args) for row in rows]
-
-    def _add_shapes(self, rows: Int64, shapes: Iterable[tuple[int, ...] | bytes]) -> None:
-        numbers = self._shapes
-        text_id = np.array([numbers[shape] for shape in shapes], dtype=np.int32)
+    def _add_shapes(self, rows: Int64, text_id: Int32) -> None:
         known = text_id >= 0
         self._shaped_rows += (rows + self._rows)[known].tobytes()
         self._shape_ids += text_id[known].tobytes()
@@ -533,27 +409,17 @@ class _Builder:
             name_id=name_id,
             lane=lane,
             correlation=correlation,
-            names=self._names.texts,
+            names=self._numbers.names.texts,
             lanes=tuple(
-                Lane(str(pid), str(tid), *(place or _NO_PLACE)) for pid, tid, *place in self._lanes
+                Lane(str(pid), str(tid), *(place or _NO_PLACE))
+                for pid, tid, *place in self._numbers.lanes
             ),
             noted_row=np.array(self._noted_rows, dtype=np.int64),
             noted_args=tuple(self._noted_args),
             counts=self._counts,
-            shaped=ShapedRows(shaped_row, shape_id, tuple(self._shapes.texts)),
+            shaped=ShapedRows(shaped_row, shape_id, tuple(self._numbers.shapes.texts)),
             tracks=tuple(self._tracks),
         )
-
-
-def _cut_dims(args: Raw) -> bytes:
-    """The text between the name of the shapes and the next name, and a dtype of less than 32 bits;
-    decoding it would take longer."""
-    text = bytes(args)
-    dims = text.rpartition(_DIMS)[2].partition(b'"')[0]
-    if _SHORT_TYPE not in text:
-        return dims
-    dtype = next((dtype for name, dtype in _SHORT_DTYPES if name in text), b"")
-    return dims + _DTYPE_MARK + dtype
 
 
 # The messages of a kernel without a description are those posted since the last launch.

@@ -9,8 +9,9 @@ import numpy as np
 
 from stepsplit.analyzer.arrays import group_ids, group_rows
 from stepsplit.analyzer.ops import parse_op
+from stepsplit.analyzer.readers.kineto.block_events import PARAM_COMMS
 from stepsplit.analyzer.readers.kineto.collective_launches import DEVICE_COPY, find_surrounding_ops
-from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS, SortedRows
+from stepsplit.analyzer.readers.kineto.columns import SortedRows
 from stepsplit.analyzer.readers.kineto.schema import Args, decode_comm_args
 from stepsplit.analyzer.trace import Category, Int64, Note
 

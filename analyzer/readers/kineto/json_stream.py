@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Raw, Struct
 
+from stepsplit.analyzer.readers.kineto.scanned_block import ScannedBlock, scan_block
 from stepsplit.analyzer.readers.kineto.schema import (
     ANY_ENTRY,
     NO_ARGS,
@@ -57,11 +58,12 @@ class ArrayBlocks:
 
     Memory is bounded by the block size, not by the file. A truncated file yields every complete
     entry. After the iteration, whole is whether the array was closed, and tail is the text after
-    it. The text of a yielded block is valid until the next block is read.
+    it. The text of a yielded block is valid until the next block is read. scan is whether blocks
+    may be scanned instead of decoded.
     """
 
-    def __init__(self, stream: Stream, begin: bytes) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, begin: bytes, scan: bool = False) -> None:
+        self._stream, self._scan = stream, scan
         self._buffer = bytearray(b"[" + begin)
         self._have = len(self._buffer)
         self.tail = b""
@@ -133,7 +135,7 @@ class ArrayBlocks:
         """The entries before `place`, if the array can be closed there."""
         original, self._buffer[place] = self._buffer[place], _CLOSE
         try:
-            return decode_entries(memoryview(self._buffer)[: place + 1])
+            return decode_entries(memoryview(self._buffer)[: place + 1], self._scan)
         except (TruncatedText, ArrayEnd, DamagedText):
             self._buffer[place] = original
             raise
@@ -149,7 +151,7 @@ class ArrayBlocks:
         text = self._copy_text()[:end]
         self._end_at(end)
         try:
-            return decode_entries(text)
+            return decode_entries(text, self._scan)
         except (TruncatedText, ArrayEnd, DamagedText):
             return read_last_entries(text)
 
@@ -163,7 +165,7 @@ class ArrayBlocks:
         if self.whole:
             return
         try:
-            found = decode_entries(self._copy_text())
+            found = decode_entries(self._copy_text(), self._scan)
         except ArrayEnd as end:
             yield self._close(end.byte)
         except TruncatedText:
@@ -293,11 +295,15 @@ class DamagedText(Exception):
 
 
 class Entries(Struct, frozen=True):
-    """Entries in order, their text (None if it had to be fixed), and the number lost."""
+    """Entries in order, their text (None if it had to be fixed), and the number lost.
+
+    If the block was scanned, scanned has its complete events, and entries is empty.
+    """
 
     entries: Sequence[Entry]
     text: Text | None
     lost: int = 0
+    scanned: ScannedBlock | None = None
 
 
 class WalkResult(Struct, frozen=True):
@@ -311,8 +317,13 @@ class WalkResult(Struct, frozen=True):
     closed: bool
 
 
-def decode_entries(text: Text) -> Entries:
-    """Decodes a JSON array and fixes invalid entries. Raises CutShort, EndsAt or Damaged."""
+def decode_entries(text: Text, scan: bool = False) -> Entries:
+    """Scans or decodes a JSON array and fixes invalid entries.
+
+    Raises TruncatedText, ArrayEnd or DamagedText.
+    """
+    if scan and (scanned := scan_block(text)) is not None:
+        return Entries((), text, scanned=scanned)
     try:
         return Entries(_ENTRIES.decode(text), text)
     except UNDECODABLE:

@@ -381,7 +381,7 @@ def _note_launches(events: Events) -> tuple[Note, ...]:
 
 def read_part(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:
     """Reads the entries of the stream, whose first bytes, begin, were already read."""
-    blocks = ArrayBlocks(stream, begin)
+    blocks = ArrayBlocks(stream, begin, scan=True)
     rows = build_rows(blocks, rules)
     return TracePart(rows, blocks.whole, blocks.tail)
 

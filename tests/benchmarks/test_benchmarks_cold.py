@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import stat
 import subprocess
 import sys
@@ -22,14 +23,20 @@ def test_a_row_compares_pairs_of_whole_commands(
     loader = tmp_path / "trace_processor_shell"
     loader.write_text(f"#!{sys.executable}\nimport sys\nsum(open(sys.argv[3], 'rb').read())\n")
     loader.chmod(loader.stat().st_mode | stat.S_IXUSR)
-    arguments = ["--trace-processor", str(loader), "--repeat", "2", str(SAMPLE)]
-    assert cold_analysis.main(arguments) == 0
-    *_, row = capsys.readouterr().out.splitlines()
+    trace = tmp_path / "rank0_trace.json"
+    trace.write_bytes(gzip.decompress(SAMPLE.read_bytes()))
+    arguments = ["--trace-processor", str(loader), "--repeat", "2", str(trace)]
+    assert cold_analysis.main([*arguments, "--packed", "--start", str(trace)]) == 0
+    _, _, row, _, _, _, packed, _, start = capsys.readouterr().out.splitlines()
     name, _, other, own, ratio, spread, *_ = (cell.strip() for cell in row.strip("|").split("|"))
-    assert name == str(SAMPLE)
+    assert name == str(trace)
     least, most = map(float, spread.split(" to "))
     assert 1 < least <= float(ratio) <= most
     assert float(own) > float(other) > 0
+    # What a small file takes is its start, packed or not.
+    by_gz, _, by_zst, *_ = packed.strip("|").split("|")[1:]
+    assert 0.5 < float(by_gz) < 2 and 0.5 < float(by_zst) < 2
+    assert start.startswith(f"analyze of {trace} above import numpy: ")
 
 
 def test_a_command_that_fails_is_no_measurement() -> None:

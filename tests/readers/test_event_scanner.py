@@ -136,6 +136,8 @@ def test_a_sample_is_scanned_as_it_is_read(scanner: ModuleType, number: int) -> 
         (b'{"ph": "i"', b'{"ph": 1'),
         (b'{"ph": "i"', b'{"p": "i"'),
         (b'"grid": [4, 1, 1]', b'"grid": [4, [1], 1]'),
+        (b'"grid": [4, 1, 1]', b'"grid": [' + b"9" * 5000 + b"]"),
+        (b'"ts": -3.0005', b'"ts": -2305843009213691.000499999999999'),
         (b'"grid": [4, 1, 1]', b'"grid": [4, 1.5, 1]'),
         (b'"args":\n', b'"args": null, "arg":\n'),
         (b'"y": [1e5]', b'"y": ' + b"[" * 40 + b"]" * 40),
@@ -151,6 +153,13 @@ def test_what_is_not_plain_is_left_to_the_pure_reader(
     assert old in PLAIN
     text = PLAIN.replace(old, new, 1)
     assert scanner.scan(text) is None
+    assert_same(text, scanner)
+
+
+def test_a_type_outside_of_the_arguments_is_not_theirs(scanner: ModuleType) -> None:
+    text = PLAIN.replace(b'["c10::Half"]}}', b'["vector<c10::Half>"]}, "x": ["c10::Half"]}')
+    assert text != PLAIN
+    assert scanner.scan(text) is not None
     assert_same(text, scanner)
 
 

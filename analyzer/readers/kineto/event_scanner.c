@@ -14,7 +14,7 @@
 
 #define VERSION 1 /* as in scanned_block.py: another one whenever what scan() gives changes */
 #define MAX_DEPTH 32
-#define MAX_PROBES 64 /* of a name in its table: texts that are made to collide are not scanned */
+#define MAX_PROBES 256 /* of a name in its table: texts that are made to collide are not scanned */
 #define MAX_US (((int64_t)1 << 61) / 1000)
 
 typedef struct {
@@ -59,7 +59,7 @@ typedef struct {
     int64_t correlation, sequence, stream, device;
     Span grid, dims;
     unsigned seen;
-    bool names_collective, odd;
+    bool names_collective, has_short_types, odd;
 } Arguments;
 
 static bool append(Buffer *buffer, const void *bytes, size_t size)
@@ -405,7 +405,8 @@ static bool read_time(const Scanner *s, Span span, int64_t *ns)
             decimals = 10 * decimals + (*at - '0');
             below *= count < 3 ? 1 : 10;
         }
-        if (at < end || count == 0)
+        /* Python's Decimal, which reads the negative ones, rounds products to 28 digits. */
+        if (at < end || count == 0 || (negative && count > 9))
             return false;
         for (; count < 3; count++)
             decimals *= 10;
@@ -417,14 +418,18 @@ static bool read_time(const Scanner *s, Span span, int64_t *ns)
     return true;
 }
 
-/* Whether the value is an array of nothing but these characters. */
+/* Whether the value is an array of nothing but these characters, with at most 18 digits in a row. */
 static bool is_array_of(const Scanner *s, Span span, const char *chars)
 {
+    int digits = 0;
     if (span.end - span.begin < 2 || s->text[span.begin] != '[')
         return false;
-    for (int32_t i = span.begin + 1; i < span.end - 1; i++)
-        if (!s->text[i] || strchr(chars, s->text[i]) == NULL)
+    for (int32_t i = span.begin + 1; i < span.end - 1; i++) {
+        unsigned char byte = s->text[i];
+        digits = byte >= '0' && byte <= '9' ? digits + 1 : 0;
+        if (!byte || strchr(chars, byte) == NULL || digits > 18)
             return false;
+    }
     return true;
 }
 
@@ -499,6 +504,7 @@ static bool scan_arguments(Scanner *s, Arguments *args)
             return false;
     }
     args->odd |= s->dims_tokens != 0;
+    args->has_short_types = s->short_types;
     return true;
 }
 
@@ -590,7 +596,7 @@ static bool add_event(Scanner *s, const Span *values, unsigned escapes, Argument
     if (args->dims.end) {
         if (!number_text(s, DIMS, args->dims, &event.dims))
             return false;
-        for (int type = 0; s->short_types && event.short_type < 0 && type < 3; type++)
+        for (int type = 0; args->has_short_types && event.short_type < 0 && type < 3; type++)
             if (contains(s, values[ARGS], short_types[type]))
                 event.short_type = type;
     }
@@ -605,7 +611,6 @@ static bool scan_entry(Scanner *s)
     bool more;
     const unsigned char *entry = s->at;
     memset(values, 0, sizeof values);
-    s->short_types = 0;
     if (!skip_char(s, '{'))
         return false;
     skip_space(s);

@@ -85,8 +85,8 @@ class ScannedBlock(Struct, frozen=True):
 
     def list_streams(self) -> list[tuple[int, int, int]]:
         """The number of a thread with a device and a stream."""
-        parts = np.frombuffer(self._places, dtype=np.int32).reshape(-1, 4)[:, [0, 3, 2]]
-        return [(thread, device, stream) for thread, device, stream in parts.tolist()]
+        pairs = np.frombuffer(self._places, dtype=np.int64).reshape(-1, 2).tolist()
+        return [(thread, place >> 32, place & 0xFFFFFFFF) for thread, place in pairs]
 
     def list_grids(self) -> list[tuple[int, ...]]:
         """The launch grids."""

@@ -221,7 +221,7 @@ def test_real_traces_are_read_as_the_pure_reader_reads_them(scanner: ModuleType)
 
 @pytest.mark.slow
 def test_no_mutant_makes_the_scanner_read_outside_of_its_block(tmp_path: Path) -> None:
-    """With the sanitizers of the compiler; 100,000 of them before a release (STEPSPLIT_EVERY)."""
+    """With the sanitizers of the compiler; 20,000 of them with STEPSPLIT_EVERY."""
     library = compile_scanner(
         tmp_path, "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -138,6 +139,8 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
     nodes = _place_nodes(found)
     op_rows = np.flatnonzero(events.is_category(Category.OP))
     steps = _find_steps(events, scopes)
+    calls = _find_backward_calls(events)
+    calls_ns, thread_of_call = events.start_ns[calls], threads.of_lane[events.lane[calls]]
     for thread in sorted({*timelines, *nodes}):
         line = timelines.get(thread, _NO_RANGES)
         node_starts_ns = np.empty(0, dtype=np.int64)
@@ -149,6 +152,7 @@ def find_host_scopes(trace: RankTrace, numbers: PartNumbers) -> HostScopes:
             line,
             events.start_ns[ops],
             node_starts_ns,
+            calls_ns[thread_of_call == thread],
             numbers,
             has_forward=scopes.has_modules or by_sequence,
         )
@@ -214,15 +218,17 @@ def _fill_gaps(
     line: _Timeline,
     op_starts_ns: Int64,
     node_starts_ns: Int64,
+    calls_ns: Int64,
     numbers: PartNumbers,
     has_forward: bool,
 ) -> _Timeline:
     """The timeline, with time outside of all ranges placed by what is around it.
 
-    Between two nodes autograd prepares the second one, if no op starts; from the end of the forward
-    to the first node it begins, and to the annotation of a backward if no op starts; between two
-    parts of the optimizer (clipping, steps of several groups) Python prepares the second one,
-    unless a forward may be there that has no ranges.
+    Between two nodes autograd prepares the second one, if no op starts; from the call of a backward
+    to the first node it begins; without a recorded call it may begin at the end of the forward, as
+    before the annotation of a backward if no op starts; between two parts of the optimizer
+    (clipping, steps of several groups) Python prepares the second one, unless a forward may be
+    there that has no ranges.
     """
     change = np.concatenate(([True], line.part[1:] != line.part[:-1]))
     edges, part = line.edges_ns[change], line.part[change]
@@ -240,7 +246,30 @@ def _fill_gaps(
     if has_forward:
         filled |= (kind[before] == PartKind.OPTIMIZER) & (kind[after] == PartKind.OPTIMIZER)
     part[gap[filled]] = after[filled]
-    return _Timeline(edges, part, line.begin_ns[change], line.module_ns[change])
+    begin, module = line.begin_ns[change], line.module_ns[change]
+    passed = np.searchsorted(calls_ns, edges)
+    called = gap[filled & is_forward & begins_node]
+    called = called[passed[called] < passed[called + 1]]
+    # What runs before the call (logging of the loss) is of no part.
+    part[called] = 0
+    call_ns = calls_ns[passed[called + 1] - 1]
+    return _Timeline(
+        np.insert(edges, called + 1, call_ns), np.insert(part, called + 1, part[called + 1]),
+        np.insert(begin, called + 1, call_ns), np.insert(module, called + 1, module[called]),
+    )  # fmt: skip
+
+
+_BACKWARD_CALL = re.compile(r"torch/autograd/__init__\.py\(\d+\): backward$")
+
+
+def _find_backward_calls(events: Events) -> Int64:
+    """The events that begin a backward, by start: its function in Python; without stacks the op
+    that makes the gradient of the loss."""
+    rows = np.flatnonzero(events.match_names(_BACKWARD_CALL) & events.is_category(Category.PYTHON))
+    if not len(rows):
+        is_ones = events.name_mask(tuple(name == "aten::ones_like" for name in events.names))
+        rows = np.flatnonzero(is_ones & events.is_category(Category.OP))
+    return rows[np.argsort(events.start_ns[rows], kind="stable")]
 
 
 # The recorder names modules in one step; the ops of the others follow in the same order.
@@ -325,7 +354,7 @@ def _collect_scopes(events: Events) -> _Scopes:
         scope = parse_range_name(name) if is_range[number] else None
         if scope is None and is_op[number] and not name.startswith(ENGINE):
             kind = parse_op_kind(name)
-            scope = None if kind is None else ScopeName(kind)
+            scope = None if kind is None else ScopeName(kind, is_op=True)
         of_name[number] = scope
     chosen = np.array([scope is not None for scope in of_name], dtype=np.bool_)[events.name_id]
     is_scope = np.zeros(len(events), dtype=np.bool_)
@@ -463,6 +492,9 @@ def _enter(
         if not scope.is_module:
             layer = scope.layer
     kind = scope.kind
+    if kind == PartKind.OPTIMIZER and scope.is_op and outer.in_module:
+        # Modules normalize by a norm of vectors as the clipping of gradients does.
+        kind = None
     if kind is None and scope.is_linear and layer == NO_LAYER and layers:
         # A matrix outside of the layers is the head, whose class says nothing.
         kind = PartKind.HEAD

@@ -25,6 +25,7 @@ class ScopeName(Struct, frozen=True):
         layer_class: The class of modules that may be layers ("Block"); "" for others.
         is_module: Whether it is a module of the model, or has a module's path.
         is_linear: Whether it is a module that multiplies by one matrix.
+        is_op: Whether it is an op, which says less than what it runs in.
         is_alone: Whether the ranges around it say nothing of it: FSDP gathers weights of other
             modules than the one that runs.
         phase: The pass that an annotation says; None if it says none.
@@ -35,6 +36,7 @@ class ScopeName(Struct, frozen=True):
     layer_class: str = ""
     is_module: bool = False
     is_linear: bool = False
+    is_op: bool = False
     is_alone: bool = False
     phase: PartPhase | None = None
 
@@ -64,7 +66,7 @@ _KIND_OF_WORD = (
     (PartKind.EMBEDDING, r"embed|(?<![a-z])(wte|wpe|wtt|rope|rotary)"),
     (
         PartKind.MLP,
-        r"mlp|feed_?forward|(?<![a-z])(ffn?|ffw)(?![a-z])|swi?glu|intermediate|[a-z]_output$",
+        r"mlp|feed_?forward|(?<![a-z])(ffn?|ffw)(?![a-z])|sw(i_?)?glu|geglu|intermediate|[a-z]_output$",
     ),
     (PartKind.HEAD, r"lm_?head|unembed|output_layer|final_proj|classifier|(?<![a-z])head$|^score$"),
 )
@@ -143,7 +145,9 @@ def parse_range_name(name: str) -> ScopeName | None:
             return None
         is_loss = _OPTIMIZER.search(function["function"]) is None
         return ScopeName(PartKind.LOSS if is_loss else PartKind.OPTIMIZER)
-    if name.startswith("ProfilerStep#"):
+    if name.startswith(("ProfilerStep#", "<")):
+        # <built-in method _sequence_nr of MmBackward0 object at 0x7f26>: a call is not what it is
+        # about, and ops that it runs have names of their own.
         return None
     if _OPTIMIZER.search(name):
         return ScopeName(PartKind.OPTIMIZER)
@@ -214,8 +218,16 @@ def _find_kind(table: tuple[tuple[PartKind, re.Pattern[str]], ...], name: str) -
     return next((kind for kind, pattern in table if pattern.search(name)), None)
 
 
+_WORD_BEGIN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def _split_words(name: str) -> str:
+    """The words of a name in lower case: ViTOutput is vi_t_output, FusedMoE fused_moe."""
+    return _WORD_BEGIN.sub("_", name.replace("MoE", "Moe")).lower()
+
+
 def _parse_class(name: str, number: int) -> ScopeName:
-    lowered = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    lowered = _split_words(name)
     kind = None if _WHOLE_MODEL.search(lowered) else _find_kind(_KINDS, lowered)
     is_layer = kind is None and _LAYER_CLASS.search(lowered) and not _NO_LAYER_CLASS.search(lowered)
     return ScopeName(
@@ -233,8 +245,8 @@ def _parse_path(path: str) -> ScopeName:
     numbered = _NUMBERED.search(path)
     within = path[numbered.end() :] if numbered else path
     kind: PartKind | None = None
-    for component in re.split(r"[.\[\]/ ]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", within)):
-        lowered = component.lower()
+    for component in re.split(r"[.\[\]/ ]+", within):
+        lowered = _split_words(component)
         found = _find_kind(_KINDS, lowered)
         if lowered == "gate" and kind in (PartKind.MLP, PartKind.EXPERTS):
             found = PartKind.ROUTER

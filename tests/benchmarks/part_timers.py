@@ -88,9 +88,9 @@ class Timers:
         def timed(*args: Any, **options: Any) -> Any:
             first, start = torch.autograd._get_sequence_nr(), time.perf_counter_ns()  # type: ignore
             output = function(*args, **options)
+            self.add(kind, "forward" if has_backward else "other", start)
             if has_backward:
                 self._follow(kind, output, first)
-            self.add(kind, "forward" if has_backward else "other", start)
             return output
 
         return timed

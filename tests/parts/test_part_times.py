@@ -229,6 +229,47 @@ def test_the_names_of_one_step_place_the_ops_of_all_that_do_the_same(tmp_path: P
     assert not any(key[0] == 3 and key[1] == 0 for key in times)
 
 
+@pytest.mark.parametrize("has_stacks", [True, False])
+def test_a_backward_begins_where_it_is_called(tmp_path: Path, has_stacks: bool) -> None:
+    """What a script does with the loss before is of no part."""
+    trace = CpuTrace().step(1, 0, 100)
+    trace.annotation("stepsplit::module lm_head", 0, 40)
+    trace.op("aten::mm", 0, 40, **{"Sequence number": 1})
+    trace.op("aten::ones_like", 42, 43).op("aten::item", 45, 50).op("aten::ones_like", 71, 72)
+    if has_stacks:
+        trace._add("torch/autograd/__init__.py(251): backward", "python_function", 70, 100, 100)
+    trace.op(ENGINE + "MmBackward0", 80, 100, **{"Sequence number": 1})
+    trace.write(tmp_path)
+    begin = 70 if has_stacks else 71
+    assert list_parts(analyze(tmp_path)) == {
+        (None, "head", "forward"): 40,
+        (None, "other", "other"): begin - 40,
+        (None, "head", "backward"): 100 - begin,
+    }
+
+
+def test_what_a_built_in_function_is_called_for_is_no_part(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 100)
+    trace._add("nn.Module: Block_0", "python_function", 0, 100, 100)
+    trace._add("nn.Module: MLP_0", "python_function", 0, 100, 100)
+    for name in ("next_functions of EmbeddingBackward0", "eval of LayerNorm"):
+        at = 20 if name.startswith("eval") else 60
+        text = f"<built-in method {name} object at 0x7f26882b7bb0>"
+        trace._add(text, "python_function", at, at + 20, 100)
+    trace.op("aten::mm", 0, 100).write(tmp_path)
+    assert list_parts(analyze(tmp_path)) == {(0, "mlp", "forward"): 100}
+
+
+def test_a_norm_of_vectors_in_a_module_is_no_optimizer(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 100)
+    trace._add("nn.Module: Owlv2ForObjectDetection_0", "python_function", 0, 60, 100)
+    trace.op("aten::linalg_vector_norm", 10, 50).op("aten::linalg_vector_norm", 60, 100)
+    trace.write(tmp_path)
+    assert list_parts(analyze(tmp_path)) == {
+        (None, "other", "forward"): 60, (None, "optimizer", "other"): 40,
+    }  # fmt: skip
+
+
 def test_a_function_around_the_model_is_no_part_of_the_loss(tmp_path: Path) -> None:
     trace = CpuTrace().step(1, 0, 100)
     trace._add("trainer.py(1): compute_loss", "python_function", 0, 100, 100)
@@ -319,6 +360,9 @@ def test_without_any_evidence_all_is_other_and_nothing_is_said(tmp_path: Path) -
         ("nn.Module: MixtralSparseMoeBlock_2", "EXPERTS", -1),
         ("nn.Module: BertSelfAttention_0", "ATTENTION", -1),
         ("nn.Module: BertOutput_1", "MLP", -1),
+        ("nn.Module: ViTOutput_1", "MLP", -1),
+        ("nn.Module: FusedMoE_0", "EXPERTS", -1),
+        ("nn.Module: SwiGLU_2", "MLP", -1),
         ("nn.Module: GPT2LMHeadModel_0", None, -1),
         ("nn.Module: GPT2Block_3", None, 3),
         ("nn.Module: LlamaRMSNorm_4", "NORM", -1),

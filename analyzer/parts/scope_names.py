@@ -222,7 +222,7 @@ _WORD_BEGIN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def _split_words(name: str) -> str:
-    """The words of a name in lower case: ViTOutput is vi_t_output, FusedMoE fused_moe."""
+    """The words of a name in lower case with _ between them; MoE is one word, ViT is two."""
     return _WORD_BEGIN.sub("_", name.replace("MoE", "Moe")).lower()
 
 

@@ -238,14 +238,21 @@ def _format_change(row: BucketChange) -> str:
 def _draw_steps(
     names: tuple[str, str], ends: tuple[int, int], notes: tuple[str, str], parts: Sequence[Part]
 ) -> go.Figure:
+    """Bars that each begin where the one before ends, between the two whole steps."""
     figure = theme.build_blank_figure(84 + 26 * (len(parts) + 2), "ms of the step", "")
+    widths_ms = theme.convert_to_ms([ends[0], *(ns for _, ns, _ in parts), ends[1]])
+    reached_ms = np.cumsum(widths_ms[:-1])
+    # The last bar is a whole step again.
+    bases_ms = [0.0, *reached_ms[: len(parts)], 0.0]
+    colors = [theme.WORSE if ns > 0 else theme.BETTER for _, ns, _ in parts]
     figure.add_trace(
-        go.Waterfall(
+        go.Bar(
             name=f"from {names[0]} to {names[1]}",
             orientation="h",
             y=[names[0], *(name for name, _, _ in parts), names[1]],
-            x=theme.convert_to_ms([ends[0], *(ns for _, ns, _ in parts), ends[1]]),
-            measure=["absolute", *("relative" for _ in parts), "total"],
+            x=widths_ms,
+            base=bases_ms,
+            marker={"color": [theme.MUTED, *colors, theme.MUTED], "line": {"width": 0}},
             text=[
                 format_milliseconds(ends[0]),
                 *(format_signed_milliseconds(ns) for _, ns, _ in parts),
@@ -255,15 +262,28 @@ def _draw_steps(
             cliponaxis=False,
             hovertext=[notes[0], *(words for _, _, words in parts), notes[1]],
             hovertemplate="<b>%{y}</b> %{text}<br>%{hovertext}<extra></extra>",
-            connector={"line": {"color": theme.MUTED, "width": 1, "dash": "dot"}},
-            increasing={"marker": {"color": theme.WORSE}},
-            decreasing={"marker": {"color": theme.BETTER}},
-            totals={"marker": {"color": theme.MUTED}},
             showlegend=False,
         )
     )
-    figure.update_layout(margin={"t": 8, "r": 80})
-    figure.update_yaxes(autorange="reversed")
+    # Where a bar ends, the next one begins. Rows of a category axis are numbered.
+    figure.update_layout(
+        shapes=[
+            {
+                "type": "line", "layer": "below", "x0": at_ms, "x1": at_ms,
+                "y0": row, "y1": row + 1,
+                "line": {"color": theme.MUTED, "width": 1, "dash": "dot"},
+            }
+            for row, at_ms in enumerate(reached_ms.tolist())
+        ],
+        margin={"t": 8, "r": 24}, bargap=0.2,
+    )  # fmt: skip
+    # Labels are outside of the bars: a part of the axis, as a margin would take most of a phone's.
+    most_ms = max(ends[1] / 1e6, *reached_ms)
+    least_ms = min(0.0, *reached_ms)
+    room_ms = 0.2 * (most_ms - least_ms)
+    least_ms -= room_ms if any(ns < 0 for _, ns, _ in parts) and least_ms < 0 else 0
+    figure.update_xaxes(range=[least_ms, most_ms + room_ms])
+    figure.update_yaxes(autorange="reversed", type="category")
     return figure
 
 

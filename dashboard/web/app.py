@@ -40,6 +40,7 @@ from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import CALLBACKS, LOGOUT_PATH, current_user
 from stepsplit.dashboard.web.http_error import HttpError
 from stepsplit.dashboard.web.page_builder import PageBuilder
+from stepsplit.dashboard.web.plotly_script import PLOTLY_PATH, add_plotly_route
 from stepsplit.dashboard.web.report_cache import ReportCache
 from stepsplit.dashboard.web.request_bodies import read_json
 from stepsplit.dashboard.web.run_routes import build_export_routes, build_timeline_routes
@@ -49,10 +50,7 @@ POLL_MS = 1_000
 _ANY_PAGE = "/<path:path>"
 """Dash's endpoint for the pages; each address gets the same document."""
 
-_CHART_SCRIPTS = (
-    "/_dash-component-suites/plotly/package_data/plotly.min.js",
-    "/_dash-component-suites/dash/dcc/async-graph.js",
-)
+_CHART_SCRIPTS = (PLOTLY_PATH, "/_dash-component-suites/dash/dcc/async-graph.js")
 """Most of what a page with charts loads; Dash asks for them when the page's content is there."""
 
 _INDEX = f"""<!DOCTYPE html>
@@ -81,6 +79,7 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     cache = ReportCache(store)
     server.register_blueprint(build_timeline_routes(cache))
     server.register_blueprint(build_export_routes(cache))
+    add_plotly_route(server)
     app = Dash(
         __name__,
         server=server,  # type: ignore[arg-type]  # dash's type hint omits Flask
@@ -118,7 +117,7 @@ def _warm() -> None:
         draw_split_by_rank(Report(run=run, steps=(step,))),
         draw_bandwidth([BandwidthPoint("tp", "send", 1, 1.0, 1)]),
     ]
-    figures.append(go.Figure([go.Heatmap(), go.Waterfall()]).add_hline(y=1))
+    figures.append(go.Figure([go.Heatmap()]).add_hline(y=1))
     for figure in figures:
         to_json_plotly(figure)
 

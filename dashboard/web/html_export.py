@@ -12,7 +12,6 @@ import orjson
 from dash import html
 from dash.development.base_component import Component
 from plotly.io.json import to_json_plotly
-from plotly.offline import get_plotlyjs
 
 from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.dashboard.figures.theme import GRAPH_CONFIG, build_bucket_css
@@ -22,6 +21,7 @@ from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.roles import build_roles_content
 from stepsplit.dashboard.pages.tables import ChartData, DataTable
 from stepsplit.dashboard.pages.timeline import export_json
+from stepsplit.dashboard.web.plotly_script import read_plotly_script
 
 # The dashboard pages of a run as one HTML file that works offline.
 
@@ -95,7 +95,7 @@ def _render_page(name: str, content: Sequence[Component], shown: dict[str, Any] 
             _build_json_script("figures", orjson.dumps(figures)),
             _build_json_script("timeline-data", orjson.dumps(shown, option=_NUMPY)),
             "<script>",
-            get_plotlyjs(),
+            read_plotly_script(),
             "</script><script>",
             _MOUNT,
             *(_read_asset(name) for name in _TIMELINE_SCRIPTS),

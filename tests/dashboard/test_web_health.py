@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
@@ -15,6 +16,7 @@ from support.report_builders import analysis
 from support.store_builders import queued
 from werkzeug.test import TestResponse
 
+from stepsplit.dashboard import figures
 from stepsplit.dashboard.store.logs import JsonFormatter
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
@@ -100,6 +102,20 @@ def _answer(client: FlaskClient, path: str, encodings: str, etag: str = "") -> T
 
 
 PLOTLY = "/_dash-component-suites/plotly/package_data/plotly.min.js"
+
+
+def test_the_script_of_the_charts_has_the_traces_that_they_use(store: Store) -> None:
+    script = create_server(store).test_client().get(PLOTLY).text
+    assert (
+        script.startswith("/**\n* plotly.js (cartesian - minified) v") and len(script) < 2_000_000
+    )
+    folder = Path(figures.__file__).parent
+    used = {
+        kind
+        for path in folder.rglob("*.py")
+        for kind in re.findall(r"\bgo\.([A-Z]\w*)\(", path.read_text(encoding="utf-8"))
+    } - {"Figure"}
+    assert {"Bar", "Heatmap", "Scatter"} == used, "others may not be in the script"
 
 
 @pytest.mark.parametrize("path", [PLOTLY, "/_dash-layout"])

@@ -14,7 +14,7 @@ from support.turns import PAGES
 from stepsplit.analyzer import examine
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
-FIRST_VIEW_BYTES, PAGE_DATA_BYTES = 2_200_000, 150_000
+FIRST_VIEW_BYTES, PAGE_DATA_BYTES = 1_300_000, 150_000
 
 
 @pytest.fixture(scope="module")

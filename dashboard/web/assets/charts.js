@@ -1,0 +1,19 @@
+/* The script of the charts runs while the server makes the content of a run's page, not after it:
+   Dash runs it when the first chart is there, unless Plotly is. app.py sends it with the page. */
+(function () {
+  "use strict";
+
+  if (!location.pathname.startsWith("/run/")) return;
+  const observer = new MutationObserver(() => {
+    if (!document.getElementById("page")) return;
+    observer.disconnect();
+    /* Once the content has been asked for. */
+    setTimeout(() => {
+      if (window.Plotly) return;
+      const script = document.createElement("script");
+      script.src = "/_dash-component-suites/plotly/package_data/plotly.min.js";
+      document.body.append(script);
+    }, 0);
+  });
+  observer.observe(document.documentElement, { childList: true, subtree: true });
+})();

@@ -1,0 +1,43 @@
+"""plotly.js with the traces of flat axes, which all charts are: a third of what plotly brings.
+
+scripts/plotly-cartesian.min.js.gz is the file of the npm package plotly.js-cartesian-dist-min,
+version 4.1.1.
+"""
+
+from __future__ import annotations
+
+import gzip
+from functools import cache
+from importlib.resources import files
+
+from flask import Flask, Response, request
+
+PLOTLY_PATH = "/_dash-component-suites/plotly/package_data/plotly.min.js"
+"""Where Dash's charts ask for it."""
+
+
+def read_plotly_script() -> str:
+    """The script as text, to be in a page."""
+    return gzip.decompress(_read_packed()).decode()
+
+
+def add_plotly_route(server: Flask) -> None:
+    """Serves the script in place of the whole plotly.js, packed once and not for each request."""
+
+    @server.get(PLOTLY_PATH)
+    def send_plotly() -> Response:
+        is_packed = "gzip" in request.accept_encodings
+        body = _read_packed() if is_packed else gzip.decompress(_read_packed())
+        response = Response(body, mimetype="text/javascript")
+        if is_packed:
+            response.content_encoding = "gzip"
+        response.vary.add("Accept-Encoding")
+        response.cache_control.no_cache = True
+        response.add_etag()
+        return response.make_conditional(request)
+
+
+@cache
+def _read_packed() -> bytes:
+    place = files("stepsplit.dashboard.web") / "scripts" / "plotly-cartesian.min.js.gz"
+    return place.read_bytes()

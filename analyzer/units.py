@@ -111,6 +111,11 @@ def format_count(number: int | float) -> str:
     return _format_scaled(number, ["T", "B", "M", "k", ""])
 
 
+def format_microbatches(number: int) -> str:
+    """A number of microbatches: "1 microbatch", "8 microbatches"."""
+    return f"{number:,} microbatch{'' if number == 1 else 'es'}"
+
+
 def format_per_step(number: float) -> str:
     """A number per step, with one decimal unless it is whole: 24.0 -> "24", 1200.5 -> "1,200.5"."""
     return f"{number:,.1f}".removesuffix(".0")

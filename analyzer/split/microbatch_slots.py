@@ -25,7 +25,7 @@ from stepsplit.analyzer.split.message_slots import (
 )
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
 from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, mask_families
-from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Int64, RankTrace
+from stepsplit.analyzer.trace import OP_CODE, Bool, Category, EventKind, Events, Int64, RankTrace
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
 
@@ -326,7 +326,9 @@ def _find_slot_kernels(trace: RankTrace, layout: RankLayout) -> Bool:
     """Which events are kernels of a slot: compute, or communication within the stage."""
     axes = [layout.find_axes(group) for group in trace.groups]
     within = np.array([*(bool(a) and a <= STAGE_AXES for a in axes), False])
-    kernels = trace.events.is_category(Category.KERNEL)
+    # A collective of one rank, such as the reduction over a single replica, is a copy.
+    is_copy = trace.kinds.is_kind(EventKind.COPY)
+    kernels = trace.events.is_category(Category.KERNEL) & ~is_copy
     kernels[trace.calls.event] &= within[trace.calls.group_id]
     return kernels
 

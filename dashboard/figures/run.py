@@ -275,7 +275,7 @@ def _draw_steps(
             }
             for row, at_ms in enumerate(reached_ms.tolist())
         ],
-        margin={"t": 8, "r": 24}, bargap=0.2,
+        margin={"t": 8, "r": 36}, bargap=0.2,
     )  # fmt: skip
     # Labels are outside of the bars: a part of the axis, as a margin would take most of a phone's.
     most_ms = max(ends[1] / 1e6, *reached_ms)

@@ -14,7 +14,7 @@ from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.waits import sum_waits_by_owner, sum_waits_by_root
 from stepsplit.analyzer.split.overlap import sum_overlaps
-from stepsplit.analyzer.units import format_milliseconds, format_percent
+from stepsplit.analyzer.units import format_microbatches, format_milliseconds, format_percent
 from stepsplit.dashboard.figures.communication import (
     RankGroup,
     draw_bandwidth,
@@ -297,7 +297,7 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
         build_card(
             "schedule",
             SCHEDULE_NAMES.get(schedule, schedule),
-            f"{pipeline_report.microbatches} microbatches/step",
+            f"{format_microbatches(pipeline_report.microbatches)}/step",
         ),
         build_card("stages", str(len(pipeline_report.stages)), "of the model"),
         build_card(

@@ -23,6 +23,7 @@ from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import ComparedStage, Gap, JobTables
 from stepsplit.analyzer.units import (
     format_memory_size,
+    format_microbatches,
     format_milliseconds,
     format_milliseconds_range,
     format_percent,
@@ -213,7 +214,6 @@ def _build_cards(
     ratio = step / gap.predicted.step_ns if gap.predicted.step_ns else 1.0
     note = f"of the mean step of {format_mean_step(mean_step_ns)}"
     note += f": {format_mean_step(round(mean_step_ns * ratio))}"
-    plural = "" if job.microbatches == 1 else "es"
     shown = [
         build_card("step", format_signed_percent(ratio - 1), f"{note}, by the model's ratio"),
         build_card(
@@ -225,7 +225,7 @@ def _build_cards(
         build_card(
             "GPUs",
             f"{job.parallel.world_size:,}",
-            f"{job.microbatches:,} microbatch{plural}/rank",
+            f"{format_microbatches(job.microbatches)}/rank",
         ),
         build_card(
             "pipeline bubble", format_percent(prediction.bubble_fraction), "of the schedule"

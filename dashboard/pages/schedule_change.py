@@ -21,6 +21,7 @@ from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.units import (
+    format_microbatches,
     format_milliseconds,
     format_percent,
     format_signed_milliseconds,
@@ -171,8 +172,8 @@ def build_verdict(pipeline: Pipeline, measured: MeasuredPipeline | None) -> html
         found = ()
     if found:
         schedule, *others = found
-        of_schedule = f"{name} with {pipeline.microbatches} microbatches and equal stages has"
-        words += f". {of_schedule} {format_percent(schedule.share)}"
+        words += f". {name} with {format_microbatches(pipeline.microbatches)} and equal stages"
+        words += f" has {format_percent(schedule.share)}"
         items = [
             html.Li([html.B(f"{100 * one.share:+.1f} points"), f" {one.words}"])
             for one in sorted(others, key=lambda one: -one.share)

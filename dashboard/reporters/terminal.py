@@ -390,7 +390,9 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
     """The schedule's bubble fraction and its ideal; compute, bubble and memory of each stage."""
     ideal = pipeline.ideal_bubble_fraction
     schedule = SCHEDULE_NAMES.get(pipeline.schedule or "", pipeline.schedule or "unknown schedule")
-    line = f"pipeline {schedule}, {pipeline.microbatches} microbatches: bubble fraction "
+    line = (
+        f"pipeline {schedule}, {units.format_microbatches(pipeline.microbatches)}: bubble fraction "
+    )
     line += units.format_percent(pipeline.bubble_fraction)
     line += f", ideal {units.format_percent(ideal)}" if ideal is not None else ""
     # The first, the last and the stages with the largest bubbles, then the others in order.

@@ -121,3 +121,15 @@ def test_without_autograds_ranges_the_last_backward_ends_before_the_gradients_ar
             busy_ns = sum(int((p.end_ns - p.start_ns)[place]) for p in pieces)
             bubbles.append(1 - busy_ns / window_ns)
     assert pipeline.bubble_fraction == pytest.approx(np.mean(bubbles), abs=0.005)
+
+
+def test_the_reduction_over_a_single_replica_is_no_weight_gradient(tmp_path: Path) -> None:
+    """It is a copy that each rank makes after its backward, and with one microbatch there is one
+    for each backward."""
+    write_fleet(run_fleet(replace(SMALL, pp=4, dp=1, microbatches=1)), tmp_path / "fleet")
+
+    pipeline = analyze(tmp_path / "fleet").pipeline
+
+    assert pipeline is not None
+    assert (pipeline.schedule, pipeline.ideal_bubble_fraction) == ("1f1b", 0.75)
+    assert pipeline.bubble_fraction == pytest.approx(0.75, abs=0.01)

@@ -46,7 +46,7 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
         message=(
             f"{SCHEDULE_NAMES.get(schedule.name, schedule.name)} bubble is "
             f"{units.format_percent(measured)} of the pipeline window, ideal "
-            f"{units.format_percent(now)} with {schedule.microbatches} microbatches; "
+            f"{units.format_percent(now)} with {units.format_microbatches(schedule.microbatches)}; "
             f"{2 * schedule.microbatches} would reduce the ideal to {units.format_percent(then)}"
         ),
     )

@@ -291,7 +291,13 @@ def _build_findings(comparison: RunComparison) -> list[html.Section]:
         return []
     rows = [
         [
-            Cell(one.message if one.candidate_ns else f"no longer: {one.message}"),
+            # Names of kernels in it have no place to break.
+            Cell(
+                html.Span(
+                    one.message if one.candidate_ns else f"no longer: {one.message}",
+                    className="words",
+                )
+            ),
             *_build_change_cells(one),
         ]
         for one in changed

@@ -26,7 +26,7 @@ def add_plotly_route(server: Flask) -> None:
 
     @server.get(PLOTLY_PATH)
     def send_plotly() -> Response:
-        is_packed = "gzip" in request.accept_encodings
+        is_packed = request.accept_encodings.quality("gzip") > 0
         body = _read_packed() if is_packed else gzip.decompress(_read_packed())
         response = Response(body, mimetype="text/javascript")
         if is_packed:
@@ -34,7 +34,8 @@ def add_plotly_route(server: Flask) -> None:
         response.vary.add("Accept-Encoding")
         response.cache_control.no_cache = True
         response.add_etag()
-        return response.make_conditional(request)
+        response.make_conditional(request)
+        return response
 
 
 @cache

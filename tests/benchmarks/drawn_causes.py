@@ -96,11 +96,6 @@ def _draw_style(rng: random.Random, **more: Any) -> TraceStyle:
     )
 
 
-def _draw_alike(rng: random.Random, job: Job) -> int:
-    """A rank that has others in its stage, where the job has any."""
-    return rng.randrange(job.world_size)
-
-
 def _plant(rng: random.Random, job: Job, code: str, *causes: Cause) -> Drawn:
     ranks = frozenset(getattr(cause, "rank", -1) for cause in causes)
     return Drawn(replace(job, causes=causes), job, code, ranks, _draw_style(rng))
@@ -108,12 +103,14 @@ def _plant(rng: random.Random, job: Job, code: str, *causes: Cause) -> Drawn:
 
 def _slow_rank(rng: random.Random) -> Drawn:
     job = _draw_job(rng, **_draw_sizes(rng))
-    return _plant(rng, job, "slow_rank", SlowRank(_draw_alike(rng, job), rng.uniform(1.12, 1.5)))
+    return _plant(
+        rng, job, "slow_rank", SlowRank(rng.randrange(job.world_size), rng.uniform(1.12, 1.5))
+    )
 
 
 def _throttling(rng: random.Random) -> Drawn:
     job = _draw_job(rng, **_draw_sizes(rng))
-    rank = _draw_alike(rng, job)
+    rank = rng.randrange(job.world_size)
     return _plant(rng, job, "slow_rank", Throttling(rank, 1.0, rng.uniform(1.25, 1.5)))
 
 
@@ -121,7 +118,7 @@ def _slow_kernel(rng: random.Random) -> Drawn:
     job = _draw_job(rng, **_draw_sizes(rng))
     late_ns = job.microbatches * job.layers * job.layer_ns
     place = rng.choice(("begin", "middle", "end"))
-    cause = SlowKernel(_draw_alike(rng, job), late_ns, rng.randrange(1, 5), place)
+    cause = SlowKernel(rng.randrange(job.world_size), late_ns, rng.randrange(1, 5), place)
     return _plant(rng, job, "slow_rank", cause)
 
 
@@ -129,7 +126,7 @@ def _extra_kernels(rng: random.Random) -> Drawn:
     job = _draw_job(rng, **_draw_sizes(rng))
     extra_ns = job.microbatches * job.layers * job.layer_ns
     place = rng.choice(("begin", "middle", "end"))
-    cause = ExtraKernels(_draw_alike(rng, job), extra_ns, place, rng.randrange(1, 5))
+    cause = ExtraKernels(rng.randrange(job.world_size), extra_ns, place, rng.randrange(1, 5))
     return _plant(rng, job, "uneven_ranks", cause)
 
 
@@ -139,7 +136,7 @@ def _more_work(rng: random.Random) -> Drawn:
         if job.world_size > job.pp:
             break
     part = rng.choice(("first", "second", "all"))
-    return _plant(rng, job, "uneven_ranks", MoreWork(_draw_alike(rng, job), 1.4, part))
+    return _plant(rng, job, "uneven_ranks", MoreWork(rng.randrange(job.world_size), 1.4, part))
 
 
 def _uneven_stage(rng: random.Random) -> Drawn:
@@ -159,7 +156,7 @@ def _host_stall(rng: random.Random) -> Drawn:
     sizes = _draw_sizes(rng)
     job = _draw_job(rng, synchronize_microbatches=True, **sizes)
     stall_ns = job.layers * job.layer_ns
-    return _plant(rng, job, "host_stall", HostStall(_draw_alike(rng, job), stall_ns))
+    return _plant(rng, job, "host_stall", HostStall(rng.randrange(job.world_size), stall_ns))
 
 
 def _slow_link(rng: random.Random) -> Drawn:
@@ -202,7 +199,7 @@ def _expert_load(rng: random.Random) -> Drawn:
         rng, dp=rng.choice((4, 8)), ep=4, microbatches=rng.choice((2, 4)), experts_by=by,
         persistent=rng.random() < 0.5,
     )  # fmt: skip
-    cause = ExpertLoad(_draw_alike(rng, job), rng.uniform(1.4, 1.8))
+    cause = ExpertLoad(rng.randrange(job.world_size), rng.uniform(1.4, 1.8))
     drawn = _plant(rng, job, "uneven_ranks", cause)
     return replace(drawn, style=replace(drawn.style or TraceStyle(), annotates=True))
 
@@ -239,7 +236,7 @@ def _whole_step_graph(rng: random.Random) -> Drawn:
     )
     # What the host launched ahead of a recording is no launch of a graph that it captures there.
     job = replace(_draw_job(rng, **sizes), described=False, end_of_step="item")
-    cause = SlowRank(_draw_alike(rng, job), rng.uniform(1.2, 1.5))
+    cause = SlowRank(rng.randrange(job.world_size), rng.uniform(1.2, 1.5))
     drawn = _plant(rng, job, "slow_rank", cause)
     return replace(drawn, style=replace(drawn.style or TraceStyle(), graph=True, captures=True))
 

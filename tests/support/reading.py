@@ -18,5 +18,5 @@ def head_of_file(file: Path) -> bytes:
 
 
 def rounded(content: bytes) -> bytes:
-    """The text with 12 digits of each number that has a long fraction."""
-    return re.sub(rb"\d+\.\d{6,}", lambda found: b"%.12g" % float(found[0]), content)
+    """The text with 12 digits of each number that has a fraction."""
+    return re.sub(rb"\d+\.\d+", lambda found: b"%.12g" % float(found[0]), content)

@@ -79,8 +79,12 @@ def draw_phases(job: RoleJob, step: int) -> go.Figure:
     )
     figure.update_layout(barmode="overlay")
     order = list(rows.values())
+    # Ranks without a mark have a row too: a range of its own shows those that have no bar.
     figure.update_yaxes(
-        autorange="reversed", type="category", categoryorder="array", categoryarray=order
+        range=[len(order) - 0.4, -0.6],
+        type="category",
+        categoryorder="array",
+        categoryarray=order,
     )
     return figure
 

@@ -10,7 +10,13 @@ from setuptools import Extension, setup
 SCANNER = Extension(
     "stepsplit.analyzer.readers.kineto.event_scanner",
     ["analyzer/readers/kineto/event_scanner.c"],
+    # One binary for Python 3.11 and all later ones: buffers are in its stable interface since then.
+    define_macros=[("Py_LIMITED_API", "0x030B0000")],
+    py_limited_api=True,
     optional=True,
 )
 
-setup(ext_modules=[SCANNER] if os.environ.get("STEPSPLIT_COMPILE") == "1" else [])
+if os.environ.get("STEPSPLIT_COMPILE") == "1":
+    setup(ext_modules=[SCANNER], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+else:
+    setup()

@@ -21,7 +21,8 @@ def compile_scanner(folder: Path, *options: str) -> Path:
     if compiler is None or not (headers / "Python.h").exists():
         pytest.skip("no compiler, or no headers of Python")
     library = folder / "event_scanner.so"
-    flags = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{headers}", *options]
+    stable = "-DPy_LIMITED_API=0x030B0000"  # as setup.py does
+    flags = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", stable, f"-I{headers}", *options]
     subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
     return library
 

@@ -166,7 +166,10 @@ def _parse_server_file(answer: ServerAnswer) -> ServerFile:
 
 def _check_answer(answer: ServerAnswer) -> ServerAnswer:
     if answer.status == 401:
-        raise UsageError(f"{extract_error(answer)}; set it with --token or STEPSPLIT_TOKEN")
+        raise UsageError(
+            f"{extract_error(answer)}; set it with --token or STEPSPLIT_TOKEN (stepsplit token"
+            " create NAME prints one, where the dashboard's store is)"
+        )
     if answer.status >= 300:
         raise UsageError(f"the server refused: {extract_error(answer)}")
     return answer

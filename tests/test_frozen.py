@@ -262,6 +262,7 @@ def test_the_help_of_every_command(
 
 
 def test_the_names_that_others_import(keep: Keep) -> None:
+    pytest.importorskip("torch")
     parts = [line for module in PUBLIC for line in public(module)]
     keep("api.txt", "\n".join([*parts, *(by_path(place) for place in BY_PATH)]))
 

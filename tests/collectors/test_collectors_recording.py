@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
+import torch
 from support.stderr_lines import warns
 
 from stepsplit.collectors import Mesh, ModelSpec, profile_run
@@ -18,7 +22,6 @@ from stepsplit.collectors.demo.launch import LaunchError, LaunchResult, launch_w
 from stepsplit.collectors.formats.rank_record import HostSamples, read_record
 from stepsplit.collectors.formats.run_spec import GroupInfo, RunSpec, from_json
 
-torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 SMALL = DemoArgs(steps=12, active=3, micro_batch=4, hidden=64, seq_len=32)

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
 from stepsplit.collectors.formats.watch_notes import RankDropped, read_notes
 from stepsplit.collectors.probes.launch_times import UNKNOWN_LAUNCH
 from stepsplit.collectors.probes.spans import LEAST_SPAN_NS, SpanLog, mark

@@ -8,13 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")
+
 from support.waiting import until
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.collectors.formats.rank_record import read_record
 from stepsplit.collectors.probes.step_clock import MAX_KEPT_STEPS
 
-pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "plain_ddp.py"

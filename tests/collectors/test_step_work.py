@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
+import torch
+
 from stepsplit.collectors import profile_run
 from stepsplit.collectors.formats.rank_record import StepWork, read_record
 from stepsplit.collectors.record.step_work import WorkCounter
-
-torch = pytest.importorskip("torch")
 
 
 def record(folder: Path, *counts: dict[str, Any]) -> Any:

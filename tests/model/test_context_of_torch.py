@@ -7,6 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 import torch.distributed as dist
 from support.work_builders import TINY, job

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

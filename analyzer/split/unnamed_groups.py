@@ -96,6 +96,7 @@ def find_unnamed_groups(
         if one.shape:
             classes[one.shape].append(i)
     candidates = _list_candidates(listed, mesh)
+    lists_more = mesh is not None or _lists_more(traces, listed, world_size)
     linked = _find_linked_clocks(traces, matched, alignment)
     for members in classes.values():
         table = _CallTable.build(
@@ -105,9 +106,12 @@ def find_unnamed_groups(
         lacking = world_size > len(traces)
         scopes = list(table.list_scopes())
         choices = [
-            _choose_groups(table, scope, candidates, others, world_size, lacking=lacking)
+            _choose_groups(
+                table, scope, candidates, others, world_size,
+                lacking=lacking, lists_more=lists_more,
+            )
             for scope in scopes
-        ]
+        ]  # fmt: skip
         for scope, chosen in zip(scopes, choices, strict=True):
             if chosen == _SEVERAL:
                 chosen = _choose_alike(table, scope, candidates, zip(scopes, choices, strict=True))
@@ -462,6 +466,19 @@ def _list_candidates(listed: Sequence[Group], mesh: Mesh | None) -> list[_Candid
     ]
 
 
+def _lists_more(traces: Sequence[RankTrace], listed: Sequence[Group], world_size: int) -> bool:
+    """Whether the recording lists groups of a part of the ranks beside those of its calls with
+    arguments: then it lists all."""
+    used = {
+        frozenset(trace.groups[group_id].ranks)
+        for trace in traces
+        for group_id in np.unique(trace.calls.group_id).tolist()
+        if group_id >= 0
+    }
+    parts = {frozenset(group.ranks) for group in listed if 1 < len(group.ranks) < world_size}
+    return not parts <= used
+
+
 # The choice between them.
 
 
@@ -496,6 +513,7 @@ def _choose_groups(
     world_size: int,
     *,
     lacking: bool,
+    lists_more: bool,
 ) -> _Chosen | str:
     """The groups of the calls in a scope, else why they are unknown."""
     if not table.row.shape[1]:
@@ -554,7 +572,9 @@ def _choose_groups(
     if not likely and not scope.axis and len(sized) == 1 and len(sized[0][1].groups) > 1:
         # Of all sets of groups that the recording lists, the only one that no call contradicts.
         likely = [one for one in sized if one[0].listed]
-    if len(likely) == 1:
+    # Groups of calls with arguments are not all groups: where two of them end together, too, other
+    # halves of the two would fit as well.
+    if len(likely) == 1 and (along or lists_more or not _fit_joined(table, scope, likely[0][1])):
         return likely[0][1]
     return _SEVERAL
 
@@ -674,6 +694,12 @@ def _are_apart(table: _CallTable, scope: _Scope, chosen: _Chosen) -> bool:
         bool((one[1] < other[0]).any() or (other[1] < one[0]).any())
         for one, other in combinations(spans, 2)
     )
+
+
+def _fit_joined(table: _CallTable, scope: _Scope, chosen: _Chosen) -> bool:
+    """Whether two of the groups may as well be one."""
+    pairs = combinations([members for _, members, _ in chosen.groups], 2)
+    return any(_measure(table, scope, (*one, *other)).fits for one, other in pairs)
 
 
 def _cluster(table: _CallTable, scope: _Scope) -> Iterator[_Candidate]:

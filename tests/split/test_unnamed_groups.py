@@ -29,6 +29,7 @@ from support.unnamed_jobs import (
     change_traces,
     list_errors,
     list_found,
+    list_possible,
     run,
 )
 
@@ -205,10 +206,24 @@ def test_two_groups_of_experts_are_not_one_although_they_end_at_the_same_time(
     """No rank is late: whatever the recording does not list may be one group or two."""
     job = replace(EXPERTS, dp=16, experts_by="hybrid_ep", causes=())
     simulation, report = run(job, tmp_path, replace(APART, lists_groups=groups))
-    assert list_found(report) <= {group.ranks for axis in job.groups.values() for group in axis}
+    assert list_found(report) <= list_possible(job)
     reasons = {row.code: row.message for row in report.warnings}
     assert "at the same time" in reasons["groups_not_found"]
     assert max(list_errors(simulation, report)) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"), [("world", set()), ("none", set()), ("all", {(0, 1, 2), (3, 4, 5)})]
+)
+def test_groups_of_calls_with_arguments_are_not_those_of_other_calls_for_their_size_alone(
+    groups: str, found: set[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """No rank is late, and gradients are reduced on groups of three, too, unless all are listed."""
+    replicas = 2 if found else 3
+    job = Job("sums of three", tp=3, dp=replicas, tensor_by="trt_one_shot", microbatches=1,
+              layers=1, steps=2, seed=1)  # fmt: skip
+    _, report = run(job, tmp_path, replace(APART, lists_groups=groups))
+    assert list_found(report) == found <= list_possible(job)
 
 
 def test_what_the_kernels_state_contradicts_other_groups(tmp_path: Path) -> None:
@@ -301,9 +316,8 @@ def test_damaged_recordings_are_not_separated_wrongly(
     simulation.write(tmp_path, replace(APART, lists_groups=groups))
     change_traces(tmp_path, damage)
     report = analyze(tmp_path)
-    true = {group.ranks for axis in job.groups.values() for group in axis}
     found = list_found(report)
-    assert found <= true
+    assert found <= list_possible(job)
     if damage in UNTRUE:
         assert not found
         return
@@ -364,8 +378,7 @@ def test_what_is_separated_is_true_of_any_job(job: Job, style: TraceStyle, tmp_p
         report = analyze(tmp_path)
     except StepsplitError:
         return
-    true = {group.ranks for axis in job.groups.values() for group in axis}
-    assert list_found(report) <= true
+    assert list_found(report) <= list_possible(job)
     step_ns = simulation.step_ns * job.steps
     for rank, truth in enumerate(measure_exposed(simulation)):
         rows = [row.split for row in report.steps if row.rank == rank]

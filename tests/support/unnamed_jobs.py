@@ -82,6 +82,15 @@ def list_found(report: Report) -> set[tuple[int, ...]]:
     return {ranks[row.group] for row in report.collectives if row.group >= 0 and not row.dtype}
 
 
+def list_possible(job: Job) -> set[tuple[int, ...]]:
+    """The groups of the axes on which the job's calls without arguments are."""
+    by = {"tp": job.tensor_by, "ep": job.experts_by, "dp": job.weights_by}
+    axes = (
+        [axis for axis, library in by.items() if library != "nccl"] if job.described else job.groups
+    )
+    return {group.ranks for axis in axes for group in job.groups[axis]}
+
+
 def assert_true(simulation: Simulation, report: Report, style: TraceStyle = APART) -> None:
     assert max(list_errors(simulation, report)) <= SHARE
     assert max(list_clock_errors(simulation, report, style)) <= CLOCK_NS

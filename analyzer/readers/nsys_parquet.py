@@ -11,11 +11,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.compression import compute_max_unpacked_bytes, make_bomb_error
-from stepsplit.collectors.safe_io.regular_file import describe_special
+from stepsplit.analyzer.readers.compression import (
+    FREE_BYTES,
+    compute_max_unpacked_bytes,
+    make_bomb_error,
+)
+from stepsplit.collectors.safe_io.regular_file import describe_special, leads_outside
 
 STRINGS_FILE = "StringIds.parquet"
 """The table that every export has, by which such a folder is recognized."""
@@ -57,6 +62,8 @@ def copy_tables_to_sqlite(folder: Path, where: str, target: Path) -> None:
                 continue
             if problem := describe_special(path):
                 raise DataError(where, f"{path.name}: {problem}", _EXPORT_AGAIN)
+            if leads_outside(path, folder):
+                raise DataError(where, f"{path.name}: a link out of the folder", _EXPORT_AGAIN)
             try:
                 _copy_table(path, where, table, database)
             except (OSError, ValueError, OverflowError, pa.ArrowException, sqlite3.Error) as error:
@@ -68,7 +75,8 @@ def copy_tables_to_sqlite(folder: Path, where: str, target: Path) -> None:
 
 
 def _copy_table(path: Path, where: str, table: str, database: sqlite3.Connection) -> None:
-    with pq.ParquetFile(path) as file:
+    texts = [field.name for field in pq.read_schema(path) if _is_text(field.type)]
+    with pq.ParquetFile(path, read_dictionary=texts) as file:
         fields = [
             field
             for field in file.schema_arrow
@@ -76,9 +84,11 @@ def _copy_table(path: Path, where: str, table: str, database: sqlite3.Connection
         ]
         if not fields:
             return
+        most_bytes = compute_max_unpacked_bytes(path.stat().st_size)
         # A run of equal numbers takes no space in Parquet, but it does in the copy.
         copied_bytes = file.metadata.num_rows * len(fields) * 8
-        if copied_bytes > compute_max_unpacked_bytes(path.stat().st_size):
+        groups = [file.metadata.row_group(one) for one in range(file.metadata.num_row_groups)]
+        if max(copied_bytes, sum(one.total_byte_size for one in groups)) > most_bytes:
             raise make_bomb_error(where)
         names = [field.name for field in fields]
         # Quoted, as "end" is a word of SQL. Without types: each value is kept as it is.
@@ -86,6 +96,11 @@ def _copy_table(path: Path, where: str, table: str, database: sqlite3.Connection
         database.execute(f"CREATE TABLE {table} ({columns})")
         insert = f"INSERT INTO {table} VALUES ({', '.join('?' * len(names))})"
         for batch in file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False):
+            # So does a text that many rows share: each is in the file, and in the batch, once.
+            batch_bytes = sum(map(_count_text_bytes, batch.columns))
+            copied_bytes += batch_bytes
+            if copied_bytes > most_bytes or batch_bytes > FREE_BYTES:
+                raise make_bomb_error(where)
             values = [
                 # As bytes: what is stored as text need not be UTF-8, such as NCCL's payloads.
                 (column.cast(pa.large_binary()) if _is_text(column.type) else column).to_pylist()
@@ -94,7 +109,16 @@ def _copy_table(path: Path, where: str, table: str, database: sqlite3.Connection
             database.executemany(insert, zip(*values, strict=True))
 
 
+def _count_text_bytes(column: pa.Array) -> int:
+    """The bytes of all rows of a column of texts; 0 for one of numbers."""
+    if not pa.types.is_dictionary(column.type):
+        return 0
+    lengths = pc.binary_length(column.dictionary.cast(pa.large_binary()))
+    return pc.sum(lengths.take(column.indices)).as_py() or 0
+
+
 def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return any(
         is_kind(kind)
         for is_kind in (

@@ -9,11 +9,11 @@ accounts for is `unknown`.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import msgspec
@@ -113,15 +113,23 @@ def _add_marks(notes: dict[int, Sequence[Note]], spans: Sequence[LoggedSpan]) ->
     for rank, own in marks.items():
         # Notes of a start follow it, whatever their order among themselves.
         ordered: list[Note] = []
-        for place, note in enumerate(known := list(notes.get(rank, ()))):
+        known = notes.get(rank, ())
+        starts = [note for note in known if isinstance(note, RankStarted)]
+        begins = [note.process_unix_ns or note.unix_ns for note in starts]
+        extents = iter(pairwise([*begins, _MOST_NS]))
+        for note in known:
             ordered.append(note)
-            if not isinstance(note, RankStarted):
-                continue
-            later = (one for one in known[place + 1 :] if isinstance(one, RankStarted))
-            following = next((one.process_unix_ns or one.unix_ns for one in later), _MOST_NS)
-            begin = note.process_unix_ns or note.unix_ns
-            ordered += [one for one in own if begin <= one.begin_unix_ns < following]
+            if isinstance(note, RankStarted):
+                # By their begin, in which order they are.
+                first, end = (bisect_left(own, at, key=_get_begin) for at in next(extents))
+                ordered += own[first:end]
+                # Of one start, also where a clock was set back.
+                del own[first:end]
         notes[rank] = ordered
+
+
+def _get_begin(span: RankSpan) -> int:
+    return span.begin_unix_ns
 
 
 def _is_valid(note: Note) -> bool:

@@ -55,7 +55,7 @@ class SpanSource:
     """A framework that logs spans.
 
     name: as it is displayed. is_line: whether its lines begin so. read_line: the spans of a line;
-    raises msgspec.ValidationError, ValueError or OverflowError if it is none of its lines. kinds:
+    raises one of _NOT_OF_IT if it is none of its lines. kinds:
     what each span is.
     """
 
@@ -253,6 +253,12 @@ MAX_LINE_BYTES = 16 << 20
 MAX_SPANS = 1_000_000
 """Steps and marks of all logs of a folder that are read."""
 
+_MOST_LONG_BYTES = 256 << 20
+"""Of the longer lines of a file. What comes after more, as in a sparse file, is not looked for."""
+
+_NOT_OF_IT = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+"""What a line raises that is torn, damaged, nested too deep or of another format."""
+
 _HEAD_BYTES = 4096
 _FOLDERS = ("", "structured_logs")
 _MOST_NS = 1 << 62
@@ -297,11 +303,14 @@ def read_span_logs(folder: Path, is_watch: bool = False) -> SpanLogs:
         try:
             with open_regular(path) as raw, BufferedReader(raw, 1 << 20) as file:
                 for line in _list_lines(file):
+                    if line is None:
+                        logs.lacks.append(f"{name}: what follows lines without an end is left out")
+                        break
                     new: list[LoggedSpan] = []
                     try:
                         new += source.read_line(line, source.kinds)
                         is_lost = not all(map(_is_sane, new))
-                    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError):
+                    except _NOT_OF_IT:
                         is_lost = True
                     lost += is_lost
                     for one in () if is_lost else new:
@@ -334,8 +343,9 @@ def _find_source(path: Path) -> SpanSource | None:
     return next((one for one in SPAN_SOURCES if one.is_line(head)), None)
 
 
-def _list_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines that have an end; b"" for one that is too long."""
+def _list_lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """The lines that have an end; b"" for one that is too long, and None for too many of them."""
+    long_bytes = 0
     while line := file.readline(MAX_LINE_BYTES):
         if line.endswith(b"\n"):
             yield line
@@ -343,8 +353,13 @@ def _list_lines(file: IO[bytes]) -> Iterator[bytes]:
         if len(line) < MAX_LINE_BYTES:
             # The last one, which is being written.
             return
-        while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-            pass
+        while not line.endswith(b"\n"):
+            long_bytes += len(line)
+            if long_bytes > _MOST_LONG_BYTES:
+                yield None
+                return
+            if not (line := file.readline(MAX_LINE_BYTES)):
+                break
         yield b""
 
 

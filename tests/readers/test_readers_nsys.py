@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import random
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -133,6 +134,32 @@ def test_a_table_in_parquet_that_would_fill_the_disk_is_refused(tmp_path: Path) 
     pq.write_table(pa.table({"start": run, "end": run}), folder / "NVTX_EVENTS.parquet")
 
     with pytest.raises(DataError, match="unpacks to over 100 times its size"):
+        analyze(folder)
+
+
+def test_texts_in_parquet_that_many_rows_share_are_counted_before_they_are_copied(
+    tmp_path: Path,
+) -> None:
+    # 640 MB of texts, of which the file has one.
+    folder = write_as_parquet(Export().kernel("gemm", 2_000, 3_000), tmp_path / "report_pqtdir")
+    shared = pa.DictionaryArray.from_arrays(np.zeros(40_000, dtype=np.int32), ["a" * 16_000])
+    strings = pa.table({"id": pa.array(range(40_000)), "value": shared})
+    pq.write_table(strings, folder / "StringIds.parquet", store_schema=False)
+
+    begin, peak = time.process_time(), pa.total_allocated_bytes()
+    with pytest.raises(DataError, match="unpacks to over 100 times its size"):
+        analyze(folder)
+    assert time.process_time() - begin < 5
+    assert pa.default_memory_pool().max_memory() - peak < 100_000_000
+
+
+def test_a_table_in_parquet_that_is_a_link_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
+    folder = write_as_parquet(Export().kernel("gemm", 2_000, 3_000), tmp_path / "report_pqtdir")
+    table = folder / "CUPTI_ACTIVITY_KIND_KERNEL.parquet"
+    table.rename(tmp_path / "another.parquet")
+    table.symlink_to(tmp_path / "another.parquet")
+
+    with pytest.raises(DataError, match=r"KERNEL\.parquet: a link out of the folder"):
         analyze(folder)
 
 

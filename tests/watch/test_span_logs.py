@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,41 @@ def test_files_that_are_refused_are_one_line_each(
     assert len(refused) == 5
     assert f"{good.name}: 14 lines are torn or of another format" in refused
     assert all("\n" not in lack and "\x1b" not in lack for lack in refused)
+
+
+def test_what_is_nested_too_deep_is_of_another_format(tmp_path: Path) -> None:
+    good = _write_titan(tmp_path, _list_first())
+    whole = read_ledger(tmp_path)
+    with good.open("a") as file:
+        file.write('{"rank": 0, "other": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    ledger = read_ledger(tmp_path)
+    assert ledger.rows == whole.rows
+    assert f"{good.name}: 1 lines are torn or of another format" in ledger.lacks
+
+
+@pytest.mark.slow
+def test_a_sparse_log_takes_seconds(tmp_path: Path) -> None:
+    good = _write_titan(tmp_path, _list_first())
+    whole = read_ledger(tmp_path)
+    os.truncate(good, 20 << 30)
+    begin = time.process_time()
+    ledger = read_ledger(tmp_path)
+    assert time.process_time() - begin < 10
+    assert ledger.rows == whole.rows
+    assert f"{good.name}: what follows lines without an end is left out" in ledger.lacks
+
+
+@pytest.mark.slow
+def test_a_mark_is_of_one_start_where_clocks_were_set_back(tmp_path: Path) -> None:
+    def start(number: int, at: int) -> RankStarted:
+        t = T0 + at * S
+        return RankStarted(0, 1, "h", 1, number, 0.005, t + S, t, t + S, t + S, number)
+
+    NoteFile(tmp_path, 0).write([start(n, 100 * (n % 2)) for n in range(1000)])
+    _write_titan(tmp_path, [("eval", 5 + n / 1e4, 5 + n / 1e4, 1) for n in range(20_000)])
+    begin = time.process_time()
+    read_ledger(tmp_path)
+    assert time.process_time() - begin < 20
 
 
 def test_a_folder_without_a_span_is_refused(tmp_path: Path) -> None:

@@ -337,20 +337,20 @@ def _are_roles(folders: Sequence[str], files: Sequence[FileToSend]) -> bool:
     """Whether the folders are those of different roles of one job, by their run.json or a
     rank's record."""
     of_path = {one.path: one for one in files}
+    # The first record of each folder.
+    records: dict[str, FileToSend] = {}
+    for one in files:
+        if _RECORD.fullmatch(one.file.name):
+            records.setdefault(posixpath.dirname(one.path), one)
     roles: set[tuple[str, str]] = set()
     for folder in folders:
         # Of a process group of several roles only that of rank 0 has a run.json.
-        named = [of_path[one] for one in (posixpath.join(folder, RUN_FILE),) if one in of_path]
-        named += [
-            one
-            for one in files
-            if posixpath.dirname(one.path) == folder and _RECORD.fullmatch(one.file.name)
-        ]
-        if not named or named[0].size_bytes > _LARGEST_RUN_FILE_BYTES:
+        named = of_path.get(posixpath.join(folder, RUN_FILE)) or records.get(folder)
+        if named is None or named.size_bytes > _LARGEST_RUN_FILE_BYTES:
             return False
         try:
-            text = read_regular(named[0].file)
-            if named[0].file.name == RUN_FILE:
+            text = read_regular(named.file)
+            if named.file.name == RUN_FILE:
                 spec = from_json(text)
                 roles.add((spec.name, spec.role))
             else:

@@ -343,7 +343,7 @@ class WatchStore:
         return tuple(_read_sample(row, run_ids.get(row.sample_id)) for row in rows)
 
     def read_ledger(self, watch_id: int) -> StoredLedger | None:
-        """The ledger of the job; None if no host has sent one.
+        """The ledger of the job; None if no host has sent one, or only one that cannot be read.
 
         Hosts with folders of their own send one each, of their ranks: that of the lowest rank of
         the newest start counts.
@@ -359,7 +359,12 @@ class WatchStore:
             row = connection.execute(newest).one_or_none()
         if row is None:
             return None
-        return StoredLedger(row.host, row.unix_ns, msgspec.json.decode(row.ledger, type=Ledger))
+        try:
+            ledger = msgspec.json.decode(row.ledger, type=Ledger)
+        except (msgspec.MsgspecError, ValueError):
+            # Of another version; the next batch has one of this.
+            return None
+        return StoredLedger(row.host, row.unix_ns, ledger)
 
     def find_run_of_sample(self, watch_id: int, unix_ns: int) -> str | None:
         """The stored run of the sample that is nearest in time; None if no sample has one."""

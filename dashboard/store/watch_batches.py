@@ -111,6 +111,8 @@ def _check_ledger(ledger: Ledger) -> None:
         for row in part.rows:
             if not (row.kind.isidentifier() and len(row.kind) <= NAME_LENGTH):
                 raise UsageError("the rows of a ledger are of kinds such as train")
+        if len({row.kind for row in part.rows}) < len(part.rows):
+            raise UsageError("a ledger has each kind of row once")
     if not 0 <= ledger.goodput <= 1 or not ledger.incarnations:
         raise UsageError("a ledger has a start, and a goodput of 0 to 1")
 

@@ -4,6 +4,7 @@ run each."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support.store_builders import Serving, ask_page, claimed, found, queued
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.io import from_json
 from stepsplit.analyzer.report.roles import roles_from_json
+from stepsplit.collectors.formats.run_spec import RunSpec, write_run_json
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.ids import locate_run
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
@@ -210,3 +212,17 @@ def test_the_roles_of_one_job_are_one_upload(tmp_path: Path) -> None:
     assert len(split_recordings(collect_files([job.folder]))) == 2
     path.unlink()
     assert len(split_recordings(collect_files([job.folder]))) == 2
+
+
+@pytest.mark.slow
+def test_thousands_of_role_folders_are_one_upload_within_seconds(tmp_path: Path) -> None:
+    for number in range(2000):
+        folder = tmp_path / "exp1" / f"role{number}"
+        folder.mkdir(parents=True)
+        for name in ("rank0_trace.json", "rank0_record.json", "rank1_record.json"):
+            (folder / name).write_text("{}")
+        write_run_json(folder, RunSpec("exp1", 1, "nccl", role=f"role{number}"))
+    files = collect_files([tmp_path / "exp1"])
+    begin = time.process_time()
+    assert split_recordings(files) == ()
+    assert time.process_time() - begin < 4

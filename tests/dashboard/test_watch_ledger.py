@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import create_engine, text
 from support.page_text import read_tables
 from support.watch_builders import RUN, batch, minutes_ago
 
@@ -196,7 +197,9 @@ def test_the_newest_ledger_of_the_host_with_the_lowest_rank_counts(store: Store)
         {"rows": (LedgerRow("t" * 300, 20 * S, 1, 0.0),)},
         {"rows": (LedgerRow("train", 20 * S, 1, -1e300),)},
         {"rows": (LedgerRow("train", 20 * S, 1 << 60, 0.0),)},
-        {"wall_ns": 0, "rows": (LedgerRow("train", 0, 1, 0.0),) * 1000},
+        {"wall_ns": 0, "rows": tuple(LedgerRow(f"k{n}", 0, 1, 0.0) for n in range(1000))},
+        # Two series of the same name are no answer to Prometheus.
+        {"rows": (LedgerRow("train", 10 * S, 1, 0.0),) * 2},
         {"goodput": 1.5},
         {"incarnations": ()},
         {"incarnations": (msgspec.structs.replace(_make_ledger(20).incarnations[0], ranks=()),)},
@@ -215,6 +218,16 @@ def test_a_row_of_a_later_version_has_its_own_name(store: Store) -> None:
     tables = read_tables(_build_page(store, minutes_ago(0)))
     assert any(row.get("row") == "power_cap" for table in tables for row in table)
     assert _scrape(store)["ledger_gpu_hours", "power_cap"] == 0.5
+
+
+def test_a_stored_ledger_that_cannot_be_read_is_none(store: Store, tmp_path: Path) -> None:
+    store.watches.add_batch(batch(ledger=_make_ledger(20)))
+    with create_engine(store.url).begin() as connection:
+        connection.execute(text("UPDATE watch_ledgers SET ledger = :text"), {"text": b'{"a": 1}'})
+    assert "goodput" not in str(_build_page(store, minutes_ago(0)))
+    assert _scrape(store) == {}
+    store.watches.add_batch(batch(id="2", ledger=_make_ledger(20)))
+    assert "goodput" in str(_build_page(store, minutes_ago(0)))
 
 
 def test_a_run_without_a_ledger_has_no_section(store: Store) -> None:

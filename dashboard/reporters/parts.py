@@ -63,19 +63,25 @@ class PartsTable:
         self._names = [name for name, _ in groups]
         totals = [sum(row.total_ns for row in rows) for _, rows in groups]
         unit_ns = units.choose_part_unit_ns(sum(totals))
-        self._measured = [
-            units.format_parts(count, unit_ns) for count in round_parts(totals, unit_ns)
+        # Rounded together: a row's time outside of the passes is in its measured time alone.
+        cells_ns = [
+            sum(row.total_ns for row in rows if row.phase == phase)
+            for _, rows in groups
+            for phase in (*_PASSES, "other")
         ]
+        counts = iter(round_parts(cells_ns, unit_ns))
+        by_group = list(zip(*[counts] * (1 + len(_PASSES)), strict=True))
+        self._measured = [units.format_parts(sum(own), unit_ns) for own in by_group]
         self._shares = [units.format_percent(share) for share in round_shares(totals)]
-        columns = {
-            phase: [sum(row.total_ns for row in rows if row.phase == phase) for _, rows in groups]
-            for phase in _PASSES
-        }
-        columns["exposed"] = [sum(row.exposed_ns for row in rows) for _, rows in groups]
-        columns["idle"] = [sum(row.idle_ns for row in rows) for _, rows in groups]
         shown = {
-            name: [_format_time(ns, unit_ns) for ns in values] for name, values in columns.items()
+            phase: [
+                units.format_parts(own[place], unit_ns) if own[place] else "" for own in by_group
+            ]
+            for place, phase in enumerate(_PASSES)
         }
+        for name in ("exposed", "idle"):
+            times = [sum(getattr(row, f"{name}_ns") for row in rows) for _, rows in groups]
+            shown[name] = [_format_time(ns, unit_ns) for ns in times]
         least_ns = LEAST_EXCESS * sum(totals)
         shown["slowest rank"] = [_describe_slowest(rows, least_ns, unit_ns) for _, rows in groups]
         self._columns = {name: cells for name, cells in shown.items() if any(cells)}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from decimal import Decimal
+from io import StringIO
 
 import msgspec
 import pytest
 from dash import dcc
+from rich.console import Console
 from support.page_text import find, read_tables, read_text
 from support.samples import SAMPLES
 
@@ -17,6 +21,7 @@ from stepsplit.analyzer.report.part_rows import PartEvidence
 from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.structure import build_structure_page
+from stepsplit.dashboard.reporters.parts import build_parts_section
 
 RUN = "abcdef012345"
 
@@ -113,3 +118,18 @@ def test_without_evidence_the_page_says_how_to_record_it(fsdp: Analysis) -> None
     for report in (nothing, msgspec.structs.replace(fsdp.report, part_evidence=None)):
         (card,) = build_structure_page(View("a run", report, None, RUN), AddressQuery({}))
         assert "--modules" in read_text(card)
+
+
+def test_passes_and_parts_add_up_as_printed(fsdp: Analysis) -> None:
+    console = Console(width=200, record=True, file=StringIO())
+    for built in build_parts_section(fsdp.report):
+        console.print(built)
+    rows = [
+        [cell.strip() for cell in re.split(r"\s{2,}", line) if cell.strip()]
+        for line in console.export_text().splitlines()
+        if re.match(r"attention|MLP|norm", line)
+    ]
+    assert rows
+    for _, measured, _, forward, backward, *_ in rows:
+        times = [Decimal(cell.split()[0]) for cell in (measured, forward, backward)]
+        assert times[0] == times[1] + times[2]

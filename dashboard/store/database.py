@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Lock
+from weakref import finalize
 
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine, make_url
@@ -32,6 +33,9 @@ class Database:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._writer = engine, engine.execution_options(writes=True)
         self._turns = _take_turns(engine)
+        # A store that is no longer used closes its connections: from Python 3.13 on, SQLite's
+        # warn if they are left to the collector of garbage.
+        finalize(self, engine.dispose).atexit = False
 
     @contextmanager
     def begin_read(self) -> Iterator[Connection]:
@@ -133,6 +137,14 @@ virtual tables, and expressions in tables and indices. Older versions of Alembic
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    try:
+        _set_up_sqlite(connection)
+    except BaseException:
+        connection.close()  # which the pool does not
+        raise
+
+
+def _set_up_sqlite(connection: DBAPIConnection) -> None:
     # Explicit transactions only; the write-ahead log allows reads during a write.
     connection.isolation_level = None
     cursor = connection.cursor()

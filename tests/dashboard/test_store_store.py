@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 from sqlalchemy import insert, select
+from sqlalchemy.pool import Pool
 from support.report_builders import analysis
 from support.store_builders import found, queued, state, uploaded
 
@@ -249,3 +252,19 @@ def test_an_unusable_store_is_a_one_line_error(url: str, tmp_path: Path) -> None
 
 def _fields(report: object) -> dict[str, object]:
     return {name: getattr(report, name) for name in type(report).__struct_fields__}  # type: ignore[attr-defined]
+
+
+def test_a_store_that_is_dropped_closes_its_connections(tmp_path: Path) -> None:
+    closed: list[object] = []
+
+    def note(connection: object, _: object) -> None:
+        closed.append(connection)
+
+    sqlalchemy.event.listen(Pool, "close", note)
+    try:
+        store = Store.open(f"sqlite:///{tmp_path}/own.db", tmp_path / "artifacts")
+        del store
+        gc.collect()
+    finally:
+        sqlalchemy.event.remove(Pool, "close", note)
+    assert closed

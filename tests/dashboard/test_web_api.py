@@ -189,6 +189,7 @@ def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
         "progress_note": "reading",
         "files": 1,
         "received_bytes": 5,
+        "roles": [],
     }
     run = store.find_run(run_id)
     assert run is not None and run.tags == (Tag("branch", "main"), Tag("gpus", "8"))

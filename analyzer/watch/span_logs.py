@@ -18,6 +18,8 @@ from typing import IO, Any
 
 import msgspec
 
+from stepsplit.analyzer.readers.file_kinds import FileRole
+from stepsplit.analyzer.readers.recording_files import open_recording
 from stepsplit.collectors.formats.watch_notes import (
     LONG_STEP,
     WINDOW_STEPS,
@@ -278,9 +280,35 @@ def list_span_logs(folder: Path) -> list[Path]:
 
 
 def is_span_folder(place: str | Path) -> bool:
-    """Whether a span log lies in the folder."""
+    """Whether the folder has a span log, and nothing of a recording: no trace and no dump, also none
+    that is damaged. Raises DataError if an archive in it is."""
+    logs = find_span_logs(place)
+    if not logs:
+        return False
+    with open_recording([place]) as files:
+        known = {str(log) for log in logs}
+        is_torn = any(source.where not in known for source in files.skipped)
+        has_traces = any(map(files.list_kinds, (FileRole.TRACE, FileRole.FLIGHT)))
+    return not is_torn and not has_traces
+
+
+def find_span_logs(place: str | Path) -> list[Path]:
+    """The span logs of the folder; none if the place is no folder."""
     folder = Path(place)
-    return folder.is_dir() and any(map(_find_source, list_span_logs(folder)))
+    if not folder.is_dir():
+        return []
+    return [path for path in list_span_logs(folder) if _find_source(path)]
+
+
+def describe_ledger_beside(place: str | Path) -> str:
+    """Where the ledger of the span logs is had that lie beside the traces of a folder; "" if there
+    are none."""
+    logs = find_span_logs(place)
+    if not logs:
+        return ""
+    where = next((log.parent for log in logs if log.parent != Path(place)), None)
+    how = f"stepsplit analyze {where}" if where else "move them to a folder of their own"
+    return f"{place} also has span logs; for the ledger of their job: {how}"
 
 
 def read_span_logs(folder: Path, is_watch: bool = False) -> SpanLogs:

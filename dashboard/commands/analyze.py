@@ -90,7 +90,7 @@ def analyze_command(
     """
     from stepsplit.analyzer.analysis import Analysis, RoleAnalysis, examine_roles_or_run
     from stepsplit.analyzer.report.io import save, to_json
-    from stepsplit.analyzer.watch.span_logs import is_span_folder
+    from stepsplit.analyzer.watch.span_logs import describe_ledger_beside, is_span_folder
     from stepsplit.collectors.formats.file_names import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
     from stepsplit.dashboard.reporters.terminal import build_report_screen
@@ -119,6 +119,8 @@ def analyze_command(
         analysis = examine_roles_or_run(
             places, chosen, progress, rules, job, mesh, job_out is not None
         )
+    for hint in filter(None, map(describe_ledger_beside, places)):
+        print_line(hint, err=True)
     if isinstance(analysis, RoleAnalysis):
         given = {
             "--job": job, "--write-job": job_out, "--mesh": mesh_text,

@@ -324,9 +324,11 @@ def load_runs(
     """
     from stepsplit.analyzer.analysis import read_run_metrics
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
+    from stepsplit.analyzer.report.io import is_analyzed
+    from stepsplit.analyzer.report.roles import ROLES_NAME
     from stepsplit.analyzer.watch.goodput import build_goodput_metrics
     from stepsplit.analyzer.watch.ledger import read_ledger
-    from stepsplit.analyzer.watch.span_logs import is_span_folder
+    from stepsplit.analyzer.watch.span_logs import describe_ledger_beside, is_span_folder
     from stepsplit.collectors.formats.file_names import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
 
@@ -337,12 +339,15 @@ def load_runs(
                 raise UsageError(f"{place}: already analyzed; with --rules give recordings")
             runs += _load_stored_runs(open_store, place)
             continue
-        if is_watch(place) or is_span_folder(place):
+        is_report = is_analyzed(Path(place)) or (Path(place) / ROLES_NAME).is_file()
+        if is_watch(place) or (not is_report and is_span_folder(place)):
             runs.append(SideRun(build_goodput_metrics(read_ledger(place))))
             continue
         with show_reading_bar() as progress:
             metrics = read_run_metrics(place, count_cores(), progress, job, rules)
         runs += map(SideRun, metrics)
+        if hint := describe_ledger_beside(place):
+            print_line(hint, err=True)
     return runs
 
 

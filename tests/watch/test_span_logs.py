@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from support.role_builders import make_trainer
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.ledger import Ledger
@@ -19,6 +21,8 @@ from stepsplit.analyzer.watch import span_logs
 from stepsplit.analyzer.watch.ledger import read_ledger
 from stepsplit.analyzer.watch.span_logs import is_span_folder, read_span_logs
 from stepsplit.collectors.formats.watch_notes import NoteFile, RankEnded, RankStarted, RankWindow
+from stepsplit.dashboard.commands.analyze import analyze_command
+from stepsplit.dashboard.commands.check import check_command
 
 S = 1_000_000_000
 T0 = 1_800_000_000 * S
@@ -281,6 +285,33 @@ def test_a_folder_without_a_span_is_refused(tmp_path: Path) -> None:
     _write_titan(tmp_path, [("vllm_engine_step", 0, 9, 1)], source="generator")
     with pytest.raises(DataError, match="no"):
         read_ledger(tmp_path)
+
+
+def test_traces_beside_span_logs_are_analyzed_and_checked(tmp_path: Path) -> None:
+    dump, runner = tmp_path / "outputs", CliRunner()
+    traces = dump / "profile_traces" / "iteration_10"
+    traces.mkdir(parents=True)
+    make_trainer().write(traces)
+    budget = [str(dump), "--baseline", str(dump), "--budget", "exposed_comm:5%"]
+
+    def run() -> list[Any]:
+        return [runner.invoke(analyze_command, [str(dump)]), runner.invoke(check_command, budget)]
+
+    before = run()
+    logs = _write_titan(dump / "structured_logs", _list_first()).parent
+    for one, known in zip(run(), before, strict=True):
+        # Each line of before, and one that the logs are no trace.
+        assert one.exit_code == known.exit_code == 0
+        assert {*known.stdout.splitlines()} <= {*one.stdout.splitlines()}
+        assert f"stepsplit analyze {logs}" in one.stderr
+    page = tmp_path / "x.html"
+    assert runner.invoke(analyze_command, [str(dump), "--html", str(page)]).exit_code == 0
+    assert page.exists()
+    assert "wall clock" in runner.invoke(analyze_command, [str(logs)]).stdout
+    # A trace that is torn is said, and not passed over.
+    (torn,) = traces.iterdir()
+    torn.write_bytes(torn.read_bytes()[:40])
+    assert runner.invoke(analyze_command, [str(dump)]).exit_code != 0
 
 
 def test_spans_beyond_the_limit_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,5 +353,9 @@ PIPELINE_PAGE = RunPage(
 )  # fmt: skip
 
 COLLECTIVES_PAGE = RunPage(
-    "collectives", build_collectives_page, needs_tables=True, chapter="Communication"
+    "collectives",
+    build_collectives_page,
+    needs_tables=True,
+    chapter="Communication",
+    loads_charts=True,
 )

@@ -580,4 +580,4 @@ def _format_rank_ranges(ranks: Sequence[int]) -> str:
     return f"{named} and {left:,} more" if left else named
 
 
-PAGE = RunPage("overview", lambda view, _: build_overview(view), chapter="")
+PAGE = RunPage("overview", lambda view, _: build_overview(view), chapter="", loads_charts=True)

@@ -38,6 +38,8 @@ class RunPage:
         predicts: Whether it asks for a prediction, of which only a few run at a time.
         chapter: Its heading in the HTML export, "" for none; None if it is not in the export.
         has_data: Whether the export has anything to show of it.
+        loads_charts: Whether the script of the charts is loaded while its content is made, since
+            it has charts of nearly every run. For those of other pages Dash loads it afterwards.
     """
 
     key: str
@@ -46,6 +48,7 @@ class RunPage:
     predicts: bool = False
     chapter: str | None = None
     has_data: Callable[[Report], bool] = lambda _: True
+    loads_charts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from stepsplit.dashboard.figures.theme import build_bucket_css
 from stepsplit.dashboard.pages import store_pages
 from stepsplit.dashboard.pages.address import Address, build_page_url
 from stepsplit.dashboard.pages.page import StorePage
+from stepsplit.dashboard.pages.run_pages import find_run_page
 from stepsplit.dashboard.pages.runs import build_upload_zone
 from stepsplit.dashboard.pages.store_pages import find_store_page, parse_address
 from stepsplit.dashboard.store.logins import Role, User
@@ -52,6 +53,8 @@ _ANY_PAGE = "/<path:path>"
 
 _CHART_SCRIPTS = (PLOTLY_PATH, "/_dash-component-suites/dash/dcc/async-graph.js")
 """Most of what a page with charts loads; Dash asks for them when the page's content is there."""
+
+_CHARTS_HEAD = b'<head>\n<meta name="charts" content="ahead">'
 
 _INDEX = f"""<!DOCTYPE html>
 <html lang="en">
@@ -257,9 +260,17 @@ def _answer_pages(server: Flask, store: Store) -> None:
             exists = store.find_run_or_role(address.run_id) is not None
         else:
             exists = find_store_page(address).has_item(store, address.item)
-        if not exists:
+        if address is None or not exists:
             response.status_code = 404
-        elif address is not None and (address.run_id or address.chosen.values or address.item):
+            return response
+        if address.run_id:
+            has_charts = find_run_page(address.page).loads_charts
+            if has_charts:
+                # For assets/charts.js, which has them run.
+                response.set_data(response.get_data().replace(b"<head>", _CHARTS_HEAD, 1))
+        else:
+            has_charts = bool(address.chosen.values or address.item)
+        if has_charts:
             # They come while the page's content is made, not after it.
             response.headers["Link"] = ", ".join(
                 f"<{script}>; rel=preload; as=script" for script in _CHART_SCRIPTS

@@ -1,9 +1,10 @@
-/* The script of the charts runs while the server makes the content of a run's page, not after it:
-   Dash runs it when the first chart is there, unless Plotly is. app.py sends it with the page. */
+/* The script of the charts runs while the server makes the content of a run's page that has charts,
+   not after it: Dash runs it when the first chart is there, unless Plotly is. app.py sends it with
+   such a page, and marks the page. */
 (function () {
   "use strict";
 
-  if (!location.pathname.startsWith("/run/")) return;
+  if (!document.querySelector('meta[name="charts"]')) return;
   const observer = new MutationObserver(() => {
     if (!document.getElementById("page")) return;
     observer.disconnect();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -98,6 +99,66 @@ class Ledger(Struct, frozen=True, kw_only=True):
     def gpu_hours(self) -> float:
         """Those of all rows."""
         return sum(row.gpu_hours for row in self.rows)
+
+
+def sum_rows(rows: Sequence[LedgerRow]) -> tuple[LedgerRow, ...]:
+    """One row for each kind that is there; kinds of a later version come last."""
+    later = sorted({row.kind for row in rows} - {*ROW_KINDS})
+    of_kind = {kind: [row for row in rows if row.kind == kind] for kind in (*ROW_KINDS, *later)}
+    return tuple(
+        LedgerRow(
+            kind,
+            sum(row.ns for row in own),
+            sum(row.count for row in own),
+            sum(row.gpu_hours for row in own),
+        )
+        for kind, own in of_kind.items()
+        if own
+    )
+
+
+def leave_out_start(ledger: Ledger, incarnation: int) -> Ledger | None:
+    """The ledger without a start, its time and the gap before it; None if nothing is left.
+
+    Of a ledger that has its newest start only, the time of an earlier one is not known: it stays,
+    and a lack says so.
+    """
+    number = incarnation + 1
+    kept: list[IncarnationLedger] = []
+    for start in ledger.incarnations:
+        if start.incarnation == incarnation:
+            continue
+        if not kept and start is not ledger.incarnations[0]:
+            # The wall clock begins with it: what was before is forgotten.
+            gap_ns = sum(row.ns for row in start.rows if row.kind == "restart_gap")
+            start = msgspec.structs.replace(
+                start,
+                begin_unix_ns=str(int(start.begin_unix_ns) + gap_ns),
+                wall_ns=start.wall_ns - gap_ns,
+                rows=tuple(row for row in start.rows if row.kind != "restart_gap"),
+            )
+        kept.append(start)
+    is_whole = sum(one.wall_ns for one in ledger.incarnations) == ledger.wall_ns
+    if not kept or (not is_whole and len(kept) < len(ledger.incarnations)):
+        return None
+    lacks = tuple(one for one in ledger.lacks if not one.startswith(f"start {number}: "))
+    if not is_whole:
+        lack = f"start {number} is forgotten, but its time is in these rows until the next ledger"
+        return msgspec.structs.replace(ledger, lacks=(lack, *lacks))
+    if len(kept) == len(ledger.incarnations):
+        return ledger
+    rows = sum_rows([row for one in kept for row in one.rows])
+    wall_ns = sum(one.wall_ns for one in kept)
+    train_ns = sum(row.ns for row in rows if row.kind == "train")
+    lack = f"start {number} is forgotten, with the gap before it; steps that it had done are redone"
+    return msgspec.structs.replace(
+        ledger,
+        wall_ns=wall_ns,
+        goodput=train_ns / wall_ns if wall_ns else 0.0,
+        rows=rows,
+        incarnations=tuple(kept),
+        lacks=(lack, *lacks),
+    )
 
 
 def ledger_to_json(ledger: Ledger) -> bytes:

@@ -19,7 +19,13 @@ from pathlib import Path
 import msgspec
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.report.ledger import ROW_KINDS, IncarnationLedger, Ledger, LedgerRow
+from stepsplit.analyzer.report.ledger import (
+    ROW_KINDS,
+    IncarnationLedger,
+    Ledger,
+    LedgerRow,
+    sum_rows,
+)
 from stepsplit.analyzer.watch.span_logs import (
     LoggedSpan,
     build_logged_job,
@@ -234,7 +240,7 @@ def build_ledger(
         if is_known and last is not None:
             reached = last if reached is None else max(reached, last)
     missing += _describe_lacks(by_start, incarnations, launches)
-    rows = _sum_rows([row for one in incarnations for row in one.rows])
+    rows = sum_rows([row for one in incarnations for row in one.rows])
     wall_ns = sum(one.wall_ns for one in incarnations)
     assert sum(row.ns for row in rows) == wall_ns, "the rows add up to the wall clock"
     train_ns = sum(row.ns for row in rows if row.kind == "train")
@@ -593,20 +599,6 @@ def _build_rows(
 
 
 _NS_PER_HOUR = 3_600_000_000_000
-
-
-def _sum_rows(rows: Sequence[LedgerRow]) -> tuple[LedgerRow, ...]:
-    of_kind = {kind: [row for row in rows if row.kind == kind] for kind in ROW_KINDS}
-    return tuple(
-        LedgerRow(
-            kind,
-            sum(row.ns for row in own),
-            sum(row.count for row in own),
-            sum(row.gpu_hours for row in own),
-        )
-        for kind, own in of_kind.items()
-        if own
-    )
 
 
 def _list_lives(by_start: Mapping[int, Mapping[int, Sequence[_Life]]]) -> list[_Life]:

@@ -280,8 +280,8 @@ def list_span_logs(folder: Path) -> list[Path]:
 
 
 def is_span_folder(place: str | Path) -> bool:
-    """Whether the folder has a span log, and nothing of a recording: no trace and no dump, also none
-    that is damaged. Raises DataError if an archive in it is."""
+    """Whether the folder has a span log, and nothing of a recording: no trace and no dump, be it
+    damaged. Raises DataError if an archive in it is."""
     logs = find_span_logs(place)
     if not logs:
         return False

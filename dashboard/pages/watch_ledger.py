@@ -8,7 +8,7 @@ from stepsplit.analyzer.report.ledger import Ledger
 from stepsplit.analyzer.report.ledger_words import (
     format_goodput,
     format_gpu_hours,
-    format_row,
+    format_rows,
     format_start,
     format_wall,
 )
@@ -60,8 +60,8 @@ def build_ledger_section(stored: StoredLedger) -> html.Section:
 def _build_rows(ledger: Ledger) -> DataTable:
     longest = max((row.ns for row in ledger.rows), default=0) or 1
     rows = []
-    for row in ledger.rows:
-        texts = format_row(row, ledger.wall_ns)
+    *shown, whole = format_rows(ledger)
+    for row, texts in zip(ledger.rows, shown, strict=True):
         color = COLOR["compute"] if row.kind == "train" else COLOR["bubble"]
         width = {"width": f"{100 * row.ns / longest:.2f}%", "backgroundColor": color}
         rows.append([
@@ -72,13 +72,12 @@ def _build_rows(ledger: Ledger) -> DataTable:
             build_number_cell(texts.gpu_hours, row.gpu_hours),
             Cell(html.Div(html.Span(style=width), className="share")),
         ])  # fmt: skip
-    total = format_gpu_hours(ledger.gpu_hours)
     rows.append([
-        Cell("wall clock", head=True),
-        build_number_cell(format_wall(ledger.wall_ns), ledger.wall_ns, "ns"),
-        build_number_cell(format_percent(1.0), 1.0, "ratio"),
+        Cell(whole.name, head=True),
+        build_number_cell(whole.time, ledger.wall_ns, "ns"),
+        build_number_cell(whole.share, 1.0, "ratio"),
         Cell("", number=True),
-        build_number_cell(total, ledger.gpu_hours),
+        build_number_cell(whole.gpu_hours, ledger.gpu_hours),
         Cell(""),
     ])  # fmt: skip
     return build_table(("row", "time", "share", "number", "GPU hours", ""), rows)

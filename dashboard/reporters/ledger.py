@@ -13,7 +13,7 @@ from stepsplit.analyzer.report.ledger import IncarnationLedger, Ledger
 from stepsplit.analyzer.report.ledger_words import (
     format_goodput,
     format_gpu_hours,
-    format_row,
+    format_rows,
     format_start,
     format_wall,
 )
@@ -56,8 +56,8 @@ def _build_rows(ledger: Ledger) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     longest = max((row.ns for row in ledger.rows), default=0) or 1
-    for row in ledger.rows:
-        name, *numbers = astuple(format_row(row, ledger.wall_ns))
+    for row, texts in zip(ledger.rows, format_rows(ledger)[:-1], strict=True):
+        name, *numbers = astuple(texts)
         table.add_row(Text(name), *numbers, Bar(longest, 0, row.ns, width=24))
     return table
 

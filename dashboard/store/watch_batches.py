@@ -6,6 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import blake2b
@@ -21,7 +22,14 @@ from sqlalchemy.exc import IntegrityError
 
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.ledger import IncarnationLedger, Ledger
+from stepsplit.analyzer.report.ledger import (
+    ROW_KINDS,
+    SCHEMA,
+    IncarnationLedger,
+    Ledger,
+    leave_out_start,
+    sum_rows,
+)
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
 from stepsplit.collectors.formats.watch_notes import RankWindow
 from stepsplit.dashboard.store import watch_slots
@@ -103,21 +111,51 @@ def check_batch(batch: WatchBatch, now_ns: int) -> None:
 
 
 def _check_ledger(ledger: Ledger) -> None:
-    """Raises UsageError if the rows of the ledger, or of one of its starts, do not add up."""
+    """Raises UsageError if the ledger contradicts itself, or has what cannot be stored."""
+    if ledger.schema != SCHEMA:
+        raise UsageError(f"a ledger must be of {SCHEMA}; update stepsplit on the dashboard")
     parts: list[Ledger | IncarnationLedger] = [ledger, *ledger.incarnations]
     for part in parts:
-        if sum(row.ns for row in part.rows) != part.wall_ns or len(part.rows) > _MOST_ROWS:
-            raise UsageError("the rows of a ledger must add up to its wall clock")
-        for row in part.rows:
-            if not (row.kind.isidentifier() and len(row.kind) <= NAME_LENGTH):
+        kinds = [row.kind for row in part.rows]
+        if len({*kinds}) < len(kinds) or len({*kinds} - {*ROW_KINDS}) > _MOST_LATER_KINDS:
+            raise UsageError(
+                f"a ledger has one row of a kind, and at most {_MOST_LATER_KINDS} that are unknown"
+            )
+        for kind in kinds:
+            if not (kind.isascii() and kind.isidentifier() and len(kind) <= NAME_LENGTH):
                 raise UsageError("the rows of a ledger are of kinds such as train")
-        if len({row.kind for row in part.rows}) < len(part.rows):
-            raise UsageError("a ledger has each kind of row once")
-    if not 0 <= ledger.goodput <= 1 or not ledger.incarnations:
-        raise UsageError("a ledger has a start, and a goodput of 0 to 1")
+        if sum(row.ns for row in part.rows) != part.wall_ns:
+            raise UsageError("the rows of a ledger must add up to its wall clock")
+    train_ns = sum(row.ns for row in ledger.rows if row.kind == "train")
+    goodput = train_ns / ledger.wall_ns if ledger.wall_ns else 0.0
+    if not abs(ledger.goodput - goodput) < _ROUNDING or not ledger.incarnations:
+        raise UsageError("a ledger has a start, and as its goodput the share of its row train")
+    numbers = [start.incarnation for start in ledger.incarnations]
+    if numbers != sorted({*numbers}) or numbers[-1] >= MAX_STARTS:
+        raise UsageError(f"the starts of a ledger are in order, with numbers below {MAX_STARTS}")
+    for start in ledger.incarnations:
+        ranks = sorted({*start.ranks})
+        is_known = ranks and ranks[0] >= 0 and ranks[-1] < start.world_size <= MAX_RANKS
+        if not is_known or len(ranks) < len(start.ranks):
+            raise UsageError(
+                "the ranks of a start in a ledger are below its world_size, each once, and that is"
+                f" at most {MAX_RANKS}"
+            )
+        begin = start.begin_unix_ns
+        if not (begin.isascii() and begin.isdecimal() and len(begin) < 20):
+            raise UsageError("a start in a ledger begins at a time in ns")
+    # A ledger that is too large for a batch has its newest start only.
+    whole = {row.kind: row for row in ledger.rows}
+    for row in sum_rows([row for start in ledger.incarnations for row in start.rows]):
+        known = whole.get(row.kind)
+        if known is None or row.ns > known.ns or row.count > known.count:
+            raise UsageError("the starts of a ledger have more than all of it")
 
 
-_MOST_ROWS = 100
+_MOST_LATER_KINDS = 8
+"""Kinds of rows of a later version, each of which is two series of /metrics."""
+
+_ROUNDING = 1e-9
 
 
 def _list_numbers(batch: WatchBatch) -> Iterator[int]:
@@ -142,10 +180,12 @@ def _list_numbers(batch: WatchBatch) -> Iterator[int]:
     if (ledger := batch.ledger) is not None:
         yield from (ledger.wall_ns >> 10, ledger.hosts)
         for row in (*ledger.rows, *(row for one in ledger.incarnations for row in one.rows)):
-            yield from (row.ns >> 10, row.count, math.floor(min(row.gpu_hours, _MAX_NUMBER)))
+            # Not a number is none that can be stored, as a negative one.
+            hours = row.gpu_hours if row.gpu_hours >= 0 else -1
+            yield from (row.ns >> 10, row.count, math.floor(min(hours, _MAX_NUMBER)))
         for start in ledger.incarnations:
             yield from (start.wall_ns >> 10, start.incarnation, start.world_size)
-            yield from (start.first_step, start.last_step or 0, min(start.ranks, default=-1))
+            yield from (start.first_step, start.last_step or 0)
 
 
 def _list_ranks(batch: WatchBatch) -> Iterator[int]:
@@ -185,7 +225,7 @@ def add_batch(
     if _find_row(connection, WATCH_BATCHES, key) is not None:
         return BatchReceipt(False)
     connection.execute(insert(WATCH_BATCHES), {**key, "unix_ns": batch.unix_ns})
-    _add_contents(connection, watch.id, batch)
+    _add_contents(connection, watch.id, batch, now_ns)
     note_batch(connection, watch.id, batch, now_ns)
     _update_status(connection, watch, batch, now_ns)
     return BatchReceipt(True, is_new_run)
@@ -241,7 +281,7 @@ def _add_watch(connection: Connection, batch: WatchBatch, sender: WatchSender, n
     return True
 
 
-def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
+def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch, now_ns: int) -> None:
     by_minute: dict[int, list[RankWindow]] = defaultdict(list)
     for window in batch.windows:
         by_minute[watch_slots.compute_slot_start(window.end_unix_ns, watch_slots.MINUTE_S)].append(
@@ -279,7 +319,7 @@ def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> N
         ]  # fmt: skip
         connection.execute(insert(WATCH_EVENTS), rows)
     if batch.ledger is not None:
-        _write_ledger(connection, watch_id, batch, batch.ledger)
+        _write_ledger(connection, watch_id, batch, batch.ledger, now_ns)
     for reason, number in batch.dropped.items():
         place = {"watch_id": watch_id, "reason": clean_text(reason, 200)}
         known = _find_row(connection, WATCH_DROPPED, place)
@@ -291,7 +331,9 @@ def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> N
 _MOST_LACKS = 50
 
 
-def _write_ledger(connection: Connection, watch_id: int, batch: WatchBatch, ledger: Ledger) -> None:
+def _write_ledger(
+    connection: Connection, watch_id: int, batch: WatchBatch, ledger: Ledger, now_ns: int
+) -> None:
     key = {"watch_id": watch_id, "host": clean_text(batch.host, 200)}
     known = _find_row(connection, WATCH_LEDGERS, key)
     # A late batch has an older one.
@@ -300,7 +342,9 @@ def _write_ledger(connection: Connection, watch_id: int, batch: WatchBatch, ledg
     lacks = tuple(clean_text(one, 500) for one in ledger.lacks[:_MOST_LACKS])
     ledger = msgspec.structs.replace(ledger, run=batch.run, lacks=lacks)
     values = {
-        "incarnation": batch.incarnation, "unix_ns": batch.unix_ns,
+        "incarnation": batch.incarnation,
+        # A clock that was ahead once must not keep out the ledgers of the next hour.
+        "unix_ns": min(batch.unix_ns, now_ns),
         "lowest_rank": min(ledger.incarnations[-1].ranks),
         "ledger": msgspec.json.encode(ledger),
     }  # fmt: skip
@@ -532,7 +576,8 @@ def _roll_up(connection: Connection, watch_id: int) -> None:
 
 _OF_STARTS = [
     table for table in METADATA.tables.values()
-    if {"watch_id", "incarnation"} <= {*table.c.keys()} and table is not WATCH_HOSTS
+    if {"watch_id", "incarnation"} <= {*table.c.keys()}
+    and table not in (WATCH_HOSTS, WATCH_LEDGERS)
 ]  # fmt: skip
 """The tables with rows of single starts of a job."""
 
@@ -551,6 +596,28 @@ def forget_start(connection: Connection, watch_id: int, incarnation: int) -> boo
     for table in _OF_STARTS:
         own = (table.c.watch_id == watch_id, table.c.incarnation == incarnation)
         connection.execute(delete(table).where(*own))
+    for row in connection.execute(
+        select(WATCH_LEDGERS).where(WATCH_LEDGERS.c.watch_id == watch_id)
+    ).all():
+        known = ledger = None
+        with suppress(msgspec.MsgspecError, ValueError):
+            known = msgspec.json.decode(row.ledger, type=Ledger)
+            ledger = leave_out_start(known, incarnation)
+        key = {"watch_id": watch_id, "host": row.host}
+        if ledger is None or (ledger is known and row.incarnation == incarnation):
+            # Nothing is left of it, or it came in a start that it does not have, or cannot be read.
+            connection.execute(
+                delete(WATCH_LEDGERS).where(*(WATCH_LEDGERS.c[name] == key[name] for name in key))
+            )
+            continue
+        last = ledger.incarnations[-1]
+        is_own = row.incarnation == incarnation
+        values = {
+            "incarnation": last.incarnation if is_own else row.incarnation,
+            "unix_ns": row.unix_ns, "lowest_rank": min(last.ranks),
+            "ledger": msgspec.json.encode(ledger),
+        }  # fmt: skip
+        _write_row(connection, WATCH_LEDGERS, key, values)
     # Hosts stay with the start before: each is as it was with its next batch.
     hosts = update(WATCH_HOSTS).where(
         WATCH_HOSTS.c.watch_id == watch_id, WATCH_HOSTS.c.incarnation == incarnation

@@ -11,8 +11,10 @@ import gzip
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-from flask import Flask, Response, request
+if TYPE_CHECKING:
+    from flask import Flask, Response
 
 PLOTLY_PATH = "/_dash-component-suites/plotly/package_data/plotly.min.js"
 """Where Dash's charts ask for it."""
@@ -26,6 +28,9 @@ def read_plotly_script() -> str:
 def add_plotly_route(server: Flask) -> None:
     """Serves the script in place of the whole plotly.js; unpacked and hashed once, and not for each
     request."""
+
+    # The HTML export has the script without a server.
+    from flask import Response, request
 
     @server.get(PLOTLY_PATH)
     def send_plotly() -> Response:

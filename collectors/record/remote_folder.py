@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from stepsplit.collectors.formats.file_names import is_recorded_name
-from stepsplit.collectors.formats.rank_record import read_record
+from stepsplit.collectors.formats.rank_record import RankRecord, read_record
 from stepsplit.collectors.formats.run_spec import RUN_FILE, from_json
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.job.launcher import Identity
@@ -333,17 +333,42 @@ def _run_within(limit_s: float, call: Callable[[], _Result]) -> _Result:
 def _find_ranks(folder: Path, identity: Identity) -> Set[int]:
     """The ranks whose files the process that a launcher started as `identity` is to copy: itself,
     or those of its host, where it is no rank but starts them, as torchrun does in a task of srun
-    for each host."""
-    records = []
+    for each host. Ranks that were killed have files without a record."""
+    known: dict[int, RankRecord] = {}
+    there: set[int] = set()
     for path in folder.iterdir():
+        if is_recorded_name(path.name) and path.name != RUN_FILE:
+            there.add(_parse_rank(path.name))
         if _RECORD.fullmatch(path.name):
             with suppress(OSError, ValueError):
-                records.append(read_record(read_regular(path)))
-    # With one rank on each host the sizes are equal, and the numbers too but for torchrun's choice.
-    if all(record.world_size == identity.world_size for record in records):
+                record = read_record(read_regular(path))
+                known[record.rank.rank] = record
+    host, tasks = socket.gethostname(), identity.world_size
+    world_size = max((record.world_size for record in known.values()), default=0)
+    of_itself = known.get(identity.rank)
+    # With one rank on each host the sizes are equal, and torchrun may number the hosts otherwise
+    # than srun.
+    is_for_host = (
+        any(record.world_size != tasks for record in known.values())
+        or max(there, default=0) >= tasks
+        or identity.local_world_size == 1 < tasks
+        or (of_itself is not None and of_itself.rank.host != host)
+    )
+    if not is_for_host:
         return {identity.rank}
-    host = socket.gethostname()
-    return {record.rank.rank for record in records if record.rank.host == host}
+    if not known:
+        # On a disk that the hosts share, each with one rank, the files of all ranks are there.
+        is_shared = there == set(range(tasks))
+        return {identity.rank} if is_shared else there
+    of_host = [record.rank for record in known.values() if record.rank.host == host]
+    # A host has ranks with successive numbers. Others may be of hosts that have not ended yet.
+    count = -(-world_size // tasks)
+    first = min((one.rank - one.local_rank for one in of_host), default=identity.rank * count)
+    killed = (there - known.keys()) & set(range(first, first + count))
+    ranks = killed | {one.rank for one in of_host}
+    if there and not ranks:
+        warn(f"no rank of this host is in {folder}: none is copied from here")
+    return ranks
 
 
 def _is_of(path: Path, identity: Identity | None, ranks: Set[int]) -> bool:
@@ -354,8 +379,13 @@ def _is_of(path: Path, identity: Identity | None, ranks: Set[int]) -> bool:
     if path.name == RUN_FILE:
         return 0 in ranks
     if is_recorded_name(path.name):
-        return int(path.name.removeprefix("rank").partition("_")[0]) in ranks
+        return _parse_rank(path.name) in ranks
     return identity.local_rank == 0
+
+
+def _parse_rank(name: str) -> int:
+    """The rank in the name of its file."""
+    return int(name.removeprefix("rank").partition("_")[0])
 
 
 def _read_processes(name: str, content: bytes) -> _Processes:

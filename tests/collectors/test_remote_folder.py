@@ -332,6 +332,70 @@ def test_torchrun_in_a_task_for_each_host_copies_all_ranks_of_the_host(
     assert files.find(f"{URL}-2") == []
 
 
+Part = tuple[int, str, bool]
+"""A rank of which files are on the disk of host0: its number, its host, and whether it was killed
+and so left a dump alone."""
+
+
+@pytest.mark.parametrize(
+    ("environment", "size", "parts", "expected", "said"),
+    [
+        pytest.param({"SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"}, 2,
+                     [(1, "host0", False)], {1}, False, id="numbered otherwise by torchrun"),
+        pytest.param({"SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"}, 2,
+                     [(0, "host1", False), (1, "host0", False)], {1}, False,
+                     id="numbered otherwise, on a shared disk"),
+        pytest.param({"SLURM_PROCID": "1", "SLURM_TASKS_PER_NODE": "1(x2)"}, 8,
+                     [(rank, "host0", True) for rank in (4, 5, 6, 7)], {4, 5, 6, 7}, False,
+                     id="all ranks of the host were killed"),
+        pytest.param({"SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "1(x4)"}, 8,
+                     [(0, "host0", True), (1, "host0", True)], {0, 1}, False,
+                     id="all ranks of the first host were killed"),
+        pytest.param({"SLURM_PROCID": "1", "SLURM_TASKS_PER_NODE": "1(x2)"}, 2,
+                     [(0, "host1", True), (1, "host0", True)], {1}, False,
+                     id="both were killed, on a shared disk"),
+        pytest.param({"SLURM_PROCID": "0"}, 4,
+                     [(0, "host0", False), (1, "host0", True), (2, "host1", True)], {0, 1}, False,
+                     id="one was killed, and another host has not ended"),
+        pytest.param({"SLURM_PROCID": "0"}, 4, [(2, "host1", False), (3, "host1", False)],
+                     set(), True, id="none is of this host"),
+        pytest.param({"RANK": "0", "LOCAL_RANK": "0"}, 2,
+                     [(0, "host0", True), (1, "host0", False)], {0}, False,
+                     id="a rank that was killed copies its own"),
+    ],
+)  # fmt: skip
+def test_a_host_copies_the_ranks_that_are_its_own(
+    environment: Mapping[str, str], size: int, parts: Sequence[Part], expected: set[int],
+    said: bool, files: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Whatever the launcher has numbered, and whether or not the ranks have noted their end."""
+
+    def train(command: Sequence[str], plan: RecordPlan, nccl: object) -> int:
+        out = Path(plan.out)
+        out.mkdir(parents=True)
+        for rank, host, is_killed in parts:
+            if is_killed:
+                (out / f"rank{rank}_flight.json.gz").write_bytes(b"f")
+            else:
+                info = RankInfo(rank, rank % max(1, size // 2), host, 100 + rank, "cpu")
+                write_record(out, RankRecord(plan.name, info, size, "gloo"))
+        return 0
+
+    monkeypatch.setattr(collectors, "record", train)
+    monkeypatch.setattr("socket.gethostname", lambda: "host0")
+    tasks = re.search(r"x(\d)", environment.get("SLURM_TASKS_PER_NODE", ""))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE" if "RANK" in environment else "SLURM_NTASKS",
+                       tasks[1] if tasks else "2")  # fmt: skip
+
+    assert run_record("--out", URL) == 0
+
+    ranks = {int(re.findall(r"/rank(\d)_", path)[0]) for path in files.find(URL)}
+    assert ranks == expected
+    assert ("no rank of this host is in" in capsys.readouterr().err) == said
+
+
 def run_host(
     rank: int, pids: Mapping[int, int], monkeypatch: pytest.MonkeyPatch,
     meanwhile: Callable[[], object] = lambda: None,

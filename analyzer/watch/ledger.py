@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -26,12 +26,7 @@ from stepsplit.analyzer.report.ledger import (
     LedgerRow,
     sum_rows,
 )
-from stepsplit.analyzer.watch.span_logs import (
-    LoggedSpan,
-    build_logged_job,
-    list_marks,
-    read_span_logs,
-)
+from stepsplit.analyzer.watch.span_logs import build_logged_job, list_marks, read_span_logs
 from stepsplit.collectors.formats.file_names import list_note_files
 from stepsplit.collectors.formats.watch_notes import (
     LEFT,
@@ -87,51 +82,100 @@ def read_ledger(place: str | Path) -> Ledger:
             if isinstance(one, RankStarted)
         }
         logs = read_span_logs(folder, is_watch=bool(starts))
-        if starts:
-            _add_marks(notes, [one for spans in logs.spans.values() for one in spans])
         found = {key: beat for key in starts if (beat := read_beat(folder, *key)) is not None}
         launches, lost_launches = read_launches(folder)
         lost += lost_launches
     except OSError as error:
         place = error.filename or folder
         raise DataError(place, f"cannot be read: {error.strerror}", "check the folder") from None
-    lacks = []
-    if not starts and any(logs.spans.values()):
+    lacks: list[str] = []
+    is_step_lost = False
+    if starts:
+        spans = [one for own in logs.spans.values() for one in own]
+        lacks += _add_marks(notes, list_marks(spans), found, launches)
+    elif any(logs.spans.values()):
         # A job that was not watched, but has logged its steps.
         job = build_logged_job(logs)
+        # That of a watch goes to a dashboard, whose goodput is the share of the row train.
+        is_step_lost = not notes and (logs.has_lost or bool(job.without_steps))
         notes, found = {**job.notes}, job.beats
+        if job.without_steps:
+            lacks.append(
+                f"no numbered step of {_list_ranks(job.without_steps)} is logged, so that goodput"
+                " is not known (Megatron logs steps with the span group `step`)"
+            )
+        if is_step_lost:
+            lacks.append("steps may be in all time that is not marked, which goodput counts here")
         lacks.append(
             "what was before the first line of the span logs, and after the last one, is not logged"
         )
-    elif not starts:
+    elif logs.spans:
+        why = "; ".join(logs.lacks[:3]) or "none is of a trainer"
+        problem = f"no span of its span logs can be used ({why})"
+        raise DataError(folder, problem, "log the steps of the training, or name another folder")
+    else:
         hint = "name the folder of a `stepsplit watch` whose job has done some steps"
         raise DataError(folder, "a watch in which no rank has noted its start", hint)
     if lost:
         lacks.append(f"{lost} lines of notes are torn, lost or of another version")
-    return build_ledger(folder.resolve().name, notes, found, launches, [*lacks, *logs.lacks])
+    ledger = build_ledger(folder.resolve().name, notes, found, launches, [*lacks, *logs.lacks])
+    if not is_step_lost or not ledger.wall_ns:
+        return ledger
+    # Steps may be in all time that is not marked: only with it goodput is the most that it can be.
+    most_ns = sum(row.ns for row in ledger.rows if row.kind in _UNMARKED)
+    return msgspec.structs.replace(ledger, goodput=most_ns / ledger.wall_ns)
 
 
-def _add_marks(notes: dict[int, Sequence[Note]], spans: Sequence[LoggedSpan]) -> None:
-    """Adds what span logs have marked to the notes of each rank, after the start that it is of."""
-    marks: dict[int, list[RankSpan]] = defaultdict(list)
-    for mark in list_marks(spans):
-        marks[mark.rank].append(mark)
-    for rank, own in marks.items():
-        # Notes of a start follow it, whatever their order among themselves.
-        ordered: list[Note] = []
-        known = notes.get(rank, ())
-        starts = [note for note in known if isinstance(note, RankStarted)]
-        begins = [note.process_unix_ns or note.unix_ns for note in starts]
-        extents = iter(pairwise([*begins, _MOST_NS]))
-        for note in known:
-            ordered.append(note)
-            if isinstance(note, RankStarted):
-                # By their begin, in which order they are.
-                first, end = (bisect_left(own, at, key=_get_begin) for at in next(extents))
-                ordered += own[first:end]
-                # Of one start, also where a clock was set back.
-                del own[first:end]
+_UNMARKED = ("train", "startup", "stall", "restart_gap", "shutdown", "unknown")
+
+
+def _add_marks(
+    notes: dict[int, Sequence[Note]],
+    marks: Sequence[RankSpan],
+    beats: Mapping[tuple[int, int], Beat],
+    launches: Sequence[Launch],
+) -> Iterator[str]:
+    """Adds what span logs have marked to the notes of each rank, after the start that it is of;
+    says which marks are of none, such as those of a later job that logs to the same folder."""
+    by_rank: dict[int, list[RankSpan]] = defaultdict(list)
+    for mark in marks:
+        by_rank[mark.rank].append(mark)
+    left: list[RankSpan] = []
+    for rank, own in by_rank.items():
+        known = list(notes.get(rank, ()))
+        places = [place for place, note in enumerate(known) if isinstance(note, RankStarted)]
+        ordered: list[Note] = known[: places[0]] if places else known
+        for place, following in zip(places, [*places[1:], len(known)], strict=True):
+            (life,) = _split_lives(known[place:following])
+            life.beat = beats.get((rank, life.started.incarnation))
+            until = _MOST_NS
+            if following < len(known):
+                later = known[following]
+                assert isinstance(later, RankStarted)
+                until = later.process_unix_ns or later.unix_ns
+            if life.ended is not None:
+                until = min(until, life.ended.unix_ns)
+            else:
+                exits = [one.end_unix_ns for one in launches if one.host == life.started.host
+                         and one.unix_ns <= life.started.unix_ns]  # fmt: skip
+                last = max([life.last_unix_ns, *(one for one in exits if one is not None)])
+                # Its last mark may have begun after its last word.
+                until = min(until, last + _ODD_NS)
+            # By their begin, in which order they are.
+            extent = (life.begin_unix_ns, until)
+            first, end = (bisect_left(own, at, key=_get_begin) for at in extent)
+            # Notes of a start follow it, whatever their order among themselves.
+            ordered += [known[place], *own[first:end], *known[place + 1 : following]]
+            # Of one start, also where a clock was set back.
+            del own[first:end]
         notes[rank] = ordered
+        left += own
+    if left:
+        earliest = min(left, key=_get_begin)
+        yield (
+            f"{len(left):,} marks of span logs are left out, the first one a {earliest.mark} of"
+            f" rank {earliest.rank}: when they began, no process of the watch was there"
+        )
 
 
 def _get_begin(span: RankSpan) -> int:
@@ -301,7 +345,7 @@ class _Life:
     def last_step(self) -> int | None:
         known = [one.last_step for one in self.windows[-1:]]
         known += [self.beat.step] if self.beat else []
-        known += [self.ended.step - 1] if self.ended else []
+        known += [self.ended.step - 1] if self.ended and self.ended.step else []
         return max(known, default=None)
 
 
@@ -485,8 +529,9 @@ class _RankTime:
             self.take(started.process_unix_ns, "launcher" if is_first else "unknown")
             if started.torch_unix_ns:
                 self.take(started.torch_unix_ns, "imports")
-            self.take(started.first_step_unix_ns or started.unix_ns, "startup")
-            self.counts["startup"] += 1
+            until = started.first_step_unix_ns or started.unix_ns
+            self.counts["startup"] += until > started.process_unix_ns
+            self.take(until, "startup")
         number = life.first_step + 1 if started.first_step_unix_ns else None
         usual_ns = max(0, life.windows[0].median_step_ns) if life.windows else 0
         for window in life.windows:
@@ -513,6 +558,8 @@ class _RankTime:
         if ended is not None or is_ended:
             # Without a beat, steps after the last window cannot be separated from the end.
             is_known = beat is not None or last is None or number is None or last < number
+            # Of a process that has logged no step, it is not known when its end began.
+            is_known = is_known and (ended is None or ended.step > 0)
             kind: str = "shutdown" if is_known else "unknown"
             self.take(self._end if is_ended else life.last_unix_ns, kind)
             return

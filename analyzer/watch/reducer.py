@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, field
 
-from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_error, write
+from stepsplit.analyzer.errors import UsageError, make_write_error, write
 from stepsplit.analyzer.report.ledger import Ledger, ledger_to_json
 from stepsplit.analyzer.watch.ledger import read_ledger
 from stepsplit.analyzer.watch.levels import (
@@ -302,8 +302,8 @@ class Reducer(Outbox):
         """The ledger of the folder if it is another one than before."""
         begin_s = time.monotonic()
         ledger: Ledger | None = None
-        # Whatever is wrong with the folder, `stepsplit analyze` says it.
-        with suppress(StepsplitError):
+        # Whatever is wrong with the folder, `stepsplit analyze` says it, and batches go on.
+        with suppress(Exception):
             ledger = read_ledger(self._folder.path)
         took_s = time.monotonic() - begin_s
         self._ledger_due_s = begin_s + max(LEDGER_S, took_s / LEDGER_SHARE)

@@ -6,6 +6,7 @@ of a job. A log lies in the folder of a watch, or is all that is known of a job 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from typing import IO, Any
 import msgspec
 
 from stepsplit.analyzer.readers.file_kinds import FileRole
+from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
 from stepsplit.analyzer.readers.recording_files import open_recording
 from stepsplit.collectors.formats.watch_notes import (
     LONG_STEP,
@@ -32,6 +34,9 @@ from stepsplit.collectors.formats.watch_notes import (
 )
 from stepsplit.collectors.safe_io.regular_file import open_regular
 from stepsplit.collectors.safe_io.safe_text import escape_controls
+
+_REFUSALS = (*UNDECODABLE, ValueError, TypeError, OverflowError)
+"""Of a line that is torn, of another format, or too deep to be read."""
 
 STEP, END = "step", "end"
 """What a span is besides a mark of the ledger: a training step, and the end of the process."""
@@ -57,13 +62,13 @@ class SpanSource:
     """A framework that logs spans.
 
     name: as it is displayed. is_line: whether its lines begin so. read_line: the spans of a line;
-    raises one of _NOT_OF_IT if it is none of its lines. kinds:
-    what each span is.
+    raises one of _REFUSALS if it is none of its lines, and gives None for a span that has no time
+    or number of this world. kinds: what each span is.
     """
 
     name: str
     is_line: Callable[[bytes], bool]
-    read_line: Callable[[bytes, Mapping[str, str]], Iterable[LoggedSpan]]
+    read_line: Callable[[bytes, Mapping[str, str]], Iterable[LoggedSpan | None]]
     kinds: Mapping[str, str]
 
 
@@ -135,7 +140,7 @@ class _OtlpSpan(msgspec.Struct):
 
 
 class _OtlpScope(msgspec.Struct):
-    spans: list[_OtlpSpan] = []
+    spans: list[msgspec.Raw] = []
 
 
 class _OtlpResource(msgspec.Struct):
@@ -153,6 +158,7 @@ class _OtlpLine(msgspec.Struct, rename="camel"):
 
 _SDK_SPAN = msgspec.json.Decoder(_SdkSpan)
 _OTLP_LINE = msgspec.json.Decoder(_OtlpLine)
+_OTLP_SPAN = msgspec.json.Decoder(_OtlpSpan)
 _OTLP_HEAD = b'{"resourceSpans"'
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -170,12 +176,18 @@ def _read_sdk_line(line: bytes, kinds: Mapping[str, str]) -> Iterator[LoggedSpan
     )
 
 
-def _read_otlp_line(line: bytes, kinds: Mapping[str, str]) -> Iterator[LoggedSpan]:
+def _read_otlp_line(line: bytes, kinds: Mapping[str, str]) -> Iterator[LoggedSpan | None]:
     for part in _OTLP_LINE.decode(line).resource_spans:
         resource = _collect(part.resource.attributes)
-        for span in (span for scope in part.scope_spans for span in scope.spans):
-            own = _collect(span.attributes)
-            yield from _name_span(span.name, int(span.start), int(span.end), own, resource, kinds)
+        for raw in (raw for scope in part.scope_spans for raw in scope.spans):
+            # One odd span must not take the hundreds with it that are in its line.
+            try:
+                span = _OTLP_SPAN.decode(raw)
+                own = _collect(span.attributes)
+                times = int(span.start), int(span.end)
+                yield from _name_span(span.name, *times, own, resource, kinds)
+            except _REFUSALS:
+                yield None
 
 
 def _collect(attributes: Sequence[_OtlpAttribute]) -> dict[str, Any]:
@@ -258,9 +270,6 @@ MAX_SPANS = 1_000_000
 _MOST_LONG_BYTES = 256 << 20
 """Of the longer lines of a file. What comes after more, as in a sparse file, is not looked for."""
 
-_NOT_OF_IT = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-"""What a line raises that is torn, damaged, nested too deep or of another format."""
-
 _HEAD_BYTES = 4096
 _FOLDERS = ("", "structured_logs")
 _MOST_NS = 1 << 62
@@ -268,10 +277,14 @@ _MOST_NS = 1 << 62
 
 @dataclass(slots=True)
 class SpanLogs:
-    """The spans of all logs of a folder, by file, and what is to be said of its files."""
+    """The spans of all logs of a folder, by file, and what is to be said of its files.
+
+    has_lost: whether lines or spans are left out, which may have been steps.
+    """
 
     spans: dict[str, list[LoggedSpan]] = field(default_factory=dict)
     lacks: list[str] = field(default_factory=list)
+    has_lost: bool = False
 
 
 def list_span_logs(folder: Path) -> list[Path]:
@@ -314,7 +327,8 @@ def describe_ledger_beside(place: str | Path) -> str:
 def read_span_logs(folder: Path, is_watch: bool = False) -> SpanLogs:
     """Reads the span logs of a folder; a file that is none, or cannot be read, is a lack.
 
-    is_watch: whether it is the folder of a watch, in which other files may lie too.
+    is_watch: whether it is the folder of a watch, in which other files may lie too, and of whose
+    job the marks alone are wanted.
     """
     logs, number = SpanLogs(), 0
     for path in list_span_logs(folder):
@@ -326,37 +340,42 @@ def read_span_logs(folder: Path, is_watch: bool = False) -> SpanLogs:
             continue
         spans: list[LoggedSpan] = []
         # Of what is neither a step nor a mark, only the first and the last time count.
-        others: dict[tuple[int, int], LoggedSpan] = {}
+        others: dict[tuple[int, str, int], LoggedSpan] = {}
         lost = 0
         try:
             with open_regular(path) as raw, BufferedReader(raw, 1 << 20) as file:
                 for line in _list_lines(file):
                     if line is None:
                         logs.lacks.append(f"{name}: what follows lines without an end is left out")
+                        logs.has_lost = True
                         break
-                    new: list[LoggedSpan] = []
+                    new: list[LoggedSpan | None] = []
                     try:
                         new += source.read_line(line, source.kinds)
-                        is_lost = not all(map(_is_sane, new))
-                    except _NOT_OF_IT:
-                        is_lost = True
-                    lost += is_lost
-                    for one in () if is_lost else new:
-                        if one.kind:
+                    except _REFUSALS:
+                        new = [None]
+                    for one in new:
+                        if one is None or not _is_sane(one):
+                            lost += 1
+                        elif is_watch:
+                            spans += [one] * _is_mark(one)
+                        elif one.kind:
                             spans.append(one)
-                            continue
-                        known = others.setdefault((one.rank, one.pid), one)
-                        begin = min(known.begin_unix_ns, one.begin_unix_ns)
-                        end = max(known.end_unix_ns, one.end_unix_ns)
-                        whole = replace(known, begin_unix_ns=begin, end_unix_ns=end)
-                        others[one.rank, one.pid] = whole
+                        else:
+                            key = one.rank, one.host, one.pid
+                            known = others.setdefault(key, one)
+                            begin = min(known.begin_unix_ns, one.begin_unix_ns)
+                            end = max(known.end_unix_ns, one.end_unix_ns)
+                            others[key] = replace(known, begin_unix_ns=begin, end_unix_ns=end)
                     if number + len(spans) > MAX_SPANS:
                         logs.lacks.append(f"{name}: what follows {MAX_SPANS:,} spans is left out")
+                        logs.has_lost = True
                         break
         except OSError as error:
             logs.lacks.append(f"{name} is left out: {error.strerror}")
         if lost:
-            logs.lacks.append(f"{name}: {lost:,} lines are torn or of another format")
+            logs.lacks.append(f"{name}: {lost:,} lines or spans are torn or of another format")
+            logs.has_lost = True
         logs.spans[name] = [*spans, *others.values()]
         number += len(spans)
     return logs
@@ -394,10 +413,16 @@ def _list_lines(file: IO[bytes]) -> Iterator[bytes | None]:
 def _is_sane(span: LoggedSpan) -> bool:
     begin, end, step = span.begin_unix_ns, span.end_unix_ns, span.step or 0
     is_time = 0 < begin <= end < _MOST_NS
-    return is_time and 0 <= span.rank < 1 << 20 and -1 <= step < _MOST_STEPS
+    is_place = 0 <= span.rank < _MOST_RANKS and 0 <= span.world_size <= _MOST_RANKS
+    return is_time and is_place and -1 <= step < _MOST_STEPS and 0 <= span.pid < 1 << 32
 
 
-_MOST_STEPS = 1 << 53
+_MOST_STEPS, _MOST_RANKS = 1 << 53, 1 << 20
+
+
+def _is_mark(span: LoggedSpan) -> bool:
+    """Whether the span is a mark of the ledger."""
+    return span.kind not in ("", STEP, END)
 
 
 # To notes, as ranks of a watch would have written them.
@@ -405,29 +430,32 @@ _MOST_STEPS = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class LoggedJob:
-    """The notes of a job of which there are span logs alone, and its newest steps by (rank,
-    start)."""
+    """The notes of a job of which there are span logs alone, its newest steps by (rank, start), and
+    the ranks of which a process has logged no numbered step."""
 
     notes: dict[int, list[Note]]
     beats: dict[tuple[int, int], Beat]
+    without_steps: tuple[int, ...]
 
 
 def build_logged_job(logs: SpanLogs) -> LoggedJob:
     """The notes of a job by its span logs: a file of torchtitan's is a process, and if a file has
     several ranks or starts, their ranks and pids differ.
 
-    A start of the job begins when a rank begins that is there already.
+    A start of the job begins when a rank begins that is there already, or goes back to a step
+    before: in a container every process may have the pid 1.
     """
-    processes: dict[tuple[str, int, int], list[LoggedSpan]] = defaultdict(list)
+    processes: dict[tuple[str, int, str, int], list[LoggedSpan]] = defaultdict(list)
     for name, spans in logs.spans.items():
         for span in spans:
-            processes[name, span.rank, span.pid].append(span)
-    ordered = sorted(processes.values(), key=lambda own: min(one.begin_unix_ns for one in own))
+            processes[name, span.rank, span.host, span.pid].append(span)
+    ordered = [life for own in processes.values() for life in _split_at_restarts(own)]
+    ordered.sort(key=lambda own: min(one.begin_unix_ns for one in own))
     notes: dict[int, list[Note]] = defaultdict(list)
     beats: dict[tuple[int, int], Beat] = {}
     stated = max((one.world_size for own in ordered for one in own), default=0)
     world_size = max([stated, *(own[0].rank + 1 for own in ordered)])
-    number, present = 0, set[int]()
+    number, present, without_steps = 0, set[int](), set[int]()
     for own in ordered:
         rank = own[0].rank
         if rank in present:
@@ -437,6 +465,9 @@ def build_logged_job(logs: SpanLogs) -> LoggedJob:
         begin = min(one.begin_unix_ns for one in own)
         last = max(one.end_unix_ns for one in own)
         first = steps[0] if steps else None
+        if first is None:
+            # When its start-up ended is not known: all that is not marked is unknown.
+            without_steps.add(rank)
         notes[rank].append(
             RankStarted(
                 rank,
@@ -445,7 +476,7 @@ def build_logged_job(logs: SpanLogs) -> LoggedJob:
                 own[0].pid,
                 number,
                 0.0,
-                first.end_unix_ns if first else last,
+                first.end_unix_ns if first else begin,
                 begin,
                 first_step_unix_ns=first.end_unix_ns if first else 0,
                 steps_before=first.step if first else None,
@@ -458,7 +489,42 @@ def build_logged_job(logs: SpanLogs) -> LoggedJob:
             beats[rank, number] = Beat(newest.step or 0, newest.end_unix_ns, last)
         if any(one.kind == END for one in own):
             notes[rank].append(RankEnded(rank, (steps[-1].step or 0) + 1 if steps else 0, last))
-    return LoggedJob(dict(notes), beats)
+    return LoggedJob(dict(notes), beats, tuple(sorted(without_steps)))
+
+
+def _split_at_restarts(spans: Sequence[LoggedSpan]) -> Iterator[list[LoggedSpan]]:
+    """The spans of a process, by its starts: one begins with a step that comes after another one
+    with a higher number, or with what is loaded before it."""
+    cuts: list[int] = []
+    begins = sorted(one.begin_unix_ns for one in spans if one.kind in _BEFORE_STEPS)
+    newest: LoggedSpan | None = None
+    for one in sorted(spans, key=lambda one: one.end_unix_ns):
+        if one.kind != STEP or one.step is None or one.step < 0:
+            continue
+        # Steps that overlap are parts of one step, which may be numbered otherwise.
+        if newest and one.step < (newest.step or 0) and one.begin_unix_ns >= newest.end_unix_ns:
+            place = bisect_left(begins, newest.end_unix_ns)
+            cuts.append(min([one.begin_unix_ns, *begins[place : place + 1]]))
+            newest = None
+        if newest is None or one.step > (newest.step or 0):
+            newest = one
+    if not cuts:
+        yield list(spans)
+        return
+    lives: list[list[LoggedSpan]] = [[] for _ in range(len(cuts) + 1)]
+    for one in spans:
+        if not one.kind:
+            # Of these only the first and the last time are known.
+            lives[0].append(replace(one, end_unix_ns=one.begin_unix_ns))
+            lives[-1].append(replace(one, begin_unix_ns=one.end_unix_ns))
+            continue
+        place = bisect_left(cuts, one.end_unix_ns)
+        begin = max([one.begin_unix_ns, *cuts[place - 1 : place]]) if place else one.begin_unix_ns
+        lives[place].append(replace(one, begin_unix_ns=begin))
+    yield from lives
+
+
+_BEFORE_STEPS = ("imports", "process_group", "load")
 
 
 def list_marks(spans: Iterable[LoggedSpan]) -> list[RankSpan]:
@@ -466,7 +532,7 @@ def list_marks(spans: Iterable[LoggedSpan]) -> list[RankSpan]:
     return [
         RankSpan(one.rank, one.kind, one.begin_unix_ns, one.end_unix_ns)
         for one in sorted(spans, key=lambda one: one.begin_unix_ns)
-        if one.kind not in ("", STEP, END)
+        if _is_mark(one)
     ]
 
 
@@ -482,15 +548,31 @@ def _order_steps(spans: Iterable[LoggedSpan]) -> list[LoggedSpan]:
 
 def _build_windows(steps: Sequence[LoggedSpan]) -> Iterator[RankWindow]:
     """Windows of the steps after the first one. A step lasts from the end of the one before, as of
-    a watch: what a loop does between its steps is part of them."""
-    timed = [(two.step or 0, one.end_unix_ns, two.end_unix_ns) for one, two in pairwise(steps)]
-    for at in range(0, len(timed), WINDOW_STEPS):
-        own = timed[at : at + WINDOW_STEPS]
-        times = [end - begin for _, begin, end in own]
-        usual = int(median(times))
-        yield RankWindow(
-            steps[0].rank, own[0][0], own[-1][0], own[0][1], own[-1][2], len(own),
-            min(times), usual, max(times), 0,
-            tuple((step, end, end - begin) for step, begin, end in own
-                  if end - begin > LONG_STEP * usual),
-        )  # fmt: skip
+    a watch: what a loop does between its steps is part of them. Steps whose lines are lost are a
+    window with the next one, in which each has the same time."""
+    timed: list[tuple[int, int, int]] = []
+    for one, two in pairwise(steps):
+        first, last = (one.step or 0) + 1, two.step or 0
+        if first == last:
+            timed.append((last, one.end_unix_ns, two.end_unix_ns))
+        if timed and (first < last or len(timed) == WINDOW_STEPS):
+            yield _build_window(two.rank, timed)
+            timed = []
+        if first < last:
+            number, begin, end = last - first + 1, one.end_unix_ns, two.end_unix_ns
+            each = (end - begin) // number
+            yield RankWindow(two.rank, first, last, begin, end, number, each, each, each, 0, ())
+    if timed:
+        yield _build_window(steps[0].rank, timed)
+
+
+def _build_window(rank: int, timed: Sequence[tuple[int, int, int]]) -> RankWindow:
+    """The window of successive steps, each with its number, begin and end."""
+    times = [end - begin for _, begin, end in timed]
+    usual = int(median(times))
+    return RankWindow(
+        rank, timed[0][0], timed[-1][0], timed[0][1], timed[-1][2], len(timed),
+        min(times), usual, max(times), 0,
+        tuple((step, end, end - begin) for step, begin, end in timed
+              if end - begin > LONG_STEP * usual),
+    )  # fmt: skip

@@ -553,3 +553,16 @@ def test_a_reducer_killed_at_any_time_loses_and_repeats_nothing(folder: WatchFol
     assert [each.first_step for batch in batches for each in batch.windows] == list(steps)
     assert len({batch.id for batch in batches}) == len(batches)
     assert json.loads(folder.state.read_text())["batches"] == len(batches)
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError])
+def test_a_ledger_that_fails_stops_no_batch(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("stepsplit.analyzer.watch.reducer.read_ledger", fail)
+    note(tmp_path, started(0), window(0, 1))
+    batch = Reducer(WatchFolder(tmp_path, "run", "h1")).collect(is_last=True)
+    assert batch is not None and len(batch.windows) == 1 and batch.ledger is None

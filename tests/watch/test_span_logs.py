@@ -214,22 +214,139 @@ def test_marks_beside_a_watch_are_of_the_start_in_which_they_lie(tmp_path: Path)
     assert ledger.lacks == ()
 
 
+def test_marks_of_a_later_job_are_not_of_a_watch_that_has_ended(tmp_path: Path) -> None:
+    """It logs to the same folder a day later."""
+    for name, ends in (("ended", [RankEnded(0, 21, T0 + 22 * S)]), ("lost", [])):
+        folder = tmp_path / name
+        start = RankStarted(0, 1, "h", 1, 0, 0.005, T0 + 2 * S, T0, T0 + S, T0 + 2 * S, 0)
+        window = RankWindow(0, 1, 20, T0 + 2 * S, T0 + 22 * S, 20, S, S, S, 0, ())
+        NoteFile(folder, 0).write([start, window, *ends])
+        alone = read_ledger(folder)
+        _write_titan(folder, [("checkpoint_save", 86_400, 86_410, 5)])
+        ledger = read_ledger(folder)
+        assert (ledger.wall_ns, ledger.rows) == (22 * S, alone.rows)
+        assert ledger.lacks == (
+            "1 marks of span logs are left out, the first one a checkpoint of rank 0: when they"
+            " began, no process of the watch was there",
+            *alone.lacks,
+        )
+
+
+def _otlp(name: str, begin: float, end: float, **attributes: Any) -> dict[str, Any]:
+    named = [{"key": key.replace("_", "."), "value": {"intValue": value}}
+             for key, value in attributes.items()]  # fmt: skip
+    times = {"startTimeUnixNano": T0 + int(begin * S), "endTimeUnixNano": T0 + int(end * S)}
+    return {"name": name, **times, "attributes": named}
+
+
+def _write_otlp(folder: Path, *spans: dict[str, Any], **resource: int) -> None:
+    named = [{"key": key, "value": {"intValue": value}} for key, value in resource.items()]
+    part = {"resource": {"attributes": named}, "scopeSpans": [{"spans": list(spans)}]}
+    text = json.dumps({"resourceSpans": [part]}, separators=(",", ":"))
+    (folder / "spans.jsonl").write_text(text + "\n")
+
+
+def _list_iterations(first: int, last: int, at: float) -> list[dict[str, Any]]:
+    """Iterations of 0.9 s each second."""
+    return [
+        _otlp("megatron.train.iteration", at + n, at + n + 0.9, megatron_iteration=first + n)
+        for n in range(last - first)
+    ]
+
+
+def test_without_numbered_steps_goodput_is_not_known(tmp_path: Path) -> None:
+    """As Megatron logs by default: marks, and the whole of the training."""
+    _write_otlp(
+        tmp_path,
+        _otlp("megatron.pretrain", 0, 100),
+        _otlp("megatron.checkpoint.save", 20, 30),
+    )
+    ledger = read_ledger(tmp_path)
+    assert _show(ledger) == {"checkpoint": (10.0, 1), "unknown": (90.0, 0)}
+    assert (ledger.goodput, ledger.is_goodput_bound) == (0.9, True)
+    assert ledger.lacks[0].startswith(
+        "no numbered step of rank 0 is logged, so that goodput is not"
+    )
+    (start,) = ledger.incarnations
+    assert (start.last_step, start.ending) == (None, "ended")
+
+
+def test_steps_whose_lines_are_lost_count_in_the_most_that_goodput_can_be(tmp_path: Path) -> None:
+    path = _write_titan(tmp_path, [("step", float(n), n + 1.0, n + 1) for n in range(100)])
+    lines = path.read_text().splitlines(keepends=True)
+    # Of 40 steps in the middle and 10 at the end.
+    path.write_text("".join([*lines[:80], *(["torn\n"] * 80), *lines[160:180], "torn\n"]))
+    ledger = read_ledger(tmp_path)
+    assert _show(ledger) == {"train": (89.0, 89), "startup": (1.0, 1)}
+    assert ledger.goodput == 1.0 and ledger.is_goodput_bound
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"name": "x", "startTimeUnixNano": "0", "endTimeUnixNano": "0"},
+        {**_otlp("x", 0, 1), "attributes": [{"key": "dl.iteration", "value": {"doubleValue": 9}}]},
+        {"name": "x"},
+        "no span",
+    ],
+)
+def test_an_odd_span_does_not_take_its_line_with_it(tmp_path: Path, odd: Any) -> None:
+    _write_otlp(tmp_path, *_list_iterations(0, 40, 0), odd)
+    path = tmp_path / "spans.jsonl"
+    path.write_text(path.read_text().replace('"doubleValue":9', '"doubleValue":1e999'))
+    ledger = read_ledger(tmp_path)
+    assert _show(ledger)["train"] == (39.0, 39)
+    assert "spans.jsonl: 1 lines or spans are torn or of another format" in ledger.lacks
+
+
+def test_a_refusal_says_why_no_span_can_be_used(tmp_path: Path) -> None:
+    for size in (10**30, 10**9, -5):
+        _write_otlp(tmp_path, *_list_iterations(0, 40, 0), **{"dl.world_size": size})
+        problem = r"no span of its span logs can be used \(spans.jsonl: 40 lines or spans are torn"
+        with pytest.raises(DataError, match=problem):
+            read_ledger(tmp_path)
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_start_with_the_same_pid_is_another_one(tmp_path: Path, load: bool) -> None:
+    """As in a container, in which each process has the pid 1."""
+    loads = [_otlp("megatron.checkpoint.load", 150, 155)] * load
+    others = [_otlp("megatron.checkpoint.save", 100, 104), _otlp("other", 0, 199.9)]
+    _write_otlp(
+        tmp_path, *_list_iterations(0, 100, 0), *_list_iterations(60, 100, 160), *loads, *others,
+        **{"process.pid": 1},
+    )  # fmt: skip
+    ledger = read_ledger(tmp_path)
+    rows = _show(ledger)
+    assert (rows["train"], rows["redone"]) == ((99.0, 99), (39.0, 39))
+    assert rows["restart_gap"] == (46.0 if load else 56.0, 1)
+    assert (rows["checkpoint"], "stall" in rows) == ((4.0, 1), False)
+    assert [(one.first_step, one.last_step) for one in ledger.incarnations] == [(0, 99), (60, 99)]
+
+
+def test_beside_a_watch_only_marks_are_kept(tmp_path: Path) -> None:
+    _write_titan(tmp_path, _list_first())
+    (spans,) = read_span_logs(tmp_path, is_watch=True).spans.values()
+    assert {one.kind for one in spans} == {"process_group", "load", "checkpoint", "evaluation"}
+
+
 def test_files_that_are_refused_are_one_line_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(span_logs, "MAX_LINE_BYTES", 1000)
     good = _write_titan(tmp_path, _list_first())
     whole = read_ledger(tmp_path)
     line = json.loads(good.read_text().splitlines()[-1])
     wrong = [
         {**line, "rank": "x"}, {**line, "rank": -1}, {**line, "rank": 10**30},
         {**line, "time_us": -5}, {**line, "time_us": 1e300}, {**line, "value": -1e9},
-        {**line, "value": 1e308}, {**line, "step": 1 << 62}, {**line, "message": "x" * 5000},
+        {**line, "value": 1e308}, {**line, "step": 1 << 62}, {**line, "message": "x" * 300_000},
         [1], "text", None,
     ]  # fmt: skip
     with good.open("a") as file:
         file.write("".join(json.dumps(one) + "\n" for one in wrong))
-        file.write('{"value": NaN}\n' + "[" * 900 + "\n" + '{"torn')
+        deep = '{"rank": 0, "time_us": 1, "log_type_name": "x", "z": ' + "[" * 200_000
+        monkeypatch.setattr(span_logs, "MAX_LINE_BYTES", len(deep) + 2)
+        file.write('{"value": NaN}\n' + "[" * 900 + "\n" + deep + "\n" + '{"torn')
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "odd\x1b[31m\n.jsonl").write_bytes(os.urandom(100))
@@ -237,8 +354,8 @@ def test_files_that_are_refused_are_one_line_each(
     ledger = read_ledger(tmp_path)
     assert ledger.rows == whole.rows
     refused = [lack for lack in ledger.lacks if lack not in whole.lacks]
-    assert len(refused) == 5
-    assert f"{good.name}: 14 lines are torn or of another format" in refused
+    assert len(refused) == 6
+    assert f"{good.name}: 15 lines or spans are torn or of another format" in refused
     assert all("\n" not in lack and "\x1b" not in lack for lack in refused)
 
 
@@ -249,7 +366,7 @@ def test_what_is_nested_too_deep_is_of_another_format(tmp_path: Path) -> None:
         file.write('{"rank": 0, "other": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     ledger = read_ledger(tmp_path)
     assert ledger.rows == whole.rows
-    assert f"{good.name}: 1 lines are torn or of another format" in ledger.lacks
+    assert f"{good.name}: 1 lines or spans are torn or of another format" in ledger.lacks
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import find_archive
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.headline import divide_parts
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import INCOMPLETE, Report, WarningRow
 from stepsplit.analyzer.report.rl_step import RlStep, RoleTime
 from stepsplit.analyzer.report.roles import (
     HeldRow,
@@ -192,7 +192,7 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
     a common process group are compared by the clocks of their hosts. known_lacks are said first.
     """
     stepping, lacks = _choose_step_role(roles)
-    lacks = [*known_lacks, *lacks]
+    lacks = [*known_lacks, *lacks, *_list_losses(roles)]
     edges, numbers = _find_edges(stepping)
     times: dict[tuple[str, int], list[RoleTime]] = {}
     waits: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * len(numbers))
@@ -280,6 +280,22 @@ def build_role_job(run: str, roles: Sequence[JobRole], known_lacks: Sequence[str
         path_links=path.links,
         spans=path.spans,
     )  # fmt: skip
+
+
+def _list_losses(roles: Sequence[JobRole]) -> list[str]:
+    """What the traces of each role lost, a sentence for each kind: it is shown as idle."""
+    losses = []
+    for role in roles:
+        by_code: dict[str, list[WarningRow]] = defaultdict(list)
+        for row in role.report.warnings:
+            if row.code in INCOMPLETE:
+                by_code[row.code].append(row)
+        for first, *others in by_code.values():
+            who = role.name if first.rank is None else f"{role.name}/{first.rank}"
+            more = f" (and {len(others)} more of the role)" if others else ""
+            text = f"what {who} did: {first.message}{more}; lost time may be shown as idle"
+            losses.append(text)
+    return losses
 
 
 def find_rl_step(split: RunSplit, report: Report) -> RlStep | None:

@@ -33,7 +33,6 @@ from stepsplit.analyzer.regression.mesh_alignment import align_meshes
 from stepsplit.analyzer.regression.metrics import (
     FEW_STEPS,
     GOODPUT_BOUND,
-    INCOMPLETE,
     METRICS,
     MIXED_STEPS,
     PHASE,
@@ -43,7 +42,7 @@ from stepsplit.analyzer.regression.metrics import (
     split_role,
 )
 from stepsplit.analyzer.regression.samples import BANDWIDTH, Sample, build_sample, expand_budgets
-from stepsplit.analyzer.report.report import JOB_MISMATCH
+from stepsplit.analyzer.report.report import INCOMPLETE, JOB_MISMATCH
 from stepsplit.analyzer.significance import Difference
 
 # Runs and budgets -> result.
@@ -71,7 +70,7 @@ def check_candidate(
         return _check_roles(candidate, baseline, budgets, across_setups)
     if named := next((one.metric for one in budgets if split_role(one.metric)[0]), None):
         raise UsageError(f"budget {named}: of a role, and these runs have none; name runs of roles")
-    mesh_difference = _describe_difference("mesh", [*baseline, *candidate], "unknown")
+    mesh_difference = _describe_difference("mesh", _name_sides(baseline, candidate), "unknown")
     baseline, candidate = align_meshes(baseline, candidate)
     warnings = check_setups(baseline, candidate, across_setups)
     # The candidates whose job.toml describes another job, if a budget asks for the model.
@@ -129,14 +128,15 @@ def _check_roles(
     # An example of a run for each set of roles.
     sides = {
         ", ".join(one.role for one in run.roles) or "none": run.name
-        for run in (*baseline, *candidate)
+        for run in _name_sides(baseline, candidate)
     }
     if len(sides) > 1:
         named = "; ".join(f"{roles} in {name}" for roles, name in sides.items())
         raise UsageError(f"runs are not comparable: their roles are {named}")
     known = [one.role for one in candidate[0].roles]
     by_role: dict[str, list[Budget]] = {"": [], **{role: [] for role in known}}
-    for budget in budgets:
+    # The budget of one role goes before one of all, wherever it is named.
+    for budget in sorted(budgets, key=lambda one: bool(split_role(one.metric)[0])):
         role, metric = split_role(budget.metric)
         own = dataclasses.replace(budget, metric=metric)
         if role and role not in by_role:
@@ -147,6 +147,11 @@ def _check_roles(
         for one in (role,) if role or is_of_whole else known:
             by_role[one].append(own)
     parts: dict[str, CheckResult] = {}
+    warnings: list[str] = []
+
+    def name(role: str, text: str, joint: str) -> str:
+        return f"{role}{joint}{text}" if role else text
+
     for role, own_budgets in by_role.items():
         own_baseline, own_candidate = (
             [
@@ -159,10 +164,14 @@ def _check_roles(
         )
         if own_budgets:
             last = keep_last(own_budgets)
-            parts[role] = check_candidate(own_candidate, own_baseline, last, across_setups)
-
-    def name(role: str, text: str, joint: str) -> str:
-        return f"{role}{joint}{text}" if role else text
+            part = check_candidate(own_candidate, own_baseline, last, across_setups)
+            parts[role] = part
+            warnings += (name(role, text, ": ") for text in part.warnings)
+        elif role:
+            # The step of a job of one rollout and two trainers is not that of two and one.
+            aligned = align_meshes(own_baseline, own_candidate)
+            found = _compare_settings(*aligned, across_setups)
+            warnings += (name(role, text, ": ") for text in found)
 
     answers = {one.answer for one in parts.values()}
     return CheckResult(
@@ -189,9 +198,7 @@ def _check_roles(
             for role, part in parts.items()
             for row in part.others
         ),
-        warnings=tuple(
-            name(role, text, ": ") for role, part in parts.items() for text in part.warnings
-        ),
+        warnings=tuple(warnings),
         low_confidence=any(part.low_confidence for part in parts.values()),
     )
 
@@ -558,7 +565,13 @@ def check_setups(
                 both = f"{names[run.values]} and {run.name}"
                 raise UsageError(f"{both} are the same recording; pass each run once per side")
             names[run.values] = run.name
-    runs = [*baseline, *candidate]
+    return _compare_settings(baseline, candidate, across_setups)
+
+
+def _compare_settings(
+    baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics], across_setups: bool
+) -> tuple[str, ...]:
+    runs = _name_sides(baseline, candidate)
     refused, relevant = (
         [found for name in settings if (found := _describe_difference(name, runs))]
         for settings in (REQUIRED_SETTINGS, RELEVANT_SETTINGS)
@@ -569,6 +582,18 @@ def check_setups(
             "--across-setups"
         )
     return (*refused, *relevant)
+
+
+def _name_sides(
+    baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]
+) -> list[RunMetrics]:
+    """All runs; a name that is on both sides says which side it is of."""
+    both = {run.name for run in baseline} & {run.name for run in candidate}
+    return [
+        replace(run, name=f"{run.name} ({side})") if run.name in both else run
+        for side, runs in (("baseline", baseline), ("candidate", candidate))
+        for run in runs
+    ]
 
 
 def _describe_difference(

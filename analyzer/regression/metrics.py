@@ -28,13 +28,14 @@ from stepsplit.analyzer.regression.compare import (
 )
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import extract_prediction, has_head
-from stepsplit.analyzer.report.report import JOB_MISMATCH, Report
+from stepsplit.analyzer.report.report import INCOMPLETE, JOB_MISMATCH, Report
 from stepsplit.analyzer.report.rl_step import PhaseRow, RlStep
 from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.step_kinds import KindCalls, describe_steps
 from stepsplit.collectors.formats.run_spec import is_role
+from stepsplit.collectors.safe_io.safe_text import escape_controls
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
 
@@ -201,14 +202,6 @@ def list_mesh_axes(run: RunMetrics) -> list[str]:
 MAX_BLAMED = 8
 """Number of blamed ranks kept per run, worst first."""
 
-INCOMPLETE = frozenset({
-    "calls_missing", "calls_skipped", "collectives_not_recorded", "device_times_missing",
-    "device_work_cut", "device_work_lost", "entries_damaged", "file_cut", "file_skipped",
-    "file_torn", "flight_incomplete", "flight_torn", "gloo_unpaired", "groups_unknown",
-    "no_device_data", "no_steps_on_rank", "trace_cut_off",
-})  # fmt: skip
-"""Codes of warnings that calls, their groups or their sizes are missing."""
-
 GOODPUT = "goodput"
 
 GOODPUT_BOUND = "goodput_bound"
@@ -301,12 +294,14 @@ def extract_role_metrics(job: RoleJob, reports: Mapping[str, Report], source: ob
     def find_common(texts: Sequence[str | None]) -> str | None:
         return ", ".join(dict.fromkeys(one for one in texts if one is not None)) or None
 
-    n_ranks = sum(len(one.ranks) for one in job.roles)
+    # Roles of one program have its ranks in common, and those of several have the same numbers: the
+    # whole has no numbers of ranks, which are those of each role.
+    sizes = {one.program: one.world_size for one in job.roles}
     return RunMetrics(
         name=job.run,
         setup=Setup(
-            world_size=n_ranks,
-            ranks=tuple(range(n_ranks)),
+            world_size=sum(sizes.values()),
+            ranks=(),
             hosts=max(one.hosts for one in setups),
             device=find_common([one.device for one in setups]) or UNKNOWN,
             mesh=None,
@@ -321,7 +316,16 @@ def extract_role_metrics(job: RoleJob, reports: Mapping[str, Report], source: ob
         values=(Value("step", float(median(counted))), *_list_phase_values(job.phases)),
         calls=None,
         times=(),
-        doubts=(),
+        doubts=tuple(
+            Doubt(
+                doubt.code,
+                f"{one.role}{'' if doubt.rank is None else f'/{doubt.rank}'}: {doubt.message}",
+                None,
+            )
+            for one in roles
+            for doubt in one.doubts or ()
+            if doubt.code in INCOMPLETE
+        ),
         complete=len(counted),
         roles=roles,
     )
@@ -614,8 +618,9 @@ def require_metric(name: str) -> Metric:
 
 def split_role(name: str) -> tuple[str, str]:
     """The role of a metric such as "trainer/step", "" for none, and the metric itself."""
-    role, _, own = name.rpartition("/")
-    return role, own
+    role, slash, own = name.rpartition("/")
+    # "/step" names a role without a name, which is none.
+    return (role, own) if role or not slash else ("", name)
 
 
 def find_metric(name: str) -> Metric | None:
@@ -687,4 +692,9 @@ def read_baseline(path: Path) -> tuple[RunMetrics, ...]:
         raise DataError(path, f"schema {baseline.schema} instead of {SCHEMA}", _HINT)
     if not baseline.runs:
         raise DataError(path, "contains no run", _HINT)
+    for run in baseline.runs:
+        names = [one.role for one in run.roles]
+        is_nested = bool(run.role) or any(one.roles for one in run.roles)
+        if is_nested or len({*names}) < len(names) or not all(map(is_role, names)):
+            raise DataError(path, f"the roles of {escape_controls(run.name)} are no roles", _HINT)
     return baseline.runs

@@ -199,6 +199,14 @@ NO_MODEL = "no_model"
 JOB_MISMATCH = "job_mismatch"
 """The code of the warning that the job.toml is of another recording; a caveat has the same text."""
 
+INCOMPLETE = frozenset({
+    "calls_missing", "calls_skipped", "collectives_not_recorded", "device_times_missing",
+    "device_work_cut", "device_work_lost", "entries_damaged", "file_cut", "file_skipped",
+    "file_torn", "flight_incomplete", "flight_torn", "gloo_unpaired", "groups_unknown",
+    "no_device_data", "no_steps_on_rank", "trace_cut_off",
+})  # fmt: skip
+"""Codes of warnings that calls, their groups or their sizes are missing."""
+
 
 class Host(Struct, frozen=True):
     """A host.

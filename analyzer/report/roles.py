@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.io import Document
 from stepsplit.analyzer.report.rl_step import (
     LongTail,
@@ -17,6 +18,7 @@ from stepsplit.analyzer.report.rl_step import (
     TailRow,
     name_phase,
 )
+from stepsplit.collectors.formats.run_spec import is_role
 
 SCHEMA = "stepsplit.roles/1"
 
@@ -225,7 +227,7 @@ class RoleJob(Struct, frozen=True, kw_only=True):
     def step_ns(self) -> int:
         """The mean of the counted RL steps."""
         counted = [one.step_ns for one in self.steps if one.is_counted]
-        return sum(counted) // len(counted)
+        return sum(counted) // (len(counted) or 1)
 
     @property
     def first_line(self) -> str:
@@ -253,9 +255,23 @@ class RoleJob(Struct, frozen=True, kw_only=True):
 
 
 def roles_from_json(text: bytes, source: object = ROLES_NAME) -> RoleJob:
-    """Decode roles.json. Raises DataError if the text does not have this schema."""
-    document = Document(RoleJob, SCHEMA, "a stepsplit job of several roles", "analyze it again")
-    return document.decode(text, source)
+    """Decode roles.json. Raises DataError if the text does not have this schema, or is of no job:
+    without a role or a counted RL step, or with two roles of one name."""
+    hint = "analyze it again"
+    job = Document(RoleJob, SCHEMA, "a stepsplit job of several roles", hint).decode(text, source)
+    names = [role.name for role in job.roles]
+    wrong = ""
+    if not names or any(not role.ranks for role in job.roles):
+        wrong = "has no role, or one without ranks"
+    elif len({*names}) < len(names) or not all(map(is_role, names)):
+        wrong = "has a role twice, or one whose name is none of a role"
+    elif any(len(role.rank_times) != len(role.ranks) for role in job.roles):
+        wrong = "does not have a time for each rank"
+    elif job.step_ns < 1:
+        wrong = "has no counted RL step"
+    if wrong:
+        raise DataError(source, wrong, hint)
+    return job
 
 
 def roles_to_json(job: RoleJob) -> bytes:

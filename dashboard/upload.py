@@ -19,7 +19,12 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.collectors.formats.rank_record import read_record
-from stepsplit.collectors.formats.run_spec import MESH_FILE, RUN_FILE, from_json
+from stepsplit.collectors.formats.run_spec import (
+    FOLDERS_OF_A_RECORDING,
+    MESH_FILE,
+    RUN_FILE,
+    from_json,
+)
 from stepsplit.collectors.safe_io.regular_file import (
     describe_special,
     leads_outside,
@@ -318,7 +323,7 @@ def split_recordings(files: Sequence[FileToSend]) -> tuple[RecordingPlaces, ...]
         if _RANK_IN_NAME.search(name):
             by_name.setdefault(name, set()).add(folder)
     folders = sorted({one for found in by_name.values() if len(found) > 1 for one in found})
-    if not folders or _are_roles(folders, files):
+    if not folders or _are_roles(files):
         return ()
     top = posixpath.commonpath(folders)
     heads = {posixpath.join(top, _read_next_part(folder, top)) for folder in folders}
@@ -333,9 +338,18 @@ def split_recordings(files: Sequence[FileToSend]) -> tuple[RecordingPlaces, ...]
     )
 
 
-def _are_roles(folders: Sequence[str], files: Sequence[FileToSend]) -> bool:
-    """Whether the folders are those of different roles of one job, by their run.json or a
-    rank's record."""
+def _are_roles(files: Sequence[FileToSend]) -> bool:
+    """Whether the files of ranks lie in the folders of different roles of one job, by their
+    run.json or a rank's record. Memory snapshots and the like lie in a folder of such a folder."""
+    folders = {
+        posixpath.dirname(one.path)
+        for one in files
+        if _RANK_IN_NAME.search(posixpath.basename(one.path))
+    }
+    folders = {
+        posixpath.dirname(one) if posixpath.basename(one) in FOLDERS_OF_A_RECORDING else one
+        for one in folders
+    }
     of_path = {one.path: one for one in files}
     # The first record of each folder.
     records: dict[str, FileToSend] = {}

@@ -343,13 +343,13 @@ class RunSpec:
 
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
-_TAKEN_NAMES = ("nccl", "memory", "tables", "samples", "ranks", "hosts", "launches")
+FOLDERS_OF_A_RECORDING = ("nccl", "memory", "tables", "samples", "ranks", "hosts", "launches")
 """Folders of a recording, of its analysis or of a watch: a role's folder lies next to them."""
 
 
 def is_role(role: str) -> bool:
     """Whether a role may have this name, which is that of a folder and of ranks."""
-    return _ROLE.fullmatch(role) is not None and role not in _TAKEN_NAMES
+    return _ROLE.fullmatch(role) is not None and role not in FOLDERS_OF_A_RECORDING
 
 
 def check_role(role: str) -> None:
@@ -357,7 +357,7 @@ def check_role(role: str) -> None:
     if role and not is_role(role):
         raise ValueError(
             f"role {role!r}: use up to 32 letters, digits, - and _, and none of"
-            f" {', '.join(_TAKEN_NAMES)}"
+            f" {', '.join(FOLDERS_OF_A_RECORDING)}"
         )
 
 

@@ -4,11 +4,15 @@ run each."""
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
+from support.browser_builders import running_server
+from support.dashboard_processes import open_store
 from support.role_builders import Job, make_one_group, make_rollouts, make_trainer
 from support.store_builders import Serving, ask_page, claimed, found, queued
 
@@ -201,11 +205,43 @@ def test_another_analysis_replaces_the_roles_and_a_deletion_removes_them(
     assert not folder.exists()
 
 
+@pytest.mark.slow
+def test_the_form_takes_roles_with_memory_snapshots_as_one_run(
+    tmp_path: Path, browser: Any
+) -> None:
+    job = Job(tmp_path / "exp1")
+    job.add("rollout", 2, *make_rollouts())
+    job.add("trainer", 1, make_trainer())
+    for role in ("rollout", "trainer"):
+        (job.folder / role / "memory").mkdir()
+        (job.folder / role / "memory" / "rank0_snapshot.pickle").write_bytes(b"")
+    with running_server(tmp_path) as url:
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        page.goto(url)
+        page.locator("#drop-zone").wait_for()
+        page.locator("#upload-folder").set_input_files(job.folder)
+        page.wait_for_url("**/run/*")
+        assert page.locator("#upload-question button").count() == 0
+    with open_store(tmp_path) as store:
+        assert len(store.list_runs()) == 1
+
+
 def test_the_roles_of_one_job_are_one_upload(tmp_path: Path) -> None:
     job = Job(tmp_path / "exp1")
     job.add("rollout", 2, *make_rollouts())
     job.add("trainer", 1, make_trainer())
     assert split_recordings(collect_files([job.folder])) == ()
+    # Each role has memory snapshots, whose names are the same.
+    for role in ("rollout", "trainer"):
+        (job.folder / role / "memory").mkdir()
+        (job.folder / role / "memory" / "rank0_snapshot.pickle").write_bytes(b"")
+    assert split_recordings(collect_files([job.folder])) == ()
+    # A trace of no role, whose name is in no other folder: the form looks at it too.
+    (job.folder / "critic").mkdir()
+    (job.folder / "critic" / "rank7_trace.json").write_text("{}")
+    assert len(split_recordings(collect_files([job.folder]))) == 2
+    shutil.rmtree(job.folder / "critic")
     # The same role twice: two attempts of a job.
     path = job.folder / "trainer" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"role": "rollout"}))

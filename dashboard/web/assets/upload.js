@@ -217,10 +217,17 @@
     return runs;
   }
 
+  /* As FOLDERS_OF_A_RECORDING of run_spec.py: what lies in them is of the folder around them. */
+  const FOLDERS_OF_A_RECORDING = ["nccl", "memory", "tables", "samples", "ranks", "hosts", "launches"];
+  function recordingOf(path) {
+    const folder = folderOf(path);
+    return FOLDERS_OF_A_RECORDING.includes(folder.split("/").pop()) ? folderOf(folder) : folder;
+  }
+
   /* Whether the traces lie in the folders of different roles of one job, by their run.json or
      a rank's record: of a process group of several roles only that of rank 0 has a run.json. */
   async function areRoles(files) {
-    const folders = new Set(files.filter((item) => isTrace(item.path)).map((item) => folderOf(item.path)));
+    const folders = new Set(files.filter((item) => isTrace(item.path)).map((item) => recordingOf(item.path)));
     const roles = new Set();
     const names = new Set();
     for (const folder of folders) {

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.report.headline import round_shares
 from stepsplit.analyzer.report.io import Document
 from stepsplit.analyzer.report.rl_step import (
     LongTail,
@@ -238,15 +239,19 @@ class RoleJob(Struct, frozen=True, kw_only=True):
         if not self.path:
             return f"RL step {step} (mean)"
         most = self.path[0]
-        share = units.format_percent(most.time.window_ns / self.step_ns)
+        share = units.format_percent(round_shares([row.time.window_ns for row in self.path])[0])
         where = f"{most.role}/{most.rank}, {name_phase(most.phase)}"
         return f"RL step {step} (mean); longest on its critical path: {where} ({share})"
 
     def describe_held(self, held: HeldRow) -> str:
         """Which rank holds up all others, for how long, and what it does meanwhile."""
+        return f"{held.role}/{held.rank}: {self.describe_held_time(held)}"
+
+    def describe_held_time(self, held: HeldRow) -> str:
+        """For how long a rank holds up all others, and what it does meanwhile."""
         time = units.format_milliseconds(held.held_ns)
         share = units.format_percent(held.held_ns / self.step_ns)
-        line = f"{held.role}/{held.rank}: {time} ({share} of the step)"
+        line = f"{time} ({share} of the step)"
         if held.mark:
             line += f", mostly in {held.mark}"
         if held.tail_ns:

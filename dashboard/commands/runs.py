@@ -53,8 +53,12 @@ def runs_command(
         if run.has_tags(pairs) and job_key in (None, run.job_key)
     ]
     for run in found[:last]:
-        added, key = format_date(run.created_unix_ns), run.job_key or "unknown"
-        label = f"  ({run.job.label})" if run.job else ""
+        # A job of several roles has no key: it is not one of one mesh and model.
+        added, key = (
+            format_date(run.created_unix_ns),
+            run.job_key or ("-" if run.roles else "unknown"),
+        )
+        label = f"  ({run.job.label})" if run.job else f"  ({run.roles_words})" if run.roles else ""
         print_line(f"{run.id}  {added}  {run.state:9}  {key:8}  {run.name}{label}")
 
 

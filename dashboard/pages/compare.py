@@ -63,6 +63,7 @@ from stepsplit.dashboard.pages.tables import (
     build_time_change_cell,
     format_hidden_rows,
 )
+from stepsplit.dashboard.store.ids import split_role_id
 from stepsplit.dashboard.store.run_row import RunRow
 
 # The runs that an address chooses, and the menus and buttons that change them.
@@ -91,14 +92,22 @@ class RunSelection:
 
 
 def select_runs(rows: Sequence[RunRow], chosen: AddressQuery) -> RunSelection:
-    """The runs of the address."""
-    known = {run.id: run for run in rows if run.has_report}
+    """The runs of the address; "ID.N" is a role of one."""
+    by_id = {run.id: run for run in rows}
+
+    def find(run_id: str) -> RunRow | None:
+        owner, number = split_role_id(run_id)
+        run = by_id.get(owner)
+        if run is not None and number is not None:
+            run = run.name_role(number)
+        return run if run is not None and run.has_report else None
+
     text = chosen.find_text("runs")
     if text is None:
-        sides = [known.get(chosen.find_text(side) or "") for side in ("baseline", "candidate")]
+        sides = [find(chosen.find_text(side) or "") for side in ("baseline", "candidate")]
         return RunSelection(tuple(run for run in sides if run is not None), False)
     ids = dict.fromkeys(part for part in text.split(",") if part)
-    runs = [known[run_id] for run_id in ids if run_id in known]
+    runs = [run for run_id in ids if (run := find(run_id)) is not None]
     n_unknown, n_over = len(ids) - len(runs), max(0, len(runs) - MAX_COMPARED)
     return RunSelection(tuple(runs[:MAX_COMPARED]), True, n_unknown, n_over)
 
@@ -184,7 +193,10 @@ def _build_button(text: str, name: str, url: str) -> dcc.Link:
 def _build_notes(selection: RunSelection) -> list[Component]:
     notes = []
     if selection.n_unknown:
-        notes.append(f"{selection.n_unknown:,} runs of the address are not finished or not here.")
+        notes.append(
+            f"{selection.n_unknown:,} runs of the address are not finished, not here, or have no"
+            " report of their own."
+        )
     if selection.n_over:
         notes.append(f"At most {MAX_COMPARED} are compared: {selection.n_over:,} are left out.")
     return [html.P(" ".join(notes), className="note")] if notes else []

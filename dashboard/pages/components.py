@@ -36,7 +36,8 @@ class View:
     """A finished run: its name, report and tables (None if the tables were deleted).
 
     run_id is "" in an exported HTML file, where links to other pages are left out. offers_job:
-    whether the user may describe the job of the run, which is then analyzed again.
+    whether the user may describe the job of the run, which is then analyzed again. is_role: whether
+    it is a role of a run, which has no job of its own.
     """
 
     name: str
@@ -44,6 +45,7 @@ class View:
     tables: Tables | None
     run_id: str = ""
     offers_job: bool = False
+    is_role: bool = False
 
 
 # Number of steps that the report's sums cover.
@@ -303,7 +305,8 @@ def build_state_pill(run: RunRow) -> html.Span:
     if run.is_hang:
         return html.Span("dumps", className="pill")
     if run.has_roles:
-        return html.Span(f"{len(run.roles)} roles", className="pill", title=", ".join(run.roles))
+        count, _, names = run.roles_words.partition(": ")
+        return html.Span(count, className="pill", title=names)
     return html.Span(run.state, className=f"pill {run.state}")
 
 

@@ -132,6 +132,9 @@ def build_model_comparison(view: View) -> list[html.Section]:
         text = text.partition("; analyze --")[0]
         first = "Describe the job, or add" if view.offers_job else "Add"
         hint = f"{first} a job.toml next to the traces, and analyze the recording again."
+        if view.is_role:
+            hint = "A role of a job is not compared with a model: no job.toml of the run is used."
+            hint += " Upload the folder of the role by itself, with a job.toml next to its traces."
         words: list[Component] = [html.P(text), html.P(hint, className="note")]
         if view.offers_job:
             words.append(html.P(build_job_button(view.run_id, view.name)))

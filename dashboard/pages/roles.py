@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Sized
+
 from dash import dcc, html
 from dash.development.base_component import Component
 
@@ -103,18 +105,11 @@ def _build_cards(job: RoleJob) -> html.Div:
     cards = [build_card("RL step", format_milliseconds(job.step_ns), "mean")]
     first = job.held[0] if job.held else None
     if first is not None:
-        share = format_percent(first.held_ns / job.step_ns)
-        cards.append(
-            build_card(
-                "look first at",
-                f"{first.role}/{first.rank}",
-                f"all others wait for it {share} of the step"
-                + (f", mostly in {first.mark}" if first.mark else ""),
-            )
-        )
+        said = f"all others wait for it: {job.describe_held_time(first)}"
+        cards.append(build_card("look first at", f"{first.role}/{first.rank}", said))
     if job.path:
         longest = job.path[0]
-        share = format_percent(longest.time.window_ns / job.step_ns)
+        share = format_percent(round_shares([row.time.window_ns for row in job.path])[0])
         where = f"{name_phase(longest.phase)} of {longest.role}"
         cards.append(build_card("longest on the critical path", share, where))
     idlest = max(job.roles, key=lambda role: _count_lost_ns(role) / (role.time.window_ns or 1))
@@ -151,19 +146,28 @@ def _build_roles(job: RoleJob, run_id: str) -> html.Section:
         ]
     table = build_table(("role", "ranks", *_PARTS, "first finding of its own"), rows)
     each = build_table(("rank", *_PARTS), ranks)
-    note = "share of the GPU time of each role, in the mean of the RL steps"
+    note = "share of the GPU time of each role, in the mean of the RL steps" + _format_hidden(rows)
     return build_section(
-        "Roles", note, table, build_collapsed("each rank" + format_hidden_rows(ranks), each)
+        "Roles", note, table, build_collapsed("each rank" + _format_hidden(ranks), each)
     )
 
 
 def _build_shares(time: RoleTime) -> list[Cell]:
     """The parts of a time; as printed they add up to 100 %."""
-    parts_ns = [getattr(time, field) for field in _PARTS.values()]
+    return _build_parts([getattr(time, field) for field in _PARTS.values()])
+
+
+def _build_parts(parts_ns: Sequence[int]) -> list[Cell]:
+    """The share of each part in their sum; as printed they add up to 100 %."""
+    whole_ns = sum(parts_ns) or 1
     return [
-        build_number_cell(format_percent(share), ns / (time.window_ns or 1), "ratio")
+        build_number_cell(format_percent(share), ns / whole_ns, "ratio")
         for share, ns in zip(round_shares(parts_ns), parts_ns, strict=True)
     ]
+
+
+def _format_hidden(rows: Sized) -> str:
+    return format_hidden_rows(rows, rest="more rows in roles.json")
 
 
 def choose_step(job: RoleJob, asked: int | None) -> int:
@@ -190,20 +194,20 @@ def _build_clock(job: RoleJob, chosen: AddressQuery, run_id: str) -> list[Compon
     parts.append(build_graph("role-phases", draw_phases(job, step)))
     links = [one for one in job.path_links if one.step == step]
     heads = ("role/rank", "phase", "from", "time", "of the step", "what its ranks do")
-    step_ns = sum(one.time.window_ns for one in links) or 1
+    shares = _build_parts([one.time.window_ns for one in links])
     rows = [
         [
             Cell(f"{one.role}/{one.rank}", head=True),
             Cell(name_phase(one.phase)),
             build_time_cell(one.start_ns - links[0].start_ns),
             build_time_cell(one.time.window_ns),
-            build_share_cell(one.time.window_ns / step_ns),
+            share,
             Cell(_describe_link(one)),
         ]
-        for one in links
+        for one, share in zip(links, shares, strict=True)
     ]
     if rows:
-        title = "the critical path of this step, from its start" + format_hidden_rows(rows)
+        title = "the critical path of this step, from its start" + _format_hidden(rows)
         parts.append(build_collapsed(title, build_table(heads, rows)))
     return [build_section("Phases on one clock", note, *parts)]
 
@@ -218,18 +222,19 @@ def _describe_link(link: PathLink) -> str:
 def _build_path(job: RoleJob) -> list[Component]:
     if not job.path:
         return []
+    shares = _build_parts([row.time.window_ns for row in job.path])
     rows = [
         [
             Cell(row.role, head=True),
             Cell(name_phase(row.phase)),
             Cell(f"{row.role}/{row.rank}"),
             build_time_cell(row.time.window_ns),
-            build_share_cell(row.time.window_ns / job.step_ns),
+            share,
         ]
-        for row in job.path
+        for row, share in zip(job.path, shares, strict=True)
     ]
     heads = ("role", "phase", "mostly on", "time", "of the step")
-    note = "mean of the RL steps; a step is as long as all of it" + format_hidden_rows(rows)
+    note = "mean of the RL steps; a step is as long as all of it" + _format_hidden(rows)
     return [build_section("Critical path across roles", note, build_table(heads, rows))]
 
 
@@ -250,27 +255,34 @@ def _build_waits(job: RoleJob) -> list[Component]:
     ]
     if rows:
         heads = ("role", "waits for", "time", "of the step")
-        note = "in communication, per RL step and rank" + format_hidden_rows(rows)
+        note = "in communication, per RL step and rank" + _format_hidden(rows)
         parts.append(build_section("Waits between roles", note, build_table(heads, rows)))
     return parts
 
 
 def _build_phases(job: RoleJob) -> list[Component]:
-    rows = [
-        [
-            Cell(row.role, head=True),
-            Cell(name_phase(row.phase)),
-            build_time_cell(row.time.window_ns),
-            build_share_cell(row.time.window_ns / job.step_ns),
-            *(build_share_cell(getattr(row.time, field) / job.step_ns)
-              for field in _PARTS.values()),
-        ]
-        for row in job.phases
-    ]  # fmt: skip
+    rows = []
+    for role in dict.fromkeys(row.role for row in job.phases):
+        own = [row for row in job.phases if row.role == role]
+        # Of a role all parts of all phases are the step; that of a phase is the sum of its parts.
+        parts_ns = [getattr(row.time, field) for row in own for field in _PARTS.values()]
+        printed, cells = round_shares(parts_ns), _build_parts(parts_ns)
+        for at, row in enumerate(own):
+            part = slice(at * len(_PARTS), (at + 1) * len(_PARTS))
+            ratio = row.time.window_ns / (sum(parts_ns) or 1)
+            rows.append(
+                [
+                    Cell(row.role, head=True),
+                    Cell(name_phase(row.phase)),
+                    build_time_cell(row.time.window_ns),
+                    build_number_cell(format_percent(sum(printed[part])), ratio, "ratio"),
+                    *cells[part],
+                ]
+            )
     if not rows:
         return []
     heads = ("role", "phase", "time", "of the step", *_PARTS)
-    note = "mean of the ranks and the RL steps" + format_hidden_rows(rows)
+    note = "mean of the ranks and the RL steps" + _format_hidden(rows)
     return [build_section("Phases of each role", note, build_table(heads, rows))]
 
 

@@ -180,10 +180,12 @@ def build_table(heads: Sequence[Content | SortHead], rows: Sequence[Sequence[Cel
     return DataTable(heads, rows[:MAX_ROWS])
 
 
-def format_hidden_rows(rows: Sized, shown: int = MAX_ROWS) -> str:
+def format_hidden_rows(
+    rows: Sized, shown: int = MAX_ROWS, rest: str = "smaller rows in report.json"
+) -> str:
     """The end of a note on a table of which only the first rows are shown."""
     left = len(rows) - shown
-    return f"; {left:,} smaller rows in report.json" if left > 0 else ""
+    return f"; {left:,} {rest}" if left > 0 else ""
 
 
 def _describe_cell(cell: Cell) -> Any:

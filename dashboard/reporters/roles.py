@@ -84,7 +84,7 @@ def _build_path(job: RoleJob) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("mostly on")
     long = [row for row in job.path if row.time.window_ns >= _LEAST * job.step_ns]
-    shares = round_shares([row.time.window_ns for row in (*long, *job.path[len(long) :])])
+    shares = round_shares([row.time.window_ns for row in job.path])
     for row, share in zip(long, shares, strict=False):
         table.add_row(
             Text(f"{row.role}, {name_phase(row.phase)}"),

@@ -216,7 +216,7 @@ class RemoteArtifacts:
     def keep_upload(self, run_id: str, path: str, received: Path) -> None:
         target = find_below(self.find_folder(run_id), f"{INPUT_NAME}/{path}")
         # First to the storage: a file that is below input/ counts as stored.
-        self._put(received, f"{locate_run(run_id)}/{INPUT_NAME}/{path}")
+        self._put(received, run_id, f"{INPUT_NAME}/{path}")
         move_file(received, target)
 
     def fetch_uploads(self, run_id: str) -> Path:
@@ -233,9 +233,9 @@ class RemoteArtifacts:
         save_synced(folder, report, tables)
         for path in (folder / TABLES_NAME).rglob("*"):
             if path.is_file():
-                self._put(path, f"{locate_run(run_id)}/{path.relative_to(folder)}")
+                self._put(path, run_id, str(path.relative_to(folder)))
         # The report last: if it exists, the results are complete.
-        self._put(folder / REPORT_NAME, f"{locate_run(run_id)}/{REPORT_NAME}")
+        self._put(folder / REPORT_NAME, run_id, REPORT_NAME)
 
     def fetch_results(self, run_id: str) -> Path:
         folder = find_results(self.find_folder(run_id))
@@ -250,12 +250,12 @@ class RemoteArtifacts:
     def save_file(self, run_id: str, name: str, text: bytes) -> None:
         path = find_below(self.find_folder(run_id), name)
         write(path, text, PRIVATE)
-        self._put(path, f"{locate_run(run_id)}/{name}")
+        self._put(path, run_id, name)
 
     def read_file(self, run_id: str, path: str) -> bytes | None:
         copy = find_below(self.find_folder(run_id), path)
         try:
-            content: bytes = self._files.cat_file(f"{self._root}/{locate_run(run_id)}/{path}")
+            content: bytes = self._files.cat_file(self._locate(run_id, path))
             return content
         except FileNotFoundError:
             return None
@@ -269,7 +269,7 @@ class RemoteArtifacts:
             return
         # Without a connection the copy is all there is.
         with suppress(OSError):
-            newest = self._files.cat_file(f"{self._root}/{locate_run(run_id)}/{REPORT_NAME}")
+            newest = self._files.cat_file(self._locate(run_id, REPORT_NAME))
             if report.read_bytes() != newest:
                 shutil.rmtree(report.parent / TABLES_NAME, ignore_errors=True)
                 report.unlink()
@@ -277,7 +277,7 @@ class RemoteArtifacts:
     def remove(self, run_id: str) -> None:
         self.find_folder(run_id)
         with suppress(FileNotFoundError):
-            self._files.rm(f"{self._root}/{locate_run(run_id)}", recursive=True)
+            self._files.rm(self._locate(run_id), recursive=True)
         remove_folder(self.local, run_id)
 
     def _list_files(self, run_id: str, folder: str) -> list[str]:
@@ -285,12 +285,16 @@ class RemoteArtifacts:
         self.find_folder(run_id)
         prefix = f"{self._root}/"
         with suppress(FileNotFoundError):
-            paths = self._files.find(f"{prefix}{locate_run(run_id)}/{folder}")
+            paths = self._files.find(self._locate(run_id, folder))
             return [name.removeprefix(prefix) for name in paths]
         return []
 
-    def _put(self, file: Path, name: str) -> None:
-        target = f"{self._root}/{name}"
+    def _locate(self, run_id: str, path: str = "") -> str:
+        """The URL of a file of the run, or of its folder."""
+        return f"{self._root}/{locate_run(run_id)}/{path}".rstrip("/")
+
+    def _put(self, file: Path, run_id: str, path: str) -> None:
+        target = self._locate(run_id, path)
         self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(file), target)
 

@@ -8,6 +8,9 @@ from typing import Literal
 
 from stepsplit.dashboard.store.metrics import CheckRow, Headline, JobFingerprint
 
+_MOST_ROLES = 16
+"""Roles that are named of a run in a list."""
+
 State = Literal["uploading", "queued", "running", "done", "failed"]
 
 
@@ -82,6 +85,13 @@ class RunRow:
     def has_roles(self) -> bool:
         """Whether it is a job of several roles: roles.json, and a report of each role."""
         return self.state == "done" and bool(self.roles)
+
+    @property
+    def roles_words(self) -> str:
+        """How many roles it has, and their names or the first of them."""
+        more = len(self.roles) - _MOST_ROLES
+        named = ", ".join(self.roles[:_MOST_ROLES]) + (f" and {more:,} more" if more > 0 else "")
+        return f"{len(self.roles):,} role{'s' * (len(self.roles) > 1)}: {named}"
 
     @property
     def is_role(self) -> bool:

@@ -19,6 +19,7 @@ from stepsplit.analyzer.watch.records import decode_batch
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.alerts import UNTIL_END_NS, WatchAlert
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
+from stepsplit.dashboard.store.ids import split_role_id
 from stepsplit.dashboard.store.job_files import (
     check_job_ranks,
     check_job_text,
@@ -177,8 +178,9 @@ class Api:
         return self.read_status(run_id), 202
 
     def read_status(self, run_id: str) -> Response:
-        """GET: the state of the run, or of a role of it, such as ID.0."""
-        run, stored = self._find_run_or_role(run_id), self.store.files.sum_size(run_id)
+        """GET: the state of the run, or of a role of it, such as ID.0; the files are the run's."""
+        run = self._find_run_or_role(run_id)
+        stored = self.store.files.sum_size(split_role_id(run.id)[0])
         return jsonify(
             id=run.id,
             name=run.name,

@@ -53,7 +53,7 @@ def export_html(view: View, notes: Sequence[str] = ()) -> str:
 
     notes: on ranges of the timeline, as in its address.
     """
-    view = View(view.name, view.report, view.tables)
+    view = View(view.name, view.report, view.tables, is_role=view.is_role)
     tables, shown = view.tables, None
     if tables is not None and len(tables.segments.rank):
         shown = export_json(view.report, tables, notes)

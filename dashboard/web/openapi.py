@@ -24,6 +24,9 @@ QUERIES: dict[str, dict[str, str]] = {
 }
 """The query parameters of routes that refuse all others, by endpoint."""
 
+_OF_WHOLE_RUNS = {"api.hang", "api.read_job", "api.read_job_form", "api.roles"}
+"""What is read of a run alone, and not of a role of it."""
+
 _JSON = {"application/json": {"schema": {"type": "object"}}}
 
 _ERROR = {
@@ -70,6 +73,11 @@ def _describe_operation(app: Flask, rule: Rule, method: str) -> dict[str, Any]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in sorted(rule.arguments)
     ]
+    for parameter in parameters:
+        if parameter["name"] == "run_id":
+            has_roles = method == "GET" and rule.endpoint not in _OF_WHOLE_RUNS
+            role_words = "; ID.N is the role number N, from 0, of a run of several roles"
+            parameter["description"] = "id of a run" + role_words * has_roles
     for name, words in QUERIES.get(rule.endpoint, {}).items():
         schema = {"type": "string"}
         parameters.append({"name": name, "in": "query", "description": words, "schema": schema})

@@ -78,7 +78,7 @@ class ReportCache:
         key = (run.id, run.queued_unix_ns)
         with self._hide_folder():
             report = self._reports.get(key, lambda: self._store.load_report(run.id))
-        return View(run.name, report, None, run.id)
+        return View(run.name, report, None, run.id, is_role=run.is_role)
 
     def load_roles(self, run_id: str) -> tuple[RunRow, RoleJob] | None:
         """The run of that id and what its roles do; None if it is no job of several roles. Raises

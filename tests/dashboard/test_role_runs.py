@@ -4,13 +4,17 @@ run each."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
+from msgspec import structs
+from plotly.utils import PlotlyJSONEncoder
 from support.browser_builders import running_server
 from support.dashboard_processes import open_store
 from support.role_builders import Job, make_one_group, make_rollouts, make_trainer
@@ -18,9 +22,12 @@ from support.store_builders import Serving, ask_page, claimed, found, queued
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.io import from_json
-from stepsplit.analyzer.report.roles import roles_from_json
+from stepsplit.analyzer.report.rl_step import PhaseRow, RoleTime
+from stepsplit.analyzer.report.roles import PathLink, PathRow, roles_from_json
 from stepsplit.collectors.formats.run_spec import RunSpec, write_run_json
 from stepsplit.dashboard import cli
+from stepsplit.dashboard.pages.address import AddressQuery
+from stepsplit.dashboard.pages.roles import _build_clock, _build_path, _build_phases
 from stepsplit.dashboard.store.ids import locate_run
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.run_row import RunEdit
@@ -122,8 +129,88 @@ def test_the_whole_has_no_report_and_is_not_compared(
     assert client.get(f"/api/v1/runs/{run_id}/hang.json").status_code == 404
     assert client.get(f"/api/v1/runs/{run_id}/timeline").status_code == 404
     assert "cannot be" not in ask(client, "/compare", f"?baseline={run_id}")
+    assert "have no report of their own" in ask(client, "/compare", f"?runs={run_id}")
     listed = client.get("/api/v1/runs").json["runs"]  # type: ignore[index]
     assert listed[0]["roles"] == ["rollout", "trainer"] and listed[0]["error"]
+
+
+def test_roles_are_compared_with_each_other(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+    for query in (
+        f"?runs={run_id}.0,{run_id}.1", f"?baseline={run_id}.0&candidate={run_id}.1",
+    ):  # fmt: skip
+        page = ask(client, "/compare", query)
+        assert "rl: rollout" in page and "rl: trainer" in page and "Difference by bucket" in page
+        assert "not finished" not in page and "cannot be" not in page
+    assert "1 runs of the address" in ask(client, "/compare", f"?runs={run_id}.0,{run_id}.2")
+    words = "A role of a job is not compared with a model"
+    assert words in ask(client, f"/run/{run_id}.1")
+    assert words in client.get(f"/api/v1/runs/{run_id}.1/report.html").text
+
+
+def test_what_is_known_of_a_role_is_as_the_api_says(
+    client: FlaskClient, store: Store, tmp_path: Path
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+    whole, role = (client.get(f"/api/v1/runs/{one}").json for one in (run_id, f"{run_id}.0"))
+    assert role["id"] == f"{run_id}.0" and role["files"] == whole["files"] > 0  # type: ignore[index]
+    paths = client.get("/api/v1/openapi.json").json["paths"]  # type: ignore[index]
+    described = {
+        path: "ID.N" in one["description"]
+        for path, own in paths.items()
+        for one in own.get("get", {"parameters": ()})["parameters"]
+        if one["name"] == "run_id"
+    }
+    assert len(described) > 8
+    for path, has_role in described.items():
+        answer = client.get(path.replace("{run_id}", f"{run_id}.0"))
+        # An address that takes roles may still lack what it has to be asked with.
+        is_unknown = answer.status_code == 404 and "run not found" in answer.text
+        assert is_unknown != has_role, (path, answer.text[:200])
+        answer.close()
+
+
+def test_shares_on_the_page_add_up_as_printed(tmp_path: Path) -> None:
+    job = make_one_group(tmp_path).examine().job
+    third = RoleTime(3_000, 1_000, 1_000, 1_000, 0, 0, 0)
+    step = structs.replace(job.steps[0], step_ns=9_000, is_counted=True)
+    path = [PathRow("trainer", 2, name, third) for name in ("a", "b", "c")]
+    phases = [PhaseRow("trainer", name, True, third) for name in ("a", "b", "c")]
+    links = [
+        PathLink(step.step, "trainer", 2, name, 3_000 * at, third)
+        for at, name in enumerate(("a", "b", "c"))
+    ]
+    odd = structs.replace(
+        job,
+        steps=(step,),
+        path=tuple(path),
+        path_links=tuple(links),
+        phases=tuple(phases),
+        held=(),
+    )
+    for build in (_build_path, _build_phases, lambda one: _build_clock(one, AddressQuery(), "")):
+        shown = re.findall(r'"(33\.[34]) %"', json.dumps(build(odd), cls=PlotlyJSONEncoder))
+        assert sorted(shown) == ["33.3", "33.3", "33.4"], build
+    # The first of the path has the same share on each screen.
+    shown = re.findall(r'"(33\.[34]) %"', json.dumps(_build_path(odd), cls=PlotlyJSONEncoder))
+    assert f"({shown[0]} %)" in odd.first_line
+
+
+def test_a_run_of_roles_has_their_names_in_the_list(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id = add(store, make_one_group(tmp_path))
+    where = ["--store", store.url, "--artifacts", store.artifacts.url]
+    assert cli.run(["runs", *where]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith(run_id) and line.endswith(
+        "  -         rl  (2 roles: rollout, trainer)\n"
+    )
+    many = replace(found(store, run_id), roles=tuple(f"r{n}" for n in range(10_000)))
+    assert many.roles_words.startswith("10,000 roles: r0, r1, ")
+    assert many.roles_words.endswith(", r15 and 9,984 more")
 
 
 def test_a_role_of_a_run_is_checked_as_a_run(
@@ -170,7 +257,9 @@ def test_names_of_strangers_are_texts(client: FlaskClient, store: Store, tmp_pat
         path.write_text(json.dumps(spec))
         other = found(store, add(store, job))
         assert not any(role and role in name for name in other.roles)
-        assert "<b>" not in client.get("/").text
+        # The word of the search is in no page but that of the runs.
+        listed = ask(client, "/")
+        assert f"/run/{other.id}" in listed and "<b>" not in listed
     assert not list(tmp_path.rglob("x"))
 
 

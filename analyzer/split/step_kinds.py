@@ -82,7 +82,8 @@ class StepKind(Struct, frozen=True):
         parts += [f"{count:.0f} {name}" for name, count in self.ranges[:_MAX_NAMED] if count >= 0.5]
         kernels = self.kernels - headline.kernels
         if kernels >= 1:
-            parts.append(f"{kernels:,.0f} {'compute kernels' if on_device else 'ops'}")
+            what = "compute kernel" if on_device else "op"
+            parts.append(f"{kernels:,.0f} {what}{'s' if round(kernels) > 1 else ''}")
         return ", ".join(parts)
 
 
@@ -105,9 +106,10 @@ HEADLINE = "headline"
 
 _SAME_WORK, _MORE_WORK = 1.02, 1.1
 """Steps of one kind run numbers of kernels that differ by at most the first factor. Those of
-another kind exceed it on every rank, and on the mean rank the second one, in number or in time:
-ranks may evaluate unequally much. What lies between is no kind: work that depends on data. At 1.05
-an optimizer that initializes its state is a kind of its own."""
+another kind exceed it on every rank, and on the mean rank the second one, in number or by the time
+of the kernels that the usual steps do not run: ranks may evaluate unequally much. What lies between
+is no kind: work that depends on data. At 1.05 an optimizer that initializes its state is a kind of
+its own."""
 
 _MIN_USUAL = 2
 
@@ -125,20 +127,21 @@ def mark_more_work(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> list[
     common = set.intersection(*({w.step for w in own} for own in full))
     if len(common) < _MIN_USUAL:
         return list(steps)
-    ratios, longer, stepped = [], [], []
+    ratios, times, stepped = [], [], []
     for trace, own in zip(traces, full, strict=True):
         windows = [w for w in own if w.step in common]
-        kernels, spent_ns = _count_kernels(trace, windows)
+        works = _find_kernels(trace, windows)
+        kernels = works.count()
         if not kernels.min():
             return list(steps)
         ratios.append(kernels / kernels.min())
-        least = kernels <= _SAME_WORK * kernels.min()
-        longer.append(spent_ns / max(float(spent_ns[least].mean()), 1.0))
+        times.append(works.compare_times(kernels <= _SAME_WORK * kernels.min()))
         stepped.append(count_optimizer_steps(trace, [_take_host(w) for w in windows]) > 0)
-    ratio, numbers = np.array(ratios), sorted(common)
+    ratio, time, numbers = np.array(ratios), np.array(times), sorted(common)
     usual: Bool = np.max(ratio, axis=0) <= _SAME_WORK
-    much = np.maximum(np.mean(ratio, axis=0), np.mean(longer, axis=0)) >= _MORE_WORK
-    more: Bool = (np.min(ratio, axis=0) > _SAME_WORK) & much
+    is_many = np.mean(ratio, axis=0) >= _MORE_WORK
+    is_long = np.mean(time, axis=0) >= _MORE_WORK
+    more: Bool = (np.min(ratio, axis=0) > _SAME_WORK) & (is_many | is_long)
     if not more.any() or not (usual | more).all():
         return list(steps)
     # A step that skips its optimizer, or is cut off, has less work and is not the usual one.
@@ -146,10 +149,17 @@ def mark_more_work(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> list[
     if (lacks & usual).any() and not lacks.all():
         return list(steps)
     if int(usual.sum()) < max(_MIN_USUAL, int(more.sum()) - 1):
+        many, told = more & is_many, list[str]()
+        if many.any():
+            told.append(f"run {_format_range(ratio[:, many])} as many kernels as the others")
+        if (long := more & ~is_many).any():
+            told.append(
+                f"compute {_format_range(time[:, long])} as long as the others, with kernels that"
+                " those do not run"
+            )
         text = (
-            f"the steps do unequal work: of {len(numbers)}, {int(more.sum())} run"
-            f" {_format_range(ratio[:, more])} as many kernels as the others, and no kind is usual:"
-            " means are over all of them; record more steps"
+            f"the steps do unequal work: of {len(numbers)}, {int(more.sum())} {' or '.join(told)},"
+            " and no kind is usual: means are over all of them; record more steps"
         )
         return [replace(own, notes=(*own.notes, Note("steps_mixed", text))) for own in steps]
     marked = {number for number, is_more in zip(numbers, more.tolist(), strict=True) if is_more}
@@ -206,7 +216,9 @@ def find_step_kinds(
             if place >= 0:
                 axis = axes[group] if group >= 0 else UNKNOWN_AXIS
                 calls[windows[place].step][axis, OPS[op]] += 1
-        for window, count in zip(windows, _count_kernels(trace, windows)[0].tolist(), strict=True):
+        for window, count in zip(
+            windows, _find_kernels(trace, windows).count().tolist(), strict=True
+        ):
             kernels[window.step] += count / len(traces)
         if i == 0:
             _count_ranges(trace, windows, ranges)
@@ -306,8 +318,37 @@ def _count_ranges(
 # What the host begins in a step.
 
 
-def _count_kernels(trace: RankTrace, windows: Sequence[StepWindow]) -> tuple[Int64, Float]:
-    """The compute kernels that each step launched, or the ops of a CPU run; and their time."""
+class _StepKernels(Struct, frozen=True):
+    """The compute kernels that the host launched in some steps, or the ops of a CPU run: of each
+    the index of its step, the number of its name, and its time; steps is how many steps."""
+
+    at: Int64
+    name: Int64
+    dur_ns: Int64
+    steps: int
+
+    def count(self) -> Int64:
+        """How many each step has."""
+        return np.bincount(self.at, minlength=self.steps)
+
+    def compare_times(self, is_usual: Bool) -> Float:
+        """How many times as long each step computes as the usual ones by what it runs beyond them.
+
+        Of kernels of one name those are beyond the usual that are more than in any usual step. Of
+        equal kernels that take longer, as under a lower clock or of other data, nothing is.
+        """
+        names, name = np.unique(self.name, return_inverse=True)
+        cells, shape = self.at * len(names) + name, (self.steps, len(names))
+        size = self.steps * len(names)
+        count = np.bincount(cells, minlength=size).reshape(shape)
+        spent_ns = np.bincount(cells, self.dur_ns, minlength=size).reshape(shape)
+        beyond = np.maximum(count - count[is_usual].max(axis=0), 0)
+        beyond_ns = (spent_ns * beyond / np.maximum(count, 1)).sum(axis=1)
+        usual_ns = float(spent_ns[is_usual].sum(axis=1).mean())
+        return np.asarray(1 + beyond_ns / max(usual_ns, 1.0))
+
+
+def _find_kernels(trace: RankTrace, windows: Sequence[StepWindow]) -> _StepKernels:
     events = trace.events
     rows = np.flatnonzero(trace.kinds.computes)
     begun = events.start_ns[rows]
@@ -318,9 +359,9 @@ def _count_kernels(trace: RankTrace, windows: Sequence[StepWindow]) -> tuple[Int
         rows, begun = rows[own], begun[own]
     at = _find_window(windows, begun)
     rows, at = rows[at >= 0], at[at >= 0]
-    count = np.bincount(at, minlength=len(windows))
-    total_ns = np.bincount(at, events.dur_ns[rows], minlength=len(windows))
-    return count, total_ns.astype(np.float64)
+    return _StepKernels(
+        at, events.name_id[rows].astype(np.int64), events.dur_ns[rows], len(windows)
+    )
 
 
 def _find_window(windows: Sequence[StepWindow], when: Int64) -> Int64:

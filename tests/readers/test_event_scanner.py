@@ -163,6 +163,15 @@ def test_a_type_outside_of_the_arguments_is_not_theirs(scanner: ModuleType) -> N
     assert_same(text, scanner)
 
 
+def test_a_type_without_shapes_is_no_shape(scanner: ModuleType) -> None:
+    """Of three ops the second has its type alone, the third no arguments."""
+    op = '{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "args": {'
+    dims, dtype = '"Input Dims": [[2, 3]]', '"Input type": ["c10::BFloat16"]'
+    args = (f"{dims}, {dtype}", dtype, "")
+    text = f"[{', '.join(op + each + '}}' for each in args)}, {{}}]"
+    assert assert_same(text.encode(), scanner) > 0
+
+
 def test_names_that_collide_are_left_to_the_pure_reader(scanner: ModuleType) -> None:
     """No text makes a table slow: many names, all of them in the table, are fine."""
     events = [f'{{"ph": "X", "name": "n{i}", "ts": {i}, "dur": 1}}' for i in range(50_000)]

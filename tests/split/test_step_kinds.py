@@ -21,26 +21,31 @@ def train(
     steps: int = 8,
     gathers: int = 0,
     only: int | None = None,
+    kernels: int = KERNELS,
+    slower: dict[int, float] | None = None,
+    name: str = "gemm",
+    extra_us: float = 5,
 ) -> Report:
     """Two ranks; a step has 20 kernels of 5 us and an all_reduce, and, as more says, further
-    kernels and all_gathers in a range "evaluate"; on one rank only if there is an only."""
+    kernels and all_gathers in a range "evaluate"; on one rank only if there is an only. slower: how
+    many times as long the kernels of a step take. name, extra_us: the further kernels."""
     for rank in (0, 1):
         trace, at = GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]), 0.0
         for step in range(steps):
-            begin = at
-            for _ in range(KERNELS):
-                trace.kernel("gemm", at, at + 5)
-                at += 5
+            begin, factor = at, (slower or {}).get(step, 1.0)
+            for _ in range(kernels):
+                trace.kernel("gemm", at, at + 5 * factor)
+                at += 5 * factor
             trace.all_reduce(at, at + 10, nelems=200_000, Seq=100 * step)
             at += 10
             extra = more.get(step, 0)
             if extra and only in (None, rank):
-                trace.annotation("evaluate", at, at + 5 * extra)
+                trace.annotation("evaluate", at, at + extra_us * factor * extra)
                 for _ in range(extra):
-                    trace.kernel("gemm", at, at + 5)
-                    at += 5
+                    trace.kernel(name, at, at + extra_us * factor)
+                    at += extra_us * factor
             elif extra:
-                at += 5 * extra
+                at += extra_us * factor * extra
             for call in range(gathers if extra else 0):
                 seq = {"Seq": 100 * step + 1 + call}
                 trace.collective("AllGather", "_allgather_base", at, at + 4, **seq)
@@ -101,6 +106,41 @@ def test_more_work_that_is_no_kind(more: dict[int, int], only: int | None, tmp_p
     report = train(tmp_path, more, only=only)
     assert report.step_kinds == ()
     assert {row.kind for row in report.steps} == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("more", "slower", "steps"),
+    [
+        ({3: 1}, {3: 1.3}, 8),  # throttled in a step that logs
+        ({0: 1, 2: 1}, {0: 1.3, 2: 1.3}, 3),
+        ({1: 1, 3: 1, 5: 1, 7: 2}, {1: 1.15, 3: 1.2, 5: 1.1, 7: 1.15}, 8),  # as the data goes
+    ],
+)
+def test_longer_kernels_are_no_more_work(
+    more: dict[int, int], slower: dict[int, float], steps: int, tmp_path: Path
+) -> None:
+    report = train(tmp_path, more, slower=slower, steps=steps, kernels=40)
+    assert report.step_kinds == ()
+    assert {row.kind for row in report.steps} == {"full"}
+    assert not [row for row in report.warnings if row.code == "steps_mixed"]
+
+
+def test_one_long_kernel_that_the_usual_steps_do_not_run_is_a_kind(tmp_path: Path) -> None:
+    """It takes a fifth of what a usual step computes."""
+    report = train(tmp_path, {3: 1}, kernels=40, name="evaluation", extra_us=40)
+    assert others(report) == [(3,)]
+    (found,) = [one for one in report.findings if one.code == "other_steps"]
+    assert found.message.endswith(": 1 evaluate, 1 compute kernel more")
+
+
+def test_a_mix_by_the_time_of_its_kernels_says_so(tmp_path: Path) -> None:
+    more = {0: 1, 2: 1}
+    report = train(tmp_path, more, kernels=40, steps=3, name="evaluation", extra_us=40)
+    (message,) = {row.message for row in report.warnings if row.code == "steps_mixed"}
+    assert message.startswith(
+        "the steps do unequal work: of 3, 2 compute 1.2 times as long as the others, with kernels"
+        " that those do not run, and no kind is usual"
+    )
 
 
 def test_a_mix_without_a_usual_step_is_said(tmp_path: Path) -> None:

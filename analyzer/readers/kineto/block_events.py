@@ -308,8 +308,10 @@ def _choose_samples(ops: Int64) -> Int64:
 
 def _cut_dims(args: Raw) -> bytes:
     """The text between the name of the shapes and the next name, and a dtype of less than 32 bits;
-    decoding it would take longer."""
+    decoding it would take longer. Empty without shapes: a dtype alone is none."""
     text = bytes(args)
+    if _DIMS not in text:
+        return b""
     dims = text.rpartition(_DIMS)[2].partition(b'"')[0]
     if _SHORT_TYPE not in text:
         return dims

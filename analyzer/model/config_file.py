@@ -158,7 +158,9 @@ def decode_job_to_plan(tables: JobSource, keep: frozenset[str] = frozenset()) ->
 def _decode_to_plan(table: TomlTable, keep: frozenset[str]) -> JobConfig:
     with suppress(DataError):
         return decode_job(table)
-    table = replace_key_aliases(table, Mistakes()).table
+    mistakes = Mistakes()
+    table = replace_key_aliases(table, mistakes).table
+    mistakes.raise_all()
     layout = table.get_subtable("parallel").values
     if "pp" not in keep and "layers_per_stage" in layout:
         layout = {key: value for key, value in layout.items() if key != "layers_per_stage"}
@@ -291,7 +293,8 @@ def check_job_keys(table: TomlTable) -> None:
     Raises DataError with all unknown keys and invalid values, but not for missing keys.
     """
     mistakes = Mistakes()
-    table = _remove_misplaced(replace_key_aliases(table, mistakes).table, mistakes)
+    normalized = replace_key_aliases(table, mistakes, is_whole=False)
+    table = _remove_misplaced(normalized.table, mistakes)
     tables = decode_keys(table, _SECTIONS, mistakes)
     for name in tables:
         own, found = table.get_subtable(name), Mistakes()

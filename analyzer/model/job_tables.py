@@ -19,7 +19,13 @@ from stepsplit.analyzer.model.config_decode import (
 )
 from stepsplit.analyzer.model.job_files import KINDS
 from stepsplit.analyzer.model.job_files.job_file import JobFile, JobFileKind, JobTablesBuilder
-from stepsplit.analyzer.model.key_aliases import ALIASES, replace_key_aliases
+from stepsplit.analyzer.model.key_aliases import (
+    ALIASES,
+    NormalizedTable,
+    check_relations,
+    is_same_value,
+    replace_key_aliases,
+)
 
 JOB_KIND = "job"
 """The word of --from for a job.toml."""
@@ -89,12 +95,13 @@ def read_job_tables(
     if len(files) == 1 and kinds[0] is None and not settings:
         return JobSource(place_keys(parse_table(files[0].path, files[0].content), keys))
     merged: dict[str, Any] = {}
-    where, notes = files[0].path, list[str]()
+    where, notes, typed = files[0].path, list[str](), list[TomlTable]()
     for file, own in zip(files, kinds, strict=True):
         if own is None:
             table, mistakes = place_keys(parse_table(file.path, file.content), keys), Mistakes()
-            normalized = replace_key_aliases(table, mistakes)
+            normalized = replace_key_aliases(table, mistakes, is_whole=False)
             mistakes.raise_all()
+            typed.append(normalized.stated)
             where = file.path if "hardware" in normalized.table.values else where
             notes += normalized.notes
             _merge(merged, normalized.table.values)
@@ -108,10 +115,17 @@ def read_job_tables(
                 ours = {k: v for k, v in file.tables.items() if not isinstance(v, dict)}
                 ours |= {k: v for k, v in file.tables.items() if k == "hardware"}
                 added = place_keys(TomlTable(file.path, "", ours), keys)
-                normalized = replace_key_aliases(added, mistakes)
-                mistakes.raise_all()
+                normalized = replace_key_aliases(added, mistakes, is_whole=False)
+                typed.append(normalized.stated)
                 for name, own_keys in builder.sections.items():
-                    own_keys |= normalized.table.get_subtable(name).values
+                    beside = normalized.table.get_subtable(name)
+                    for key, value in beside.values.items():
+                        if not is_same_value(key, own_keys.setdefault(key, value), value):
+                            (read,) = format_toml_lines({key: own_keys[key]})
+                            problem = f"{value!r} beside tables that say {read}"
+                            error = beside.build_error(key, problem, "remove one of them")
+                            mistakes.append(error)
+                mistakes.raise_all()
             stated = dict(builder.list_stated())
             if not stated:
                 raise file.build_error(
@@ -119,7 +133,12 @@ def read_job_tables(
                 )
             notes += _describe(file, own, builder)
             _merge(merged, stated)
-    notes += _merge_settings(merged, settings, keys)
+    settled = _merge_settings(merged, settings, keys)
+    notes += settled.notes
+    mistakes = Mistakes()
+    for one in (*typed, settled.stated):
+        check_relations(one, merged, mistakes)
+    mistakes.raise_all()
     eager_under = {name for own in kinds if own is not None for name in own.eager_under}
     training = merged.get("training", {})
     is_eager = isinstance(training, dict) and training.get("framework") in eager_under
@@ -199,7 +218,7 @@ def _merge(merged: dict[str, Any], tables: Mapping[str, Any]) -> None:
 
 def _merge_settings(
     merged: dict[str, Any], settings: Sequence[str], keys: Mapping[str, Collection[str]]
-) -> list[str]:
+) -> NormalizedTable:
     stated: dict[str, dict[str, Any]] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
@@ -214,10 +233,11 @@ def _merge_settings(
                 raise UsageError(f"{SETTINGS} {setting!r}: {table} has a value already")
         own[last] = _parse_value(text.strip())
     mistakes = Mistakes()
-    normalized = replace_key_aliases(TomlTable(SETTINGS, "", stated), mistakes)
+    own_tables = TomlTable(SETTINGS, "", stated)
+    normalized = replace_key_aliases(own_tables, mistakes, is_whole=False)
     mistakes.raise_all()
     _merge(merged, normalized.table.values)
-    return list(normalized.notes)
+    return normalized
 
 
 def _find_key(name: str, keys: Mapping[str, Collection[str]]) -> tuple[str, str]:

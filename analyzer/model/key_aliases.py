@@ -65,11 +65,11 @@ def _read_fp8_recipe(value: object) -> Mapping[str, object]:
 
 
 def _read_nothing(value: object) -> Mapping[str, object]:
-    """What takes no time and no memory."""
+    """Leaves out a key that says nothing of the time or memory of a step."""
     return {}
 
 
-_SHARDING = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}
+_SHARDING = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3}
 """Stages of ZeRO by the words of torch's FSDP and of transformers."""
 
 
@@ -78,7 +78,13 @@ def _read_fsdp(value: object) -> Mapping[str, object]:
     if isinstance(value, bool):
         return {"zero": 3} if value else {}
     word = value.lower().replace("auto_wrap", "").strip() if isinstance(value, str) else ""
-    return {"zero": _SHARDING[word]} if word in _SHARDING else {"dp_shard": value}
+    return {"zero": _SHARDING[word]} if word in _SHARDING else _read_shard_degree(value)
+
+
+def _read_shard_degree(value: object) -> Mapping[str, object]:
+    """The ranks that shard the weights; torchtitan's -1 is all that the other axes leave."""
+    is_rest = value == -1 and type(value) is int
+    return {"zero": 3} if is_rest else {"dp_shard": value}
 
 
 def _negate(key: str) -> Convert:
@@ -107,6 +113,9 @@ def _read_optimizer(value: object) -> Mapping[str, object]:
     fused = {"fused_optimizer": True} if "fused" in word else {}
     return {"optimizer": "adam-8bit" if "8bit" in word else "adam", **fused}
 
+
+_HYBRID = ("hsdp", "hybrid_shard")
+"""Words for shards with replicas of each, whose numbers are in other keys."""
 
 _STRATEGIES = {"fsdp": 3, "fsdp2": 3, "hsdp": 3, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -152,10 +161,12 @@ def _read_recompute(value: object) -> Mapping[str, object]:
 
 
 def _read_offload(value: object) -> Mapping[str, object]:
-    """That optimizer states are offloaded, or where to."""
+    """That optimizer states are offloaded, where to, or DeepSpeed's {device = "cpu"}."""
+    if isinstance(value, Mapping) and "device" in value:
+        value = value["device"]
     if isinstance(value, bool):
         return {"offload": "cpu"} if value else {}
-    return {"offload": value}
+    return {} if value == "none" else {"offload": value}
 
 
 def _read_dropout(value: object) -> Mapping[str, object]:
@@ -200,6 +211,10 @@ SEQUENCE_LENGTHS = (
     "seq_length", "sequence_length", "max_seq_length", "max_seq_len", "max_length", "block_size",
     "sequence_len",
 )  # fmt: skip
+
+LOCAL_BATCHES = ("local_batch_size", "device_batch_size")
+"""Sequences of a rank at once, if no pipeline splits them into microbatches: torchtitan's
+local_batch_size is of a forward without a pipeline, of all its microbatches with one."""
 
 _TIMELESS = (
     "lr", "learning_rate", "min_lr", "weight_decay", "warmup_steps", "warmup_ratio",
@@ -248,7 +263,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "fsdp": _read_fsdp,
         "sharding_strategy": _read_fsdp,
         **dict.fromkeys(("strategy", "dp_type"), _read_strategy),
-        **dict.fromkeys(("shard_degree", "data_parallel_shard_degree"), _rename("dp_shard")),
+        **dict.fromkeys(("shard_degree", "data_parallel_shard_degree"), _read_shard_degree),
         "ddp": _rename("dp_replicate"),
         "tensor_parallel": _rename("tp"),
         "tensor_parallel_size": _rename("tp"),
@@ -276,8 +291,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "mbs": _rename("micro_batch"),
         "micro_batch_size": _rename("micro_batch"),
         "per_device_train_batch_size": _rename("micro_batch"),
-        "device_batch_size": _rename("micro_batch"),
-        "local_batch_size": _rename("micro_batch"),
+        **dict.fromkeys(LOCAL_BATCHES, _rename("micro_batch")),
         "train_micro_batch_size_per_gpu": _rename("micro_batch"),
         "train_batch_size": _rename("global_batch"),
         "gbs": _rename("global_batch"),
@@ -355,18 +369,50 @@ HINTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class NormalizedTable:
-    """A job's tables with our keys, and what of it was read as what: "training: mbs = 1 as
-    micro_batch = 1"."""
+    """A job's tables with our keys, and with those stated, and what of it was read as what:
+    "training: mbs = 1 as micro_batch = 1"."""
 
     table: TomlTable
+    stated: TomlTable
     notes: tuple[str, ...] = ()
 
 
-def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable:
+def check_relations(stated: TomlTable, read: Mapping[str, Any], mistakes: Mistakes) -> None:
+    """Adds the keys that mean something else or nothing beside others of the job to the mistakes.
+
+    Args:
+        stated: tables of the job with the keys of other programs.
+        read: all tables of the job with ours; what a later file says in another way is not judged.
+        mistakes: where each such key is added.
+    """
+    training, layout = stated.get_subtable("training"), stated.get_subtable("parallel")
+    sizes, batches = (read.get(name, {}) for name in ("parallel", "training"))
+    if not isinstance(sizes, Mapping) or not isinstance(batches, Mapping):
+        return
+    pp = sizes.get("pp", 1)
+    is_pipeline = (isinstance(pp, int) and pp > 1) or "layers_per_stage" in sizes
+    for key in filter(training.values.__contains__, LOCAL_BATCHES if is_pipeline else ()):
+        if training.values[key] == batches.get("micro_batch"):
+            problem = "may be one microbatch or all of them, as there is a pipeline"
+            hint = "write micro_batch and microbatches (or global_batch) instead"
+            mistakes.append(training.build_error(key, problem, hint))
+    if sizes.get("zero") == 3 and not {"dp_shard", "dp_replicate"} & sizes.keys():
+        for key in ("strategy", "dp_type", "fsdp", "sharding_strategy"):
+            value = layout.values.get(key)
+            if isinstance(value, str) and value.lower() in _HYBRID:
+                problem = f"{value} does not say how many replicas there are"
+                hint = "add dp_replicate (replicas), or dp_shard (ranks of each)"
+                mistakes.append(layout.build_error(key, problem, hint))
+
+
+def replace_key_aliases(
+    table: TomlTable, mistakes: Mistakes, is_whole: bool = True
+) -> NormalizedTable:
     """Replaces the keys of other programs in the tables of a job with ours.
 
     A key stands for nothing but itself if what it stands for is in the table too: that is a
-    mistake, as is every value that our key may not have.
+    mistake, as is every value that our key may not have. is_whole: no other file or setting belongs
+    to the job, so that keys can be checked beside each other.
     """
     sections: dict[str, Any] = dict(table.values)
     notes = list[str]()
@@ -385,6 +431,7 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
             notes.append(f"{name}: {', '.join(capitals)} in small letters")
     table = replace(table, values=sections)
     _read_batch_size(table, sections, notes)
+    _read_fp8_over_bf16(sections, notes)
     table = replace(table, values=sections)
     _move_keys(table, sections, mistakes, notes)
     _find_trainer(sections, notes)
@@ -394,7 +441,7 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
         "DeepSpeed": _read_deepspeed(table, sections, mistakes, notes),
     }
     _name_preset(sections, notes)
-    table = replace(table, values=sections)
+    table = replace(table, values=dict(sections))
     for name, known in ALIASES.items():
         aliases = {**known, **_PRESETS.get(name, {})}
         values = table.get_subtable(name).values
@@ -403,7 +450,7 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
             ours = aliases[key](value) if key in aliases else {key: value}
             for other, read in ours.items():
                 if other != key and (other in values or other in converted):
-                    if _is_same(other, converted.get(other, values.get(other)), read):
+                    if is_same_value(other, converted.get(other, values.get(other)), read):
                         continue
                     problem = f"says the same as {other}, with another value"
                     mistakes.append(
@@ -417,17 +464,19 @@ def replace_key_aliases(table: TomlTable, mistakes: Mistakes) -> NormalizedTable
                 notes.append(f"{name}: {said} as {read or 'nothing'}")
         for program, stated in read_from.items():
             for key, value in stated.get(name, {}).items():
-                if not _is_same(key, converted.setdefault(key, value), value):
+                if not is_same_value(key, converted.setdefault(key, value), value):
                     problem = f"is said by settings of {program}, too, with another value"
                     mistakes.append(
                         table.get_subtable(name).build_error(key, problem, "remove one of them")
                     )
         if values or converted:
             sections[name] = converted
-    return NormalizedTable(replace(table, values=sections), tuple(notes))
+    if is_whole:
+        check_relations(table, sections, mistakes)
+    return NormalizedTable(replace(table, values=sections), table, tuple(notes))
 
 
-def _is_same(key: str, first: object, second: object) -> bool:
+def is_same_value(key: str, first: object, second: object) -> bool:
     """Whether both values of a key of ours are one, such as bf16 and bfloat16."""
     words = VALUE_ALIASES.get(key, {})
     return words.get(str(first), first) == words.get(str(second), second)
@@ -472,6 +521,19 @@ def _read_batch_size(table: TomlTable, sections: dict[str, Any], notes: list[str
     sections["training"] = {**training, **read}
     lines = (", ".join(format_toml_lines(one)) for one in (said, read))
     notes.append("training: {} as {}".format(*lines))
+
+
+def _read_fp8_over_bf16(sections: dict[str, Any], notes: list[str]) -> None:
+    """Leaves out bf16 = true beside a format of 8 bits: the dtype of what is not multiplied, as
+    Megatron's --bf16 --fp8-format hybrid."""
+    training = sections.get("training")
+    if not isinstance(training, Mapping) or not {"bf16", "fp8"} <= training.keys():
+        return
+    says = {key: ALIASES["training"][key](training[key]) for key in ("bf16", "fp8")}
+    if all(read == {"dtype": key} for key, read in says.items()):
+        sections["training"] = {key: value for key, value in training.items() if key != "bf16"}
+        (said,) = format_toml_lines({"bf16": training["bf16"]})
+        notes.append(f"training: {said} as nothing, beside fp8")
 
 
 def _find_trainer(sections: dict[str, Any], notes: list[str]) -> None:

@@ -149,16 +149,16 @@ def mark_more_work(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> list[
     if (lacks & usual).any() and not lacks.all():
         return list(steps)
     if int(usual.sum()) < max(_MIN_USUAL, int(more.sum()) - 1):
-        many, told = more & is_many, list[str]()
+        many, ways = more & is_many, list[str]()
         if many.any():
-            told.append(f"run {_format_range(ratio[:, many])} as many kernels as the others")
+            ways.append(f"run {_format_range(ratio[:, many])} as many kernels as the others")
         if (long := more & ~is_many).any():
-            told.append(
+            ways.append(
                 f"compute {_format_range(time[:, long])} as long as the others, with kernels that"
                 " those do not run"
             )
         text = (
-            f"the steps do unequal work: of {len(numbers)}, {int(more.sum())} {' or '.join(told)},"
+            f"the steps do unequal work: of {len(numbers)}, {int(more.sum())} {' or '.join(ways)},"
             " and no kind is usual: means are over all of them; record more steps"
         )
         return [replace(own, notes=(*own.notes, Note("steps_mixed", text))) for own in steps]

@@ -11,7 +11,14 @@ from click.testing import CliRunner
 
 from stepsplit.analyzer import read_job
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config_file import MODEL_KEYS, PARALLEL_KEYS, TRAINING_KEYS, parse_job
+from stepsplit.analyzer.model.config_file import (
+    MODEL_KEYS,
+    PARALLEL_KEYS,
+    TRAINING_KEYS,
+    decode_job_to_plan,
+    parse_job,
+    read_tables,
+)
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS
 from stepsplit.analyzer.model.key_aliases import ALIASES
 from stepsplit.analyzer.model.preset_names import list_hardware_names
@@ -728,3 +735,107 @@ def test_one_batch_size_is_one_mistake() -> None:
         parse_job(TYPED.replace("mbs = 1\ngbs = 64", "batch_size = 2"))
     message = str(raised.value)
     assert "write micro_batch (sequences of a rank at once)" in message and "more" not in message
+
+
+# Keys that mean something else beside others.
+
+BESIDE = """
+[model]
+preset = "llama-3.1-70b"
+[parallel]
+gpus = 64
+{layout}
+[training]
+seq_len = 8192
+{training}
+[hardware]
+gpu = "h100"
+"""
+
+
+@pytest.mark.parametrize("key", ["local_batch_size", "device_batch_size"])
+@pytest.mark.parametrize(
+    "pipeline", ["pp = 4", "pipeline_parallel = 4", "layers_per_stage = [40, 40]"]
+)
+def test_the_batch_of_a_rank_is_refused_beside_a_pipeline(
+    key: str, pipeline: str, tmp_path: Path
+) -> None:
+    batch = f"{key} = 8\nmicrobatches = 4"
+    assert parse_job(BESIDE.format(layout="", training=batch)).training.micro_batch == 8
+    problem = f"training.{key}: may be one microbatch or all of them"
+    hint = "write micro_batch and microbatches"
+    with pytest.raises(DataError, match=f"{problem}.*{hint}"):
+        parse_job(BESIDE.format(layout=pipeline, training=batch))
+    file = tmp_path / "job.toml"
+    file.write_text(BESIDE.format(layout="", training=batch).replace("[training]", "[train]"))
+    with pytest.raises(DataError, match=problem):
+        read_job(file, settings=("pp=4",))
+    assert read_job(file, settings=("pp=4", "micro_batch=1")).training.micro_batch == 1
+    file.write_text(BESIDE.format(layout=pipeline, training=batch))
+    with pytest.raises(DataError, match=problem):
+        decode_job_to_plan(read_tables([file]))
+
+
+@pytest.mark.parametrize(
+    "line", ['strategy = "hsdp"', 'dp_type = "HSDP"', 'sharding_strategy = "HYBRID_SHARD"']
+)
+def test_hybrid_shards_need_the_number_of_replicas(line: str, tmp_path: Path) -> None:
+    batch = "micro_batch = 1\nmicrobatches = 1"
+    text = BESIDE.format(layout=line, training=batch)
+    with pytest.raises(DataError, match="does not say how many replicas there are; add dp_replic"):
+        parse_job(text)
+    job = parse_job(BESIDE.format(layout=f"{line}\ndp_replicate = 8", training=batch))
+    assert (job.parallel.dp_replicate, job.parallel.dp_shard, job.parallel.zero) == (8, 8, 3)
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    assert read_job(file, settings=("dp_replicate=8",)).parallel == job.parallel
+
+
+@pytest.mark.parametrize("flags", ['bf16 = true\nfp8 = "hybrid"', "fp8 = true\nbf16 = true"])
+def test_fp8_beside_bf16_is_fp8(flags: str) -> None:
+    batch = f"{flags}\nmicro_batch = 1\nmicrobatches = 1"
+    job = parse_job(BESIDE.format(layout="", training=batch))
+    assert job.training.dtype == "fp8"
+    assert "training: bf16 = true as nothing, beside fp8" in job.notes
+    with pytest.raises(DataError, match="says the same as dtype, with another value"):
+        parse_job(BESIDE.format(layout="", training=batch.replace("bf16", "fp16")))
+
+
+@pytest.mark.parametrize("key", ["offload_optimizer", "optimizer_offload"])
+@pytest.mark.parametrize(
+    ("value", "offloaded"),
+    [
+        ('"none"', frozenset()),
+        ('{ device = "none" }', frozenset()),
+        ('{ device = "cpu", pin_memory = true }', frozenset({"optimizer"})),
+        ('"cpu"', frozenset({"optimizer"})),
+        ("false", frozenset()),
+    ],
+)
+def test_an_offloaded_optimizer_as_deepspeed_says_it(
+    key: str, value: str, offloaded: frozenset[str]
+) -> None:
+    training = f"micro_batch = 1\nmicrobatches = 1\n{key} = {value}"
+    assert parse_job(BESIDE.format(layout="", training=training)).training.offload == offloaded
+
+
+@pytest.mark.parametrize("key", ["shard_degree", "data_parallel_shard_degree", "fsdp"])
+@pytest.mark.parametrize(("replicas", "shards"), [("", 32), ("dp_replicate = 4", 8)])
+def test_a_shard_degree_of_minus_one_is_all_that_is_left(
+    key: str, replicas: str, shards: int
+) -> None:
+    layout = f"tp = 2\n{replicas}\n{key} = -1"
+    job = parse_job(BESIDE.format(layout=layout, training="micro_batch = 1\nmicrobatches = 1"))
+    assert (job.parallel.dp_shard, job.parallel.zero) == (shards, 3)
+    with pytest.raises(DataError, match="-2 is not a valid count"):
+        parse_job(BESIDE.format(layout=f"{key} = -2", training="micro_batch = 1"))
+
+
+def test_keys_before_the_tables_do_not_override_those_of_another_program(tmp_path: Path) -> None:
+    file = tmp_path / "torchtitan.toml"
+    file.write_text("tp = 2\n" + TORCHTITAN)
+    with pytest.raises(DataError, match=r"parallel\.tp: 2 beside tables that say tp = 4; remove"):
+        read_job(file)
+    file.write_text("tp = 4\n" + TORCHTITAN)
+    assert read_job(file).parallel.tp == 4
+    assert read_job(file, settings=("tp=2", "dp_shard=8")).parallel.tp == 2

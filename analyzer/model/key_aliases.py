@@ -114,8 +114,8 @@ def _read_optimizer(value: object) -> Mapping[str, object]:
     return {"optimizer": "adam-8bit" if "8bit" in word else "adam", **fused}
 
 
-_HYBRID = ("hsdp", "hybrid_shard")
-"""Words for shards with replicas of each, whose numbers are in other keys."""
+_HYBRID = ("hsdp", "hybridshard")
+"""Words, without signs, for shards with replicas of each, whose numbers are in other keys."""
 
 _STRATEGIES = {"fsdp": 3, "fsdp2": 3, "hsdp": 3, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -399,7 +399,8 @@ def check_relations(stated: TomlTable, read: Mapping[str, Any], mistakes: Mistak
     if sizes.get("zero") == 3 and not {"dp_shard", "dp_replicate"} & sizes.keys():
         for key in ("strategy", "dp_type", "fsdp", "sharding_strategy"):
             value = layout.values.get(key)
-            if isinstance(value, str) and value.lower() in _HYBRID:
+            word = re.sub(r"[^a-z0-9]", "", value.lower()) if isinstance(value, str) else ""
+            if word.replace("autowrap", "") in _HYBRID:
                 problem = f"{value} does not say how many replicas there are"
                 hint = "add dp_replicate (replicas), or dp_shard (ranks of each)"
                 mistakes.append(layout.build_error(key, problem, hint))

@@ -777,7 +777,13 @@ def test_the_batch_of_a_rank_is_refused_beside_a_pipeline(
 
 
 @pytest.mark.parametrize(
-    "line", ['strategy = "hsdp"', 'dp_type = "HSDP"', 'sharding_strategy = "HYBRID_SHARD"']
+    "line",
+    [
+        'strategy = "hsdp"',
+        'dp_type = "H-SDP"',
+        'sharding_strategy = "HYBRID_SHARD"',
+        'fsdp = "hybrid_shard auto_wrap"',
+    ],
 )
 def test_hybrid_shards_need_the_number_of_replicas(line: str, tmp_path: Path) -> None:
     batch = "micro_batch = 1\nmicrobatches = 1"

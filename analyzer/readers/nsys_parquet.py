@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -101,11 +102,7 @@ def _copy_table(path: Path, where: str, table: str, database: sqlite3.Connection
             copied_bytes += batch_bytes
             if copied_bytes > most_bytes or batch_bytes > FREE_BYTES:
                 raise make_bomb_error(where)
-            values = [
-                # As bytes: what is stored as text need not be UTF-8, such as NCCL's payloads.
-                (column.cast(pa.large_binary()) if _is_text(column.type) else column).to_pylist()
-                for column in batch.columns
-            ]
+            values = map(_list_values, batch.columns)
             database.executemany(insert, zip(*values, strict=True))
 
 
@@ -115,6 +112,21 @@ def _count_text_bytes(column: pa.Array) -> int:
         return 0
     lengths = pc.binary_length(column.dictionary.cast(pa.large_binary()))
     return pc.sum(lengths.take(column.indices)).as_py() or 0
+
+
+def _list_values(column: pa.Array) -> list[Any]:
+    """The values of a column as SQLite has them."""
+    if _is_text(column.type):
+        # As bytes: what is stored as text need not be UTF-8, such as NCCL's payloads.
+        column = column.cast(pa.large_binary())
+    elif pa.types.is_temporal(column.type):
+        # In their own unit, as in SQLite.
+        column = column.cast(pa.int64())
+    values: list[Any] = column.to_pylist()
+    if pa.types.is_uint64(column.type):
+        # SQLite has no larger numbers; those are handles and hashes, which are not read.
+        return [None if one is not None and one >= 1 << 63 else one for one in values]
+    return values
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -133,5 +145,11 @@ def _is_text(kind: pa.DataType) -> bool:
 def _is_number(kind: pa.DataType) -> bool:
     return any(
         is_kind(kind)
-        for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+        for is_kind in (
+            pa.types.is_integer,
+            pa.types.is_floating,
+            pa.types.is_boolean,
+            pa.types.is_timestamp,
+            pa.types.is_duration,
+        )
     )

@@ -163,6 +163,27 @@ def test_a_table_in_parquet_that_is_a_link_out_of_the_folder_is_not_read(tmp_pat
         analyze(folder)
 
 
+def test_types_of_columns_in_parquet_do_not_matter(tmp_path: Path) -> None:
+    """Texts as a dictionary, times as such, and hashes that SQLite cannot have."""
+    export = Export().range("iteration 5", 1_000, 9_000).kernel("gemm", 2_000, 3_000)
+    folder = write_as_parquet(export, tmp_path / "report_pqtdir")
+    expected = rows(read_nsys(on_disk(folder / "StringIds.parquet"))[0])
+    assert expected
+
+    path = folder / "StringIds.parquet"
+    texts = pq.read_table(path)
+    pq.write_table(texts.set_column(1, "value", texts["value"].dictionary_encode()), path)
+    path = folder / "CUPTI_ACTIVITY_KIND_KERNEL.parquet"
+    kernels = pq.read_table(path)
+    for name, kind in (("start", pa.timestamp("ns")), ("end", pa.duration("ns"))):
+        place = kernels.column_names.index(name)
+        kernels = kernels.set_column(place, name, kernels[name].cast(kind))
+    hashes = pa.array([(1 << 64) - 1] * len(kernels), pa.uint64())
+    pq.write_table(kernels.append_column("hash", hashes), path)
+
+    assert rows(read_nsys(on_disk(folder / "StringIds.parquet"))[0]) == expected
+
+
 def test_marks_and_open_ranges_have_no_duration(tmp_path: Path) -> None:
     export = Export().kernel("gemm", 0, 5).range("a mark", 1, None, kind=34)
     export.range("open", 2, None).range("thread to thread", 3, 4, kind=60)

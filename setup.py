@@ -4,6 +4,7 @@ Without it, and without a compiler, the package is pure Python with the same res
 """
 
 import os
+import sys
 
 from setuptools import Extension, setup
 
@@ -17,6 +18,10 @@ SCANNER = Extension(
 )
 
 if os.environ.get("STEPSPLIT_COMPILE") == "1":
-    setup(ext_modules=[SCANNER], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+    made = setup(ext_modules=[SCANNER], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+    if made.have_run.get("build_ext"):
+        outputs = made.get_command_obj("build_ext").get_outputs()
+        if not all(map(os.path.exists, outputs)):
+            sys.stderr.write("STEPSPLIT_COMPILE=1: not compiled; without the scanner of traces\n")
 else:
     setup()

@@ -47,6 +47,9 @@ _TABLES = (
 
 _BATCH_ROWS = 1 << 16
 
+_PART_BYTES = 8 << 20
+"""Of the texts of a batch that are in memory at a time."""
+
 
 def copy_tables_to_sqlite(folder: Path, where: str, target: Path) -> None:
     """Writes the tables of the export in the folder to a new SQLite database.
@@ -102,8 +105,10 @@ def _copy_table(path: Path, where: str, table: str, database: sqlite3.Connection
             copied_bytes += batch_bytes
             if copied_bytes > most_bytes or batch_bytes > FREE_BYTES:
                 raise make_bomb_error(where)
-            values = map(_list_values, batch.columns)
-            database.executemany(insert, zip(*values, strict=True))
+            rows = max(1, batch.num_rows * _PART_BYTES // max(batch_bytes, 1))
+            for first in range(0, batch.num_rows, rows):
+                values = map(_list_values, batch.slice(first, rows).columns)
+                database.executemany(insert, zip(*values, strict=True))
 
 
 def _count_text_bytes(column: pa.Array) -> int:

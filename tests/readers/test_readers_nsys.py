@@ -6,6 +6,7 @@ import gzip
 import random
 import sqlite3
 import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.required import shared_repro, shared_trace
 
 from stepsplit.analyzer import OPS, Category, DataError, Group, Lane, RankTrace, analyze
 from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
+from stepsplit.analyzer.readers.nsys_parquet import copy_tables_to_sqlite
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -161,6 +163,23 @@ def test_a_table_in_parquet_that_is_a_link_out_of_the_folder_is_not_read(tmp_pat
 
     with pytest.raises(DataError, match=r"KERNEL\.parquet: a link out of the folder"):
         analyze(folder)
+
+
+def test_texts_in_parquet_within_the_limit_are_copied_in_parts(tmp_path: Path) -> None:
+    # 200 MB of texts in one batch of rows.
+    shared = pa.DictionaryArray.from_arrays(np.zeros(500, dtype=np.int32), ["a" * 400_000])
+    strings = pa.table({"id": pa.array(range(500)), "value": shared})
+    pq.write_table(strings, tmp_path / "StringIds.parquet", store_schema=False)
+
+    tracemalloc.start()
+    copy_tables_to_sqlite(tmp_path, "export", tmp_path / "copy.sqlite")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 30_000_000
+    with closing(sqlite3.connect(tmp_path / "copy.sqlite")) as database:
+        found = database.execute("SELECT COUNT(*), SUM(id), SUM(LENGTH(value)) FROM StringIds")
+        assert found.fetchone() == (500, 124_750, 200_000_000)
 
 
 def test_types_of_columns_in_parquet_do_not_matter(tmp_path: Path) -> None:

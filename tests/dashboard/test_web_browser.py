@@ -13,7 +13,7 @@ from support.browser_builders import running_server
 from support.dashboard_processes import running_dashboard
 from support.report_builders import analysis
 from support.turns import PAGES
-from support.waiting import until_on_page
+from support.waiting import list_addresses, until_on_page
 
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.report.headline import compute_mean_step_ns, round_shares, summarize
@@ -174,11 +174,12 @@ def test_a_bar_opens_its_timeline_and_a_menu_changes_the_url(
 ) -> None:  # fmt: skip
     run_id = _import(shared.folder)
     page = browser.new_page()
+    opened = list_addresses(page)
 
     page.goto(f"{shared.url}/run/{run_id}")
     page.locator(f"#by-rank {BARS}").nth(2).click(force=True)
-    page.wait_for_url("**/timeline?rank=2*")
     page.wait_for_selector("#timeline-view")
+    assert f"{shared.url}/run/{run_id}/timeline?rank=2" in opened
 
     page.goto(f"{shared.url}/run/{run_id}/pipeline")
     page.locator("select").select_option("7")

@@ -27,3 +27,11 @@ def until_on_page(page: Page, holds: Callable[[], object], within_s: float = 60.
         if time.monotonic() > deadline:
             raise TimeoutError(f"the page did not come to that within {within_s:g} s")
         page.wait_for_timeout(100)
+
+
+def list_addresses(page: Page) -> list[str]:
+    """The addresses of the page from now on, a list that grows. The timeline replaces its address
+    by what it shows as soon as it is drawn, often before a test looks at it."""
+    addresses: list[str] = []
+    page.on("framenavigated", lambda frame: addresses.append(frame.url))
+    return addresses

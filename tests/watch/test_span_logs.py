@@ -420,7 +420,7 @@ def test_traces_beside_span_logs_are_analyzed_and_checked(tmp_path: Path) -> Non
         # Each line of before, and one that the logs are no trace.
         assert one.exit_code == known.exit_code == 0
         assert {*known.stdout.splitlines()} <= {*one.stdout.splitlines()}
-        assert f"stepsplit analyze {logs}" in one.stderr
+        assert f"stepsplit analyze {logs}" in one.output
     page = tmp_path / "x.html"
     assert runner.invoke(analyze_command, [str(dump), "--html", str(page)]).exit_code == 0
     assert page.exists()

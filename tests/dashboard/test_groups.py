@@ -411,7 +411,7 @@ def test_runs_are_added_removed_and_made_the_baseline(
         (",,,", "Select runs"),
         ("A,A,A", "Select runs"),
         ("A,B,A,B,,", "Difference by bucket"),
-        ("A,B,nonsense,../../etc,%00,<b>", "4 runs of the address are not finished or not here"),
+        ("A,B,nonsense,../../etc,%00,<b>", "4 runs of the address are not finished, not here"),
         ("A,B,C," + ",".join(f"{n:012x}" for n in range(97)), "97 runs of the address"),
         ("OPEN,A,B,C", "1 runs of the address"),
         ("ALL", "At most 12 are compared: 8 are left out"),

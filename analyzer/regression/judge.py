@@ -88,7 +88,6 @@ def check_candidate(
     )
     pairs = pair_kinds(baseline, candidate)
     gated = _check_budgets(candidate, baseline, budgets, doubts, pairs)
-    answers = {one.answer for one in gated}
     regressed = [one for one in gated if one.answer == "regressed"]
     calls = compute_call_deltas(baseline, candidate)
     of_headline = [one for one in regressed if not one.kind]
@@ -99,7 +98,7 @@ def check_candidate(
         warnings = (f"{mesh_difference}, {inferred}", *warnings)
     has_noise = not all(one.meaning.exact or one.meaning.of_job for one in budgets)
     return CheckResult(
-        answer=next((one for one in _WORST_FIRST if one in answers), "pass"),
+        answer=_find_worst(one.answer for one in gated),
         baseline=_build_side(baseline) if baseline else None,
         candidate=_build_side(candidate),
         gated=tuple(gated),
@@ -146,12 +145,8 @@ def _check_roles(
         is_of_whole = metric.partition(".")[0] in ("step", PHASE)
         for one in (role,) if role or is_of_whole else known:
             by_role[one].append(own)
-    parts: dict[str, CheckResult] = {}
+    parts: list[CheckResult] = []
     warnings: list[str] = []
-
-    def name(role: str, text: str, joint: str) -> str:
-        return f"{role}{joint}{text}" if role else text
-
     for role, own_budgets in by_role.items():
         own_baseline, own_candidate = (
             [
@@ -162,45 +157,44 @@ def _check_roles(
             ]
             for side in (baseline, candidate)
         )
+        before = f"{role}: " if role else ""
         if own_budgets:
             last = keep_last(own_budgets)
             part = check_candidate(own_candidate, own_baseline, last, across_setups)
-            parts[role] = part
-            warnings += (name(role, text, ": ") for text in part.warnings)
+            warnings += (before + text for text in part.warnings)
+            parts.append(_name_role(part, role) if role else part)
         elif role:
             # The step of a job of one rollout and two trainers is not that of two and one.
             aligned = align_meshes(own_baseline, own_candidate)
-            found = _compare_settings(*aligned, across_setups)
-            warnings += (name(role, text, ": ") for text in found)
-
-    answers = {one.answer for one in parts.values()}
+            warnings += (before + text for text in _compare_settings(*aligned, across_setups))
     return CheckResult(
-        answer=next((one for one in _WORST_FIRST if one in answers), "pass"),
+        answer=_find_worst(part.answer for part in parts),
         baseline=_build_side(baseline) if baseline else None,
         candidate=_build_side(candidate),
-        gated=tuple(
-            replace(row, metric=name(role, row.metric, "/"))
-            for role, part in parts.items()
-            for row in part.gated
-        ),
-        causes=tuple(
-            replace(row, message=name(role, row.message, ": "))
-            for role, part in parts.items()
-            for row in part.causes
-        ),
-        calls=tuple(
-            replace(row, axis=name(role, row.axis, ": "))
-            for role, part in parts.items()
-            for row in part.calls
-        ),
-        others=tuple(
-            replace(row, metric=name(role, row.metric, "/"))
-            for role, part in parts.items()
-            for row in part.others
-        ),
+        gated=tuple(row for part in parts for row in part.gated),
+        causes=tuple(row for part in parts for row in part.causes),
+        calls=tuple(row for part in parts for row in part.calls),
+        others=tuple(row for part in parts for row in part.others),
         warnings=tuple(warnings),
-        low_confidence=any(part.low_confidence for part in parts.values()),
+        low_confidence=any(part.low_confidence for part in parts),
     )
+
+
+def _name_role(part: CheckResult, role: str) -> CheckResult:
+    """The check of a role with the role in the texts of its rows."""
+    return replace(
+        part,
+        gated=tuple(replace(row, metric=f"{role}/{row.metric}") for row in part.gated),
+        causes=tuple(replace(row, message=f"{role}: {row.message}") for row in part.causes),
+        calls=tuple(replace(row, axis=f"{role}: {row.axis}") for row in part.calls),
+        others=tuple(replace(row, metric=f"{role}/{row.metric}") for row in part.others),
+    )
+
+
+def _find_worst(answers: Iterable[Answer]) -> Answer:
+    """Regressed before inconclusive before pass."""
+    given = set(answers)
+    return next((one for one in _WORST_FIRST if one in given), "pass")
 
 
 _WORST_FIRST: tuple[Answer, ...] = ("regressed", "inconclusive")

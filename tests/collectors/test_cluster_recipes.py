@@ -25,8 +25,9 @@ set -euo pipefail
 shift
 for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node SLURM_PROCID=$node "$@"; done
 """
+# Names come one after the other: what has read enough after the first must not end the job.
 SCONTROL = """#!/usr/bin/env bash
-[[ "$*" == "show hostnames node[3-4]" ]] && printf 'node3\\nnode4\\n'
+[[ "$*" == "show hostnames node[3-4]" ]] && echo node3 && sleep 0.1 && echo node4
 """
 NOTES = f"""#!{sys.executable}
 import json, sys

@@ -41,6 +41,8 @@ def test_a_slower_evaluation_is_named_and_an_equal_one_is_not(tmp_path: Path) ->
     assert check_candidate(equal, baseline, BUDGETS).answer != "regressed"
     found = check_candidate(slower, baseline, BUDGETS)
     answers = {one.metric: one.answer for one in found.gated}
-    assert (answers["step"], answers["step.other"]) == ("pass", "regressed")
+    # Three noisy runs a side may leave the other steps undecided; only slower evaluations may not slow them.
+    assert answers["step"] != "regressed"
+    assert answers["step.other"] == "regressed"
     (kind,) = [one.kind for one in found.gated if one.metric == "step.other"]
     assert f"every {EVERY}th step" in kind

@@ -108,15 +108,18 @@ def _find_longest_waits(view: View) -> dict[tuple[str, str], str]:
     if view.tables is None or not view.run_id:
         return {}
     waits = view.tables.waits
-    waits = waits.select(np.isin(waits.step, list_full_steps(view.report.steps)))
+    left = np.isin(waits.step, list_full_steps(view.report.steps))
     found: dict[tuple[str, str], str] = {}
-    order = np.argsort(-waits.dur_ns, kind="stable").tolist()
-    for op, axis, at in zip(waits.op[order], waits.axis[order], order, strict=True):
-        if (str(op), str(axis)) not in found:
-            rank, start, dur = (int(one[at]) for one in (waits.rank, waits.start_ns, waits.dur_ns))
-            owner = int(waits.owner[at])
-            both = f"&open={rank},{owner}" if owner >= 0 else ""
-            found[str(op), str(axis)] = build_span_key(rank, start, dur) + both
+    # One pass over all waits for each kind: there are many waits, of few kinds.
+    while left.any():
+        one = int(left.argmax())
+        own = left & (waits.op == waits.op[one]) & (waits.axis == waits.axis[one])
+        at = int(np.where(own, waits.dur_ns, -1).argmax())
+        rank, owner = int(waits.rank[at]), int(waits.owner[at])
+        both = f"&open={rank},{owner}" if owner >= 0 else ""
+        span = build_span_key(rank, int(waits.start_ns[at]), int(waits.dur_ns[at])) + both
+        found[str(waits.op[one]), str(waits.axis[one])] = span
+        left &= ~own
     return found
 
 

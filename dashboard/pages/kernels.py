@@ -10,6 +10,7 @@ from dash import html
 
 from stepsplit.analyzer.parts.kernel_table import MAX_NAME_CHARACTERS, KernelRow
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
+from stepsplit.analyzer.report.part_rows import name_part
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.units import format_flops, format_gigabytes_per_second, format_microseconds
 from stepsplit.dashboard.pages.address import build_page_url
@@ -50,7 +51,7 @@ def build_kernels(view: View) -> list[html.Section]:
         cells = [
             Cell(_build_name(view, row, span)),
             Cell(row.family),
-            Cell(", ".join(row.parts)),
+            Cell(", ".join(map(name_part, row.parts))),
             build_count_cell(row.calls),
             build_time_cell(row.total_ns),
             build_time_cell(row.step_ns),
@@ -136,8 +137,14 @@ def _find_longest(view: View, rows: Sequence[KernelRow]) -> list[str | None]:
         begin = min(one.start_ns for one in steps)
         end = max(one.start_ns + one.step_ns for one in steps)
         within = np.flatnonzero((own.start_ns >= begin) & (own.start_ns < end))
-        # The last one of each name is the longest: kernels of one name may have several shapes.
-        for at in within[np.argsort(own.dur_ns[within], kind="stable")].tolist():
+        within = within[np.argsort(own.dur_ns[within], kind="stable")]
+        # The last one of each name is the longest. By arrays up to here: a rank has a hundred
+        # thousand slices of some hundred names, and a text for each took most of the page's time.
+        last = np.full(len(own.names), -1)
+        last[own.name[within]] = within
+        last = last[last >= 0]
+        # By length again, as long names that are cut may be one name.
+        for at in last[np.argsort(own.dur_ns[last], kind="stable")].tolist():
             name = own.names[own.name[at]][:MAX_NAME_CHARACTERS]
             key = build_span_key(rank, int(own.start_ns[at]), int(own.dur_ns[at]))
             longest[rank, name] = key

@@ -291,11 +291,11 @@ MAX_MEMORY_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class MemoryBars:
-    """Bars of memory, the device's limit if it is known, and whether some are predicted."""
+    """Bars of memory, the device's limit if it is known, and how many of the last are predicted."""
 
     bars: list[MemoryBar]
     limit_bytes: int | None
-    has_predicted: bool
+    n_predicted: int
 
 
 def collect_memory(report: Report) -> MemoryBars:
@@ -312,7 +312,7 @@ def collect_memory(report: Report) -> MemoryBars:
         parts = _list_memory_parts(row)
         rest = (row.peak_allocated_bytes or 0) - sum(count for _, count in parts)
         bars.append(MemoryBar(f"rank {row.rank}", parts, max(rest, 0), row.rank))
-    return MemoryBars([*bars, *predicted], limit, bool(predicted))
+    return MemoryBars([*bars, *predicted], limit, len(predicted))
 
 
 def build_predicted_bars(prediction: Prediction, label: str = "model") -> list[MemoryBar]:

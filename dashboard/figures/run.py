@@ -208,7 +208,8 @@ def draw_waterfall(gap: Gap) -> go.Figure:
     for row in large:
         cause = row.cause.replace("_", " ")
         name = cause if row.cause == row.bucket else f"{row.bucket}: {cause}"
-        name += "" if row.axis is None else f" ({theme.escape_text(row.axis)})"
+        # On a line of its own, as one line would take most of a phone's width.
+        name += "" if row.axis is None else f"<br>({theme.escape_text(row.axis)})"
         ns, text = of_name.get(name, (0, ""))
         words = theme.escape_text(row.message)
         of_name[name] = ns + row.ns, f"{text}<br>{words}" if text else words
@@ -239,7 +240,8 @@ def _draw_steps(
     names: tuple[str, str], ends: tuple[int, int], notes: tuple[str, str], parts: Sequence[Part]
 ) -> go.Figure:
     """Bars that each begin where the one before ends, between the two whole steps."""
-    figure = theme.build_blank_figure(84 + 26 * (len(parts) + 2), "ms of the step", "")
+    pitch_px = 32 if any("<br>" in name for name, _, _ in parts) else 26
+    figure = theme.build_blank_figure(84 + pitch_px * (len(parts) + 2), "ms of the step", "")
     widths_ms = theme.convert_to_ms([ends[0], *(ns for _, ns, _ in parts), ends[1]])
     reached_ms = np.cumsum(widths_ms[:-1])
     # The last bar is a whole step again.

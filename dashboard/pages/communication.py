@@ -308,8 +308,12 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
             format_percent(pipeline_report.bubble_fraction),
             "idle / window, measured",
         ),
+        # The report has no ideal above the measured bubble: equal stages might have more then.
         build_card(
-            "ideal", "unknown" if ideal is None else format_percent(ideal), "for equal stages"
+            "ideal",
+            "unknown" if ideal is None else format_percent(ideal),
+            "at most the measured" if ideal == pipeline_report.bubble_fraction
+            else "for equal stages",
         ),
         build_card(
             "bubble overhead",

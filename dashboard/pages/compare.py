@@ -275,11 +275,11 @@ def _build_cards(comparison: RunComparison) -> html.Div:
         shown.append(build_card("time per microbatch", ratio, was))
     shown += [
         build_card("median step", change, _NOISE[comparison.within_noise]),
-        build_card(
-            "baseline", format_milliseconds(baseline.median_ns), f"{baseline.steps} full steps"
-        ),
-        build_card(
-            "candidate", format_milliseconds(candidate.median_ns), f"{candidate.steps} full steps"
+        *(
+            build_card(
+                label, format_milliseconds(one.median_ns), f"median of {one.steps} full steps"
+            )
+            for label, one in (("baseline", baseline), ("candidate", candidate))
         ),
     ]
     if baseline.bubble_fraction is not None and candidate.bubble_fraction is not None:

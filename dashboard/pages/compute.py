@@ -237,7 +237,7 @@ def build_memory_page(view: View, chosen: AddressQuery = AddressQuery()) -> list
     none."""
     report = view.report
     found, over_time = collect_memory(report), _build_memory_over_time(view, chosen)
-    bars, limit, predicted = found.bars, found.limit_bytes, found.has_predicted
+    bars, limit, predicted = found.bars, found.limit_bytes, found.n_predicted
     if not bars and over_time:
         return over_time
     if not bars:
@@ -246,7 +246,8 @@ def build_memory_page(view: View, chosen: AddressQuery = AddressQuery()) -> list
             "or add a job.toml to predict it."
         )
         return [build_empty_card("No memory was recorded", hint)]
-    note = "peak of each rank" + (", then predicted peak of each stage" if predicted else "")
+    note = "peak of each rank" if len(bars) > predicted else "no rank's memory was recorded"
+    note += "; predicted peak of each stage" if predicted else ""
     note += "" if limit is None else f"; device memory: {format_memory_size(limit)}"
     link = build_mark_link(view, "rank={key}")
     figure = build_graph("memory", draw_memory(bars, limit), link)

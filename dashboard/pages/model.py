@@ -153,6 +153,8 @@ def _build_outcome(
     if changed.prediction is None or changed.job is None:
         return [build_empty_card("Invalid job", changed.error)]
     prediction, job = changed.prediction, changed.job
+    if changed.differs:
+        bars = [*bars, NamedSplit("changed", prediction.split)]
     return [
         _build_cards(prediction, job, gap, mean_step_ns),
         html.Div(
@@ -160,9 +162,7 @@ def _build_outcome(
                 build_section(
                     "Step",
                     f"slowest stage; measured: its median step, step {gap.step} of rank {gap.rank}",
-                    build_graph(
-                        "splits", draw_splits([*bars, NamedSplit("changed", prediction.split)])
-                    ),
+                    build_graph("splits", draw_splits(bars)),
                 ),
                 build_section(
                     "Memory",
@@ -171,7 +171,10 @@ def _build_outcome(
                     build_graph(
                         "memory",
                         draw_memory(
-                            build_predicted_bars(prediction, "changed"), job.hardware.memory_bytes
+                            build_predicted_bars(
+                                prediction, "changed" if changed.differs else "model"
+                            ),
+                            job.hardware.memory_bytes,
                         ),
                     ),
                 ),
@@ -270,14 +273,15 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class ChangedJob:
-    """The changed job and its prediction, or the error that makes the job invalid; and on request
-    the plan of its layout, or the error that leaves none."""
+    """The changed job and its prediction, or the error that makes the job invalid; on request the
+    plan of its layout, or the error that leaves none; and whether it differs from the recorded."""
 
     job: JobConfig | None = None
     prediction: Prediction | None = None
     error: str = ""
     plan: Plan | None = None
     plan_error: str = ""
+    differs: bool = False
 
 
 def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
@@ -317,7 +321,8 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
         job = decode_job(TomlTable(_WHERE, "", tables))
         wants_plan = chosen.find_text("plan") == "1" and job.parallel.world_size <= MAX_PLAN_GPUS
         answer = predict_in_process(tables, _WHERE, wants_plan)
-        return ChangedJob(job, answer.prediction, "", answer.plan, answer.plan_error)
+        differs = tables != structs.asdict(recorded)
+        return ChangedJob(job, answer.prediction, "", answer.plan, answer.plan_error, differs)
     except (DataError, UsageError) as error:
         return ChangedJob(error=str(error))
 

@@ -149,14 +149,13 @@ def explain_bubble(pipeline: Pipeline, measured: MeasuredPipeline) -> tuple[Bubb
     equal = measured.simulate(measured.equal_costs, 0.0).bubble_fraction
     uneven = measured.simulate(measured.costs, 0.0).bubble_fraction
     sent = measured.simulate(measured.costs, measured.transfer_ns).bubble_fraction
-    ideal = min(equal, pipeline.bubble_fraction)
     return (
-        BubblePart("the schedule itself, with equal stages", ideal),
+        BubblePart("the schedule itself, with equal stages", equal),
         BubblePart("stages of unequal length", uneven - equal),
         BubblePart("messages between stages", sent - uneven),
         BubblePart(
             "the rest: passes that vary, the host, and waits within a stage",
-            pipeline.bubble_fraction - ideal - (sent - equal),
+            pipeline.bubble_fraction - sent,
         ),
     )
 
@@ -172,8 +171,12 @@ def build_verdict(pipeline: Pipeline, measured: MeasuredPipeline | None) -> html
         found = ()
     if found:
         schedule, *others = found
-        words += f". {name} with {format_microbatches(pipeline.microbatches)} and equal stages"
-        words += f" has {format_percent(schedule.share)}"
+        of_schedule = f"{name} with {format_microbatches(pipeline.microbatches)} and equal stages"
+        # Stages of unequal length may leave less bubble than equal ones, which are no ideal then.
+        if schedule.share > pipeline.bubble_fraction:
+            words += f", less than {of_schedule} has"
+        else:
+            words += f". {of_schedule} has {format_percent(schedule.share)}"
         items = [
             html.Li([html.B(f"{100 * one.share:+.1f} points"), f" {one.words}"])
             for one in sorted(others, key=lambda one: -one.share)
@@ -286,11 +289,11 @@ def _build_change_cards(report: Report, now: PipelineTime, new: PipelineTime) ->
     if gain_ns:
         change = f"{format_signed_percent(gain_ns / step_ns)} {change}"
         value = format_signed_milliseconds(gain_ns)
-    window = f"was {format_milliseconds(now.makespan_ns)}"
+    window = f"was {format_milliseconds(now.makespan_ns)}, both simulated"
     bubble = f"was {format_percent(now.bubble_fraction)}, both simulated"
     cards = [
         build_card("change of the step", value, change),
-        build_card("pipeline window", format_milliseconds(new.makespan_ns), window),
+        build_card("simulated window", format_milliseconds(new.makespan_ns), window),
         build_card("simulated bubble", format_percent(new.bubble_fraction), bubble),
     ]
     return [html.Div(cards, className="cards")]

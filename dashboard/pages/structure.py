@@ -209,7 +209,7 @@ def _build_beside_model(report: Report) -> list[html.Section]:
         )
     heads = ("part", "measured", "model", "difference", "of the model")
     note = f"compute, mean over ranks; confidence {report.gap.confidence}; {_GUESS}"
-    return [build_section("Beside the model", note, build_table(heads, body))]
+    return [build_section("Compared with the model", note, build_table(heads, body))]
 
 
 PAGE = RunPage("structure", build_structure_page, needs_tables=True, chapter="Model structure")

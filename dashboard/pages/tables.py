@@ -176,8 +176,20 @@ class DataTable(Component):
 
 
 def build_table(heads: Sequence[Content | SortHead], rows: Sequence[Sequence[Cell]]) -> DataTable:
-    """A table of the first MAX_ROWS rows; each header is aligned like the cells below it."""
-    return DataTable(heads, rows[:MAX_ROWS])
+    """A table of the first MAX_ROWS rows; each header is aligned like the cells below it.
+
+    A column in which no row has anything is left out, unless the server sorts by it: it says
+    nothing, and takes the room of those that do.
+    """
+    rows = rows[:MAX_ROWS]
+    if rows and all(len(row) == len(heads) for row in rows):
+        shown = [
+            at
+            for at, head in enumerate(heads)
+            if isinstance(head, SortHead) or any(row[at].content != "" for row in rows)
+        ]
+        heads, rows = [heads[at] for at in shown], [[row[at] for at in shown] for row in rows]
+    return DataTable(heads, rows)
 
 
 def format_hidden_rows(

@@ -199,7 +199,7 @@ def _build_list_row(
     return [
         Cell(dcc.Link(run.name, href=f"/watch/{quote(run.name)}", className="run-link")),
         Cell(_build_state(run, now_unix_ns)),
-        Cell(html.Span(number, className="pill failed") if number else "", value=number),
+        Cell(html.Span(number, className="pill failed") if number else "none", value=number),
         build_count_cell(run.start.world_size),
         build_count_cell(len(run.starts)),
         build_count_cell(run.last_step),

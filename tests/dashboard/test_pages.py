@@ -238,6 +238,18 @@ def test_a_changed_job_is_compared_with_the_measured_one() -> None:
     (bars,) = [one.figure for one in find(page, dcc.Graph) if one.id == "splits"]
     assert list(bars.data[0].y) == ["measured", "predicted", "changed"]
     assert bars.data[0].x[1] != bars.data[0].x[2]
+    # Nothing is changed yet.
+    page = build_model_page(view(report), AddressQuery())
+    step, memory = (one.figure for one in find(page, dcc.Graph))
+    assert list(step.data[0].y) == ["measured", "predicted"]
+    assert list(memory.data[0].y) == ["model, stage 0", "model, stage 1"]
+
+
+def test_the_memory_page_says_that_only_predictions_are_shown() -> None:
+    report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
+    assert not report.memory
+    words = text(build_memory_page(view(report)))
+    assert "no rank's memory was recorded; predicted peak of each stage" in words
 
 
 def test_what_was_taken_for_a_model_by_numbers_is_on_the_page() -> None:

@@ -71,9 +71,21 @@ def test_cells_are_sent_as_texts_with_their_unrounded_numbers() -> None:
 def test_a_column_that_the_server_sorts_says_in_which_order() -> None:
     heads = (SortHead("run ▲", "ascending"), SortHead("step"), "note")
 
-    columns = sent(build_table(heads, [[Cell("a"), build_time_cell(MS), Cell()]]))["columns"]
+    columns = sent(build_table(heads, [[Cell("a"), build_time_cell(MS), Cell("b")]]))["columns"]
 
     assert [one.get("sort") for one in columns] == ["ascending", "none", None]
+
+
+def test_a_column_in_which_no_row_has_anything_is_left_out() -> None:
+    rows = [[Cell("a"), Cell(), Cell()], [Cell("b"), Cell(), Cell("slow")]]
+
+    table = sent(build_table(("run", "check", "status"), rows))
+
+    assert [one["head"] for one in table["columns"]] == ["run", "status"]
+    assert table["rows"] == [["a", ""], ["b", "slow"]]
+    # The server sorts by this one, which a user has chosen.
+    kept = sent(build_table(("run", SortHead("check"), "status"), rows))["columns"]
+    assert [one["head"] for one in kept] == ["run", "check", "status"]
 
 
 def test_rows_beyond_the_limit_are_counted() -> None:

@@ -190,7 +190,8 @@
   /* The numbers of a chart: a row per point, or a row per category if all series share them. */
 
   const listOf = (values) => Array.from(values && values._inputArray ? values._inputArray : values || []);
-  const toCell = (value) => (typeof value === "number" ? [Number(value.toPrecision(6)).toLocaleString("en"), value] : String(value ?? ""));
+  // A label of a chart may have two lines.
+  const toCell = (value) => (typeof value === "number" ? [Number(value.toPrecision(6)).toLocaleString("en"), value] : String(value ?? "").replaceAll("<br>", " "));
   const titleOf = (axis, fallback) => (axis && axis.title && axis.title.text) || fallback;
 
   function tabulateGrid(trace, layout) {

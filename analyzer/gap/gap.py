@@ -152,6 +152,9 @@ def describe_mismatch(report: Report, prediction: Prediction, job_table: TomlTab
     busy_ns = step_ns - compute_mean_split(select_full_steps(report.steps)).idle_ns
     if report.mfu is not None and report.mfu > 1:
         reason = f"the MFU would be {units.format_percent(report.mfu)}"
+    elif prediction.low_ns <= step_ns <= prediction.high_ns:
+        # A measurement that the prediction allows for contradicts no job, however wide its band is.
+        return None
     elif busy_ns > _MOST_STEP_RATIO * predicted_ns:
         reason = f"the measured step is {step_ns / predicted_ns:.1f} times the predicted one"
     elif predicted_ns > _MOST_STEP_RATIO * step_ns:

@@ -312,7 +312,8 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
         build_card(
             "ideal",
             "unknown" if ideal is None else format_percent(ideal),
-            "at most the measured" if ideal == pipeline_report.bubble_fraction
+            "at most the measured"
+            if ideal == pipeline_report.bubble_fraction
             else "for equal stages",
         ),
         build_card(

@@ -15,14 +15,23 @@ from support.alert_receiver import SECRET, Receiver, running_receiver
 from support.dashboard_processes import Dashboard, open_store, running_dashboard
 from support.turns import PAGES
 from support.waiting import until
-from support.watch_builders import MS, STORY, batch, event, list_story, minutes_ago, window
+from support.watch_builders import (
+    CHANGE_CAUSE,
+    CHANGE_TEXT,
+    MS,
+    STORY,
+    batch,
+    build_story_change,
+    event,
+    list_story,
+    minutes_ago,
+    window,
+)
 
 from stepsplit.analyzer.watch.records import WatchBatch, encode_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 PAGE = f"/watch/{STORY}".replace(" ", "%20")
-TEXT = "steps take 494 ms since step 210000, 412 ms before (+19.9 %)"
-CAUSE = "rank 5: mostly compute: +82.1 ms; others wait 78.0 ms for it"
 
 
 @pytest.fixture(scope="module")
@@ -60,28 +69,16 @@ def _send(dashboard: Dashboard, one: WatchBatch) -> bool:
         return bool(json.load(answer)["accepted"])
 
 
-def _build_change(name: str, run: str = STORY) -> WatchBatch:
-    at_ns = minutes_ago(12)
-    events = (
-        event("change", at_ns, TEXT, 210_000, before_ns=412.0 * MS, after_ns=494.0 * MS),
-        event("change", at_ns, CAUSE, 210_040, rank=5),
-    )
-    return batch(
-        id=name, run=run, host="node01", world_size=16, incarnation=1, events=events,
-        windows=(window(0, minutes_ago(1), 494 * MS),),
-    )  # fmt: skip
-
-
 def test_from_a_batch_to_the_webhook_to_the_page(
     dashboard: Dashboard, receiver: Receiver, folder: Path, browser: Any
 ) -> None:
-    one = _build_change("changed")
+    one = build_story_change("changed")
     assert [_send(dashboard, one) for _ in range(2)] == [True, False]
 
     until(lambda: receiver.messages)
     (message,) = receiver.messages
     assert (message["run"], message["metric"], message["rank"]) == (STORY, "step_time", 5)
-    assert (message["before"], message["after"], message["text"]) == (0.412, 0.494, TEXT)
+    assert (message["before"], message["after"], message["text"]) == (0.412, 0.494, CHANGE_TEXT)
     assert message["link"] == f"https://stepsplit.example{PAGE}"
     assert receiver.forged == []
 
@@ -90,7 +87,14 @@ def test_from_a_batch_to_the_webhook_to_the_page(
     card = page.locator(".card.alert")
     card.wait_for()
     words = card.inner_text()
-    for word in ("1 open alert", TEXT, CAUSE, "step 210,000", "rank 5", "webhook sent"):
+    for word in (
+        "1 open alert",
+        CHANGE_TEXT,
+        CHANGE_CAUSE,
+        "step 210,000",
+        "rank 5",
+        "webhook sent",
+    ):
         assert word in words
 
     card.get_by_role("button", name="Acknowledge").click()
@@ -116,7 +120,7 @@ def test_two_dashboards_on_one_store_send_each_alert_once(
     runs = [f"twice {number}" for number in range(12)]
     with running_dashboard(folder, "--workers", "0", "--alert-url", receiver.url) as other:
         for number, run in enumerate(runs):
-            _send((dashboard, other)[number % 2], _build_change(run, run))
+            _send((dashboard, other)[number % 2], build_story_change(run, run))
         until(lambda: set(runs) <= {one["run"] for one in receiver.messages})
         time.sleep(3)
 
@@ -132,7 +136,10 @@ def test_an_alert_appears_and_leaves_by_itself(dashboard: Dashboard, browser: An
 
     at_ns = minutes_ago(2)
     levels = {"before_ns": 100.0 * MS, "after_ns": 120.0 * MS}
-    _send(dashboard, batch(id="2", run="short", events=(event("change", at_ns, TEXT, **levels),)))
+    _send(
+        dashboard,
+        batch(id="2", run="short", events=(event("change", at_ns, CHANGE_TEXT, **levels),)),
+    )
     page.wait_for_selector(".card.alert", timeout=20_000)
 
     over = event("change", at_ns, "steps take 100 ms again", is_over=True, **levels)
@@ -147,7 +154,7 @@ def test_a_viewer_sees_alerts_without_buttons(folder: Path, tmp_path: Path, brow
     options = ("--password-file", "admin", "--viewer-password-file", "viewer")
     given = [str(tmp_path / one) if one in words else one for one in options]
     with open_store(tmp_path) as store:
-        store.watches.add_batch(_build_change("changed"))
+        store.watches.add_batch(build_story_change("changed"))
     with running_dashboard(tmp_path, "--workers", "0", *given) as guarded:
         for name, number in (("admin", 4), ("viewer", 0)):
             page = browser.new_context().new_page()
@@ -165,7 +172,7 @@ def test_axe_finds_nothing_serious(
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
-    _send(dashboard, _build_change("look", "look"))
+    _send(dashboard, build_story_change("look", "look"))
     parts = {"incarnation": 1, "world_size": 16, "dropped": {"batch": 3}}
     _send(dashboard, batch(id="dropped", run="look", **parts))
     with open_store(folder) as store:

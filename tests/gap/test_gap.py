@@ -473,6 +473,10 @@ def test_a_step_that_the_host_lengthens_is_not_of_another_job(bucket: str, is_ot
     found = describe_mismatch(long, expected, TomlTable("job.toml", "", {"parallel": {}}))
 
     assert (found is not None) is is_other
+    wide = replace(expected, high_ns=20 * usual)
+    assert describe_mismatch(long, wide, TomlTable("job.toml", "", {"parallel": {}})) is None, (
+        "a step within the band of the prediction is what the job may take"
+    )
 
 
 def test_a_run_file_of_another_mesh_is_a_caveat(tmp_path: Path) -> None:

@@ -88,6 +88,23 @@ def list_story(now_ns: int, hours: int = 26) -> list[WatchBatch]:
     return made
 
 
+CHANGE_TEXT = "steps take 494 ms since step 210000, 412 ms before (+19.9 %)"
+CHANGE_CAUSE = "rank 5: mostly compute: +82.1 ms; others wait 78.0 ms for it"
+
+
+def build_story_change(name: str, run: str = STORY) -> WatchBatch:
+    """A batch after the story in which a host says that steps became slower, and why."""
+    at_ns = minutes_ago(12)
+    events = (
+        event("change", at_ns, CHANGE_TEXT, 210_000, before_ns=412.0 * MS, after_ns=494.0 * MS),
+        event("change", at_ns, CHANGE_CAUSE, 210_040, rank=5),
+    )
+    return batch(
+        id=name, run=run, host="node01", world_size=16, incarnation=1, events=events,
+        windows=(window(0, minutes_ago(1), 494 * MS),),
+    )  # fmt: skip
+
+
 def _close_story_batch(
     rng: random.Random, host: int, minute: int, minutes: int, at: int
 ) -> WatchBatch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.resources import files
 from typing import Any
 
 from dash import (
@@ -40,6 +39,7 @@ from stepsplit.dashboard.store.logins import Role, User
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import CALLBACKS, LOGOUT_PATH, current_user
 from stepsplit.dashboard.web.http_error import HttpError
+from stepsplit.dashboard.web.packed_files import ASSETS, FIRST_SCRIPT, add_assets
 from stepsplit.dashboard.web.page_builder import PageBuilder
 from stepsplit.dashboard.web.plotly_script import PLOTLY_PATH, add_plotly_route
 from stepsplit.dashboard.web.report_cache import ReportCache
@@ -54,6 +54,13 @@ _ANY_PAGE = "/<path:path>"
 _CHART_SCRIPTS = (PLOTLY_PATH, "/_dash-component-suites/dash/dcc/async-graph.js")
 """Most of what a page with charts loads; Dash asks for them when the page's content is there."""
 
+_FETCHED = tuple(
+    f"<{path}>; rel=preload; as=fetch; crossorigin=anonymous"
+    for path in ("/_dash-layout", "/_dash-dependencies")
+)
+"""What Dash asks for once all of its scripts have run; they come meanwhile. Anonymous: with the
+cookies of this site alone, as Dash asks."""
+
 _CHARTS_HEAD = b'<head>\n<meta name="charts" content="ahead">'
 
 _INDEX = f"""<!DOCTYPE html>
@@ -62,7 +69,7 @@ _INDEX = f"""<!DOCTYPE html>
 {{%metas%}}
 <title>{{%title%}}</title>
 <link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
-<script src="/assets/theme.js"></script>
+<script src="/assets/{FIRST_SCRIPT}"></script>
 {{%css%}}
 <style>{build_bucket_css()}</style>
 </head>
@@ -83,13 +90,17 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     server.register_blueprint(build_timeline_routes(cache))
     server.register_blueprint(build_export_routes(cache))
     add_plotly_route(server)
+    script, style = add_assets(server)
     app = Dash(
         __name__,
         server=server,  # type: ignore[arg-type]  # dash's type hint omits Flask
         title="stepsplit",
         update_title=None,  # type: ignore[arg-type]  # the title itself would show "undefined"
-        assets_folder=str(files("stepsplit.dashboard.web") / "assets"),
-        assets_ignore=r"theme\.js",
+        assets_folder=str(ASSETS),
+        # They come as one script and one style, after React.
+        assets_ignore=r".*\.(js|css)",
+        external_scripts=[script],
+        external_stylesheets=[style],
         index_string=_INDEX,
         serve_locally=True,
         enable_mcp=False,
@@ -263,6 +274,7 @@ def _answer_pages(server: Flask, store: Store) -> None:
         if address is None or not exists:
             response.status_code = 404
             return response
+        ahead = list(_FETCHED)
         if address.run_id:
             has_charts = find_run_page(address.page).loads_charts
             if has_charts:
@@ -272,9 +284,8 @@ def _answer_pages(server: Flask, store: Store) -> None:
             has_charts = bool(address.chosen.values or address.item)
         if has_charts:
             # They come while the page's content is made, not after it.
-            response.headers["Link"] = ", ".join(
-                f"<{script}>; rel=preload; as=script" for script in _CHART_SCRIPTS
-            )
+            ahead += [f"<{script}>; rel=preload; as=script" for script in _CHART_SCRIPTS]
+        response.headers["Link"] = ", ".join(ahead)
         return response
 
     server.view_functions[_ANY_PAGE] = answer_page

@@ -8,13 +8,11 @@ tests/dashboard/test_plotly_script.py pins it.
 from __future__ import annotations
 
 import gzip
-from functools import cache
-from hashlib import sha256
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flask import Flask, Response
+    from flask import Flask
 
 PLOTLY_PATH = "/_dash-component-suites/plotly/package_data/plotly.min.js"
 """Where Dash's charts ask for it."""
@@ -26,33 +24,11 @@ def read_plotly_script() -> str:
 
 
 def add_plotly_route(server: Flask) -> None:
-    """Serves the script in place of the whole plotly.js; unpacked and hashed once, and not for each
-    request."""
-
+    """Serves the script in place of the whole plotly.js."""
     # The HTML export has the script without a server.
-    from flask import Response, request
+    from stepsplit.dashboard.web.packed_files import add_packed_route
 
-    @server.get(PLOTLY_PATH)
-    def send_plotly() -> Response:
-        is_packed = request.accept_encodings.quality("gzip") > 0
-        body, digest = _read_body(is_packed)
-        response = Response(body, mimetype="text/javascript")
-        if is_packed:
-            response.content_encoding = "gzip"
-        response.vary.add("Accept-Encoding")
-        response.cache_control.no_cache = True
-        response.set_etag(digest)
-        response.make_conditional(request)
-        return response
-
-
-@cache
-def _read_body(is_packed: bool) -> tuple[bytes, str]:
-    """The content of an answer and its digest."""
-    body = _SCRIPT.read_bytes()
-    if not is_packed:
-        body = gzip.decompress(body)
-    return body, sha256(body).hexdigest()
+    add_packed_route(server, PLOTLY_PATH, "text/javascript", _SCRIPT.read_bytes)
 
 
 _SCRIPT = files("stepsplit.dashboard.web") / "scripts" / "plotly-cartesian.min.js.gz"

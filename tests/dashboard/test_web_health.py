@@ -21,6 +21,8 @@ from stepsplit.dashboard.store.logs import JsonFormatter
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 
+ASSETS = Path(__file__).parents[2] / "dashboard" / "web" / "assets"
+
 
 def test_metrics_count_runs_jobs_and_requests(store: Store) -> None:
     client = create_server(store).test_client()
@@ -155,12 +157,18 @@ def test_a_page_with_charts_names_their_scripts_at_once(store: Store) -> None:
 
 def test_the_scripts_of_a_version_are_kept(store: Store) -> None:
     client = create_server(store).test_client()
-    (address,) = re.findall(r"/assets/choose\.js\?m=[0-9.]+", client.get("/").text)
+    addresses = re.findall(r"/assets/\w+\.(?:js|css)\?m=[0-9a-f]+", client.get("/").text)
 
-    with client.get(address) as kept:
-        assert kept.headers["Cache-Control"] == "public, max-age=31536000, immutable"
-    with client.get("/assets/choose.js") as unversioned:
+    assert len(addresses) == 2, "all scripts are one, which no other waits for"
+    for address in addresses:
+        with client.get(address, headers={"Accept-Encoding": "gzip"}) as kept:
+            assert kept.headers["Cache-Control"] == "public, max-age=31536000, immutable"
+            assert kept.headers["Content-Encoding"] == "gzip"
+    with client.get("/assets/stepsplit.js") as unversioned:
         assert unversioned.headers["Cache-Control"] == "no-cache"
+        for script in ASSETS.glob("*.js"):
+            own = script.read_text() in unversioned.text
+            assert own is (script.name != "theme.js"), f"{script.name}: theme.js runs before it"
     with client.get("/assets/none.js?m=1") as missing:
         assert "immutable" not in missing.headers.get("Cache-Control", "")
 

@@ -512,17 +512,19 @@ def _build_step_rows(
             "pipeline bubble", sides, lambda side: _format_ratio(side.bubble_fraction)
         ),
         *_build_known_row("MFU", sides, lambda side: _format_ratio(side.mfu)),
-        *_build_known_row("peak memory", sides, _format_peak),
+        *_build_known_row(
+            "peak memory",
+            sides,
+            lambda side: (
+                format_memory_size(side.peak_allocated_bytes) if side.peak_allocated_bytes else None
+            ),
+        ),
         _build_text_row("full steps", [f"{side.steps:,}" for side in sides]),
     ]
 
 
 def _format_ratio(ratio: float | None) -> str | None:
     return None if ratio is None else format_percent(ratio)
-
-
-def _format_peak(side: Side) -> str | None:
-    return format_memory_size(side.peak_allocated_bytes) if side.peak_allocated_bytes else None
 
 
 def _build_bucket_rows(sides: Sequence[Side]) -> list[list[Cell]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dash import html
-from dash.development.base_component import Component
 
-from stepsplit.analyzer.diagnose.hang.result import STUCK, Hang, StackFrame, Stuck
+from stepsplit.analyzer.diagnose.hang.result import STUCK, Hang, Stuck
 from stepsplit.analyzer.diagnose.hang.sentences import format_ranks, format_verdict
 from stepsplit.dashboard.pages.components import build_collapsed, build_section
 from stepsplit.dashboard.pages.run_actions import RunRights, build_run_actions, build_run_labels
@@ -48,6 +47,14 @@ def build_hang_page(hang: Hang, run: RunRow, rights: RunRights) -> html.Div:
     if hang.no_dump:
         dumps.append(f"none of {format_ranks(hang.no_dump)}")
     title = "Which rank the job waits for" if hang.condition == STUCK else "State of the calls"
+    # Several ranks may hang for one cause, whose remedy is said once.
+    items = dict.fromkeys(
+        _REMEDIES[one.cause].format(ranks=format_ranks(one.ranks))
+        for one in hang.culprits
+        if one.cause in _REMEDIES
+    )
+    remedies = [build_section("What to do", "", html.Ul([html.Li(one) for one in items]))]
+    remedies = remedies if items else []
     return html.Div(
         [
             html.Div([html.H1(run.name), links], className="heading"),
@@ -55,23 +62,12 @@ def build_hang_page(hang: Hang, run: RunRow, rights: RunRights) -> html.Div:
             build_section(
                 title, "; ".join(dumps), *(html.P(html.B(line)) for line in lines if line)
             ),
-            *_build_remedies(hang),
+            *remedies,
             *_build_calls(hang),
             *_build_ranks(hang),
             *_build_notes(hang),
         ]
     )
-
-
-def _build_remedies(hang: Hang) -> list[html.Section]:
-    items = dict.fromkeys(
-        _REMEDIES[one.cause].format(ranks=format_ranks(one.ranks))
-        for one in hang.culprits
-        if one.cause in _REMEDIES
-    )
-    if not items:
-        return []
-    return [build_section("What to do", "", html.Ul([html.Li(one) for one in items]))]
 
 
 def _build_calls(hang: Hang) -> list[html.Section]:
@@ -115,24 +111,21 @@ def _build_ranks(hang: Hang) -> list[html.Section]:
         if call is not None:
             called = f"{call.op} {call.seq} of {call.group.in_words}: {call.state}"
         stack = (now.stack if now else ()) or (call.stack if call else ())
+        frames = [f"{one.file}:{one.line} {one.function}" for one in stack[:MAX_FRAMES]]
         rows.append(
             [
                 Cell(html.Span(f"rank {rank}", className="whole")),
                 Cell("; ".join(word for word in words if word)),
                 Cell(called),
-                Cell(_build_stack(stack)),
+                # The innermost call, which says where it hangs; the rest opens on a click.
+                Cell(build_collapsed(frames[0], html.Pre("\n".join(frames))) if frames else ""),
             ]
         )
     if not rows:
         return []
     heads = ("rank", "state", "last call", "stack, innermost first")
-    # A column without an entry takes no room.
-    columns = [at for at in range(len(heads)) if any(row[at].content for row in rows)]
-    shown = build_table(
-        [heads[at] for at in columns], [[row[at] for at in columns] for row in rows]
-    )
     note = "the ranks to look at first" + format_hidden_rows(rows)
-    return [build_section("Ranks", note, shown)]
+    return [build_section("Ranks", note, build_table(heads, rows))]
 
 
 def _describe_rank(rank: int, hang: Hang, is_to_blame: bool) -> str:
@@ -153,14 +146,6 @@ def _describe_rank(rank: int, hang: Hang, is_to_blame: bool) -> str:
         if verb in words:
             return f"{verb} {words[verb].op} {words[verb].seq} of {words[verb].group.in_words}"
     return "in no call that is open"
-
-
-def _build_stack(stack: Sequence[StackFrame]) -> Component | str:
-    if not stack:
-        return ""
-    frames = [f"{one.file}:{one.line} {one.function}" for one in stack]
-    lines = "\n".join(frames[:MAX_FRAMES])
-    return build_collapsed(frames[0], html.Pre(lines))
 
 
 def _build_notes(hang: Hang) -> list[html.Section]:

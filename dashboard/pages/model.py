@@ -201,14 +201,6 @@ def _build_compute(prediction: Prediction) -> list[Component]:
     return [build_section("Compute", note, build_table(heads, rows))] if rows else []
 
 
-def _build_bound_card(prediction: Prediction) -> list[html.Div]:
-    bound = prediction.bound
-    if bound is None:
-        return []
-    words = f"{bound.resource} at the peak of the data sheet"
-    return [build_card("bound", format_milliseconds(bound.ns), words)]
-
-
 def _build_cards(
     prediction: Prediction, job: JobConfig, gap: ComparedStage, mean_step_ns: int
 ) -> html.Div:
@@ -217,6 +209,13 @@ def _build_cards(
     ratio = step / gap.predicted.step_ns if gap.predicted.step_ns else 1.0
     note = f"of the mean step of {format_mean_step(mean_step_ns)}"
     note += f": {format_mean_step(round(mean_step_ns * ratio))}"
+    fit, chance = "fits" if prediction.fits else "does not fit", prediction.fit_chance
+    sure = None if chance is None else chance if prediction.fits else 1 - chance
+    # Beyond that a card has no room for a doubt that small.
+    if sure is not None and sure < 0.995:
+        fit += f", {format_percent(sure)} sure"
+    # The least time by physics alone, which an older prediction does not have.
+    bound = prediction.bound
     shown = [
         build_card("step", format_signed_percent(ratio - 1), f"{note}, by the model's ratio"),
         build_card(
@@ -224,7 +223,17 @@ def _build_cards(
             format_milliseconds(step),
             f"expected {format_milliseconds_range(prediction.low_ns, prediction.high_ns)}",
         ),
-        *_build_bound_card(prediction),
+        *(
+            []
+            if bound is None
+            else [
+                build_card(
+                    "bound",
+                    format_milliseconds(bound.ns),
+                    f"{bound.resource} at the peak of the data sheet",
+                )
+            ]
+        ),
         build_card(
             "GPUs",
             f"{job.parallel.world_size:,}",
@@ -233,7 +242,7 @@ def _build_cards(
         build_card(
             "pipeline bubble", format_percent(prediction.bubble_fraction), "of the schedule"
         ),
-        build_card("peak memory", format_memory_size(peak), _describe_fit(prediction)),
+        build_card("peak memory", format_memory_size(peak), fit),
         build_card(
             "MFU",
             "unknown" if prediction.mfu is None else format_percent(prediction.mfu),
@@ -242,13 +251,6 @@ def _build_cards(
         build_card("tokens", f"{prediction.tokens_per_s_per_gpu:,.0f}", "per second and GPU"),
     ]
     return html.Div(shown, className="cards")
-
-
-def _describe_fit(prediction: Prediction) -> str:
-    words, chance = "fits" if prediction.fits else "does not fit", prediction.fit_chance
-    sure = None if chance is None else chance if prediction.fits else 1 - chance
-    # Beyond that a card has no room for a doubt that small.
-    return words if sure is None or sure >= 0.995 else f"{words}, {format_percent(sure)} sure"
 
 
 # A recorded job with the changes from the URL.

@@ -548,8 +548,14 @@ def build_coverage(report: Report) -> list[html.Section]:
     run, missing = report.run, ""
     absent = sorted(set(range(run.world_size)) - set(run.ranks))
     if absent:
-        count = f"{len(absent):,} of {run.world_size:,} ranks were not recorded"
-        missing = f"{count}: {_format_rank_ranges(absent)}."
+        runs = group_consecutive(absent)
+        named = ", ".join(
+            f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+            for run in runs[:MAX_RANGES]
+        )
+        left = sum(len(run) for run in runs[MAX_RANGES:])
+        named += f" and {left:,} more" if left else ""
+        missing = f"{len(absent):,} of {run.world_size:,} ranks were not recorded: {named}."
     if not missing and all(one.holds == "measured" for one in report.coverage):
         return []
     parts: list[html.P | DataTable] = [html.P(missing)] if missing else []
@@ -570,17 +576,6 @@ def build_coverage(report: Report) -> list[html.Section]:
         parts.append(build_table(heads, rows))
     note = "compute, copy, idle and the step time are measured even if ranks are missing"
     return [build_section("Coverage", note, *parts)]
-
-
-def _format_rank_ranges(ranks: Sequence[int]) -> str:
-    """The ranks as text, with consecutive ones joined to ranges."""
-    runs = group_consecutive(ranks)
-    named = ", ".join(
-        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
-        for run in runs[:MAX_RANGES]
-    )
-    left = sum(len(run) for run in runs[MAX_RANGES:])
-    return f"{named} and {left:,} more" if left else named
 
 
 PAGE = RunPage("overview", lambda view, _: build_overview(view), chapter="", loads_charts=True)

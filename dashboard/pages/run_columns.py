@@ -189,11 +189,6 @@ def _build_split(run: RunRow) -> Cell:
     return Cell() if middle is None else Cell(build_share_bar(middle.shares))
 
 
-def _build_step(run: RunRow) -> Cell:
-    middle = read_median_step(run)
-    return Cell() if middle is None else build_time_cell(middle.step_ns)
-
-
 COLUMNS = {
     NAME: Column("run", lambda run: run.name.lower(), _build_name, is_common=True, is_text=True),
     "added": Column(
@@ -216,7 +211,7 @@ COLUMNS = {
     ),
     "step": Column(
         "step", lambda run: middle.step_ns if (middle := read_median_step(run)) else None,
-        _build_step,
+        lambda run: build_time_cell(one.step_ns) if (one := read_median_step(run)) else Cell(),
     ),
     "split": Column("time split", lambda run: "" if read_median_step(run) else None, _build_split,
                     is_text=True, is_sorted=False),

@@ -250,9 +250,27 @@ def build_change_section(
             raise UsageError(f"at most {_MOST_MICROBATCHES:,} microbatches are simulated")
         now = measured.simulate(measured.costs, measured.transfer_ns)
         new = measured.simulate(costs, times * measured.transfer_ns, schedule, number)
-        parts = _build_change_cards(view.report, now, new)
     except UsageError as error:
         parts = [html.P(f"This schedule is not possible: {error}", className="message")]
+    else:
+        step_ns, gain_ns = (
+            compute_mean_step_ns(view.report.steps),
+            new.makespan_ns - now.makespan_ns,
+        )
+        change, value = f"of the mean step of {format_mean_step(step_ns)}", "none"
+        if gain_ns:
+            change = f"{format_signed_percent(gain_ns / step_ns)} {change}"
+            value = format_signed_milliseconds(gain_ns)
+        # The window is simulated on both sides, so that what the simulation leaves out (the host,
+        # waits within a stage) is in neither.
+        window = f"was {format_milliseconds(now.makespan_ns)}, both simulated"
+        bubble = f"was {format_percent(now.bubble_fraction)}, both simulated"
+        cards = [
+            build_card("change of the step", value, change),
+            build_card("simulated window", format_milliseconds(new.makespan_ns), window),
+            build_card("simulated bubble", format_percent(new.bubble_fraction), bubble),
+        ]
+        parts = [html.Div(cards, className="cards")]
     if number > measured.microbatches:
         words = "if kernels are as efficient on smaller microbatches, which they may not be"
         parts = [*parts, html.P(words, className="note")]
@@ -281,19 +299,3 @@ _MOST_MICROBATCHES = 4_096
 
 _MOST_STRAGGLERS = 4
 """More ranks than that are no stragglers."""
-
-
-def _build_change_cards(report: Report, now: PipelineTime, new: PipelineTime) -> list[html.Div]:
-    step_ns, gain_ns = compute_mean_step_ns(report.steps), new.makespan_ns - now.makespan_ns
-    change, value = f"of the mean step of {format_mean_step(step_ns)}", "none"
-    if gain_ns:
-        change = f"{format_signed_percent(gain_ns / step_ns)} {change}"
-        value = format_signed_milliseconds(gain_ns)
-    window = f"was {format_milliseconds(now.makespan_ns)}, both simulated"
-    bubble = f"was {format_percent(now.bubble_fraction)}, both simulated"
-    cards = [
-        build_card("change of the step", value, change),
-        build_card("simulated window", format_milliseconds(new.makespan_ns), window),
-        build_card("simulated bubble", format_percent(new.bubble_fraction), bubble),
-    ]
-    return [html.Div(cards, className="cards")]

@@ -161,7 +161,19 @@ class DataTable(Component):
             )
             for one, below in zip(self.heads, first, strict=True)
         ]
-        body = [html.Tr([_build_td(cell) for cell in row]) for row in self.cells[:EXPORTED_ROWS]]
+        body = []
+        for row in self.cells[:EXPORTED_ROWS]:
+            cells: list[Component] = []
+            for cell in row:
+                span = cell.columns if cell.columns > 1 else None
+                look: Any = {"className": _choose_cell_class(cell), "colSpan": span}
+                # A cell that names its row is read aloud with each of the others.
+                cells.append(
+                    html.Th(cell.content, scope="row", **look)
+                    if cell.head
+                    else html.Td(cell.content, **look)
+                )
+            body.append(html.Tr(cells))
         left = len(self.cells) - len(body)
         if left > 0:
             words = f"{left:,} more rows in the dashboard and in report.json"
@@ -218,14 +230,6 @@ def _to_node(content: Any) -> Any:
     props = dict(described["props"])
     children = _to_node(props.pop("children", None))
     return {"tag": described["type"].lower(), "props": props, "children": children}
-
-
-def _build_td(cell: Cell) -> html.Td | html.Th:
-    span = cell.columns if cell.columns > 1 else None
-    look: Any = {"className": _choose_cell_class(cell), "colSpan": span}
-    if cell.head:
-        return html.Th(cell.content, scope="row", **look)
-    return html.Td(cell.content, **look)
 
 
 def _choose_cell_class(cell: Cell) -> str:

@@ -61,7 +61,10 @@ def build_evidence_url(report: Report, finding: Finding, run_id: str) -> str | N
     lanes, those that wait for them, and the step or the span of the event. None without a step."""
     full = select_full_steps(report.steps)
     event = finding.events[0] if finding.events else None
-    blamed = finding.ranks or ((event.rank,) if event else ()) or _find_worst_ranks(report, finding)
+    # A finding on all ranks is looked at on the one with most of its bucket.
+    buckets = report.summary.buckets if report.summary else ()
+    worst = tuple(row.worst_rank for row in buckets if row.bucket == finding.bucket)
+    blamed = finding.ranks or ((event.rank,) if event else ()) or worst
     if not full or not blamed:
         return None
     waiting = _list_waiting(report, blamed)
@@ -86,12 +89,6 @@ def build_evidence_url(report: Report, finding: Finding, run_id: str) -> str | N
         edge = max(event.dur_ns, 1_000)
         chosen |= {"from": event.start_ns - edge // 2, "to": end_ns + 2 * edge}
     return build_page_url(run_id, "timeline", **chosen)
-
-
-def _find_worst_ranks(report: Report, finding: Finding) -> tuple[int, ...]:
-    """The rank with most of the bucket of a finding on all ranks."""
-    buckets = report.summary.buckets if report.summary else ()
-    return tuple(row.worst_rank for row in buckets if row.bucket == finding.bucket)
 
 
 def _list_waiting(report: Report, blamed: Collection[int]) -> Sequence[int]:

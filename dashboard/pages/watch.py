@@ -302,8 +302,17 @@ def _build_watch_cards(view: WatchView) -> html.Div:
     given_up = sum(run.dropped.values())
     reasons = "; ".join(f"{number:,} {reason}" for reason, number in run.dropped.items())
     interval = run.interval_steps
+    # Against the first hour of the same start: another start may have another job's settings.
+    own = [s for s in view.newest_steps if s.incarnation == run.start.incarnation]
+    step, first, note = "none", view.first_hour, "no step times in the last 10 min"
+    if own:
+        newest_ns = median(s.summary.median_step_ns for s in own)
+        step, note = format_milliseconds(newest_ns), "over the last 10 min"
+        if first is not None and first.median_step_ns:
+            change = newest_ns / first.median_step_ns - 1
+            note += f"; {format_signed_percent(change)} since the first hour of this start"
     cards = [
-        _build_step_card(view),
+        build_card("median step", step, note, COLOR["compute"] if own else None),
         *([] if view.ledger is None else [build_goodput_card(view.ledger)]),
         build_card(
             "overhead of samples", measured, f"budget {format_percent(run.budget, 2)}",
@@ -318,18 +327,6 @@ def _build_watch_cards(view: WatchView) -> html.Div:
         ),
     ]  # fmt: skip
     return html.Div(cards, className="cards")
-
-
-def _build_step_card(view: WatchView) -> html.Div:
-    own = [s for s in view.newest_steps if s.incarnation == view.run.start.incarnation]
-    if not own:
-        return build_card("median step", "none", "no step times in the last 10 min")
-    newest_ns = median(s.summary.median_step_ns for s in own)
-    first, note = view.first_hour, "over the last 10 min"
-    if first is not None and first.median_step_ns:
-        change = newest_ns / first.median_step_ns - 1
-        note += f"; {format_signed_percent(change)} since the first hour of this start"
-    return build_card("median step", format_milliseconds(newest_ns), note, COLOR["compute"])
 
 
 def _build_age_card(view: WatchView) -> html.Div:
@@ -589,6 +586,8 @@ def _build_sample_row(hosts: Sequence[StoredSample]) -> list[Cell]:
     when = format_date(min(sample.unix_ns for sample in samples))
     unknown = Cell("", number=True)
     worst = max(ranks, key=lambda one: one.caused_wait_ns, default=None)
+    totals = [sum(own) for own in zip(*(one.split.buckets_ns for one in ranks), strict=True)]
+    # The hosts sample at once: the job stood still for the longest of them.
     cost_ns = max(sample.cost_ns for sample in samples)
     reasons = Counter(sample.no_data for sample in samples if sample.no_data)
     number = len(hosts)
@@ -606,19 +605,15 @@ def _build_sample_row(hosts: Sequence[StoredSample]) -> list[Cell]:
         Cell(html.Span(when, className="when")),
         build_count_cell(len(ranks)),
         build_time_cell(median(one.split.step_ns for one in ranks)) if ranks else unknown,
-        Cell(build_share_bar(_compute_shares(hosts)) if ranks else "no data"),
+        Cell(
+            build_share_bar([one / max(sum(totals), 1) for one in totals]) if ranks else "no data"
+        ),
         Cell(f"rank {worst.rank}, {format_milliseconds(worst.caused_wait_ns)}")
         if worst is not None and worst.caused_wait_ns
         else Cell(""),
         build_time_cell(cost_ns),
         Cell(html.Div([html.Div(part) for part in parts], className="result")),
     ]
-
-
-def _compute_shares(hosts: Sequence[StoredSample]) -> list[float]:
-    splits = [one.split.buckets_ns for host in hosts for one in host.sample.ranks]
-    totals = [sum(own) for own in zip(*splits, strict=True)]
-    return [one / max(sum(totals), 1) for one in totals]
 
 
 def _build_events_section(view: WatchView) -> html.Section:
@@ -641,6 +636,7 @@ def _build_events_section(view: WatchView) -> html.Section:
 
 def _build_hosts(view: WatchView) -> html.Section:
     heads = ("host", "start", "last batch", "overhead")
+    # Those of earlier starts too: a host that was replaced may be why the job began again.
     rows = [
         [
             Cell(host.host),

@@ -46,9 +46,21 @@ def build_ledger_section(stored: StoredLedger) -> html.Section:
         heads = (
             "start", "ranks", "steps", "wall clock", "goodput", "most of the rest", "ending",
         )  # fmt: skip
-        table = build_table(
-            heads, [_build_start(ledger, place) for place in range(-len(starts), 0)]
-        )
+        rows = []
+        for start in starts:
+            # Only the newest may go on, of all others the end is known.
+            texts = format_start(start, is_newest=start is starts[-1])
+            train_ns = sum(row.ns for row in start.rows if row.kind == "train")
+            rows.append([
+                build_number_cell(texts.start, start.incarnation + 1),
+                build_number_cell(texts.ranks, len(start.ranks)),
+                Cell(texts.steps),
+                build_number_cell(texts.wall, start.wall_ns, "ns"),
+                build_number_cell(texts.goodput, train_ns / (start.wall_ns or 1), "ratio"),
+                Cell(texts.most_of_the_rest),
+                Cell(texts.ending),
+            ])  # fmt: skip
+        table = build_table(heads, rows)
         parts.append(build_collapsed(f"{len(ledger.incarnations):,} starts", table))
     note = (
         f"of the whole job until {format_date(stored.unix_ns)}, in the mean of its ranks; goodput"
@@ -81,18 +93,3 @@ def _build_rows(ledger: Ledger) -> DataTable:
         Cell(""),
     ])  # fmt: skip
     return build_table(("row", "time", "share", "number", "GPU hours", ""), rows)
-
-
-def _build_start(ledger: Ledger, place: int) -> list[Cell]:
-    start = ledger.incarnations[place]
-    texts = format_start(start, is_newest=place == -1)
-    train_ns = sum(row.ns for row in start.rows if row.kind == "train")
-    return [
-        build_number_cell(texts.start, start.incarnation + 1),
-        build_number_cell(texts.ranks, len(start.ranks)),
-        Cell(texts.steps),
-        build_number_cell(texts.wall, start.wall_ns, "ns"),
-        build_number_cell(texts.goodput, train_ns / (start.wall_ns or 1), "ratio"),
-        Cell(texts.most_of_the_rest),
-        Cell(texts.ending),
-    ]

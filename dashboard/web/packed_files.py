@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.resources import files
 
@@ -21,7 +21,7 @@ def add_packed_route(
 ) -> None:
     """Serves a text at the path.
 
-    read_packed: returns it packed by gzip; called at the first request.
+    read_packed: returns it packed by gzip; called at the first request of each kind.
     """
 
     @cache
@@ -63,8 +63,8 @@ def add_assets(server: Flask) -> tuple[str, str]:
     ):
         # Each script is a statement of its own, whatever the one before ends with.
         text = ";\n".join((ASSETS / one).read_text(encoding="utf-8") for one in parts)
-        packed = gzip.compress(text.encode(), mtime=0)
-        add_packed_route(server, f"/assets/{name}", mimetype, lambda packed=packed: packed)
-        addresses.append(f"/assets/{name}?m={sha256(packed).hexdigest()[:16]}")
+        content = text.encode()
+        add_packed_route(server, f"/assets/{name}", mimetype, partial(gzip.compress, content))
+        addresses.append(f"/assets/{name}?m={sha256(content).hexdigest()[:16]}")
     script, style = addresses
     return script, style

@@ -304,10 +304,10 @@ def _build_watch_cards(view: WatchView) -> html.Div:
     interval = run.interval_steps
     # Against the first hour of the same start: another start may have another job's settings.
     own = [s for s in view.newest_steps if s.incarnation == run.start.incarnation]
-    step, first, note = "none", view.first_hour, "no step times in the last 10 min"
+    step, first, note = "none", view.first_hour, "no step times in its last 10 min of data"
     if own:
         newest_ns = median(s.summary.median_step_ns for s in own)
-        step, note = format_milliseconds(newest_ns), "over the last 10 min"
+        step, note = format_milliseconds(newest_ns), "over its last 10 min of data"
         if first is not None and first.median_step_ns:
             change = newest_ns / first.median_step_ns - 1
             note += f"; {format_signed_percent(change)} since the first hour of this start"

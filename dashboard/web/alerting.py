@@ -215,7 +215,9 @@ def find_silence(watches: WatchStore, run: WatchedRun, now_ns: int) -> AlertCond
     if not silent:
         return None
     oldest_s = max(ages_s[host] for host in silent)
-    text = f"no data of {_describe_hosts(silent, len(ages_s))} for {oldest_s / MINUTE_S:.0f} min"
+    # The text of an open alert stays as it is, and is to be true later, too.
+    hosts, minutes = _describe_hosts(silent, len(ages_s)), int(oldest_s // MINUTE_S)
+    text = f"no data of {hosts} for over {minutes} min"
     since_ns = min(host.newest_unix_ns for host in silent)
     return AlertCondition(text, run.start.incarnation, run.last_step, since_ns, None, oldest_s)
 

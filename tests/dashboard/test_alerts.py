@@ -374,7 +374,7 @@ def test_a_silent_host_raises_one_alert_and_ends_it_when_it_is_back(clocked: Clo
     for _ in range(3):
         clocked.check()
     (alert,) = clocked.list_open()
-    assert (alert.metric, alert.text) == ("silent", "no data of 1 of 2 hosts (b) for 16 min")
+    assert (alert.metric, alert.text) == ("silent", "no data of 1 of 2 hosts (b) for over 16 min")
     assert (alert.since_unix_ns, alert.after) == (NOON_NS, 960.0)
 
     for host in "ab":
@@ -391,7 +391,7 @@ def test_samples_far_apart_give_a_run_more_time(clocked: Clocked) -> None:
     assert clocked.list_open() == ()
     clocked.wait(2)
     clocked.check()
-    assert [one.text for one in clocked.list_open()] == ["no data of host a for 61 min"]
+    assert [one.text for one in clocked.list_open()] == ["no data of host a for over 61 min"]
 
 
 @pytest.mark.parametrize("case", ["ended", "long ago"])

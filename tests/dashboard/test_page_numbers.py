@@ -304,7 +304,7 @@ def test_a_watched_run_has_the_same_numbers_on_its_page_and_in_the_list(tmp_path
     assert row["sample each"] == f"{interval} steps" and row["dropped"] == dropped
     assert f"step {row['last step']}" in text and f"{row['ranks']} ranks on" in text
     assert f"{row['open alerts']} open alert" in text
-    happened = next(one for one in read_tables(page) if one and "lasted" in one[0])
+    happened = next(one for one in read_tables(page) if one and "begin" in one[0])
     (alert,) = [one for one in happened if one["what"] == "step time"]
     assert (alert["size"], alert["rank"]) == ("410 ms to 490 ms a step", "5")
 

@@ -77,45 +77,6 @@ def _build_label(words: str) -> html.Span:
     return html.Span(words, className="menu-label")
 
 
-def build_users_section(entries: Sequence[AuditEntry]) -> html.Section:
-    """Who has done something by the entries of the audit log: when last, and what most."""
-    by_user: dict[tuple[str, str], list[AuditEntry]] = {}
-    for one in entries:
-        by_user.setdefault((one.user_name, one.role), []).append(one)
-    rows = [
-        [
-            Cell(name), Cell(role), build_count_cell(sum(one.count for one in own)),
-            build_count_cell(sum(one.count for one in own if one.outcome != OK)),
-            Cell(html.Span(format_date(own[0].at_unix_ns), className="when")),
-            Cell(own[0].action),
-        ]
-        for (name, role), own in by_user.items()
-    ]  # fmt: skip
-    heads = ("user", "role", "actions", "refused", "last seen", "last action")
-    note = "tokens, passwords, users of a proxy and of the command line, by the entries below"
-    return build_section("Users", note, build_table(heads, rows) if rows else _build_none())
-
-
-def build_audit_section(entries: Sequence[AuditEntry]) -> html.Section:
-    """The entries, the newest first."""
-    rows = [
-        [
-            Cell(html.Span(format_date(one.at_unix_ns), className="when")),
-            Cell(one.user_name), Cell(one.role), Cell(one.action),
-            Cell(html.Div(one.target, className="result")), Cell(one.outcome),
-            build_count_cell(one.count), Cell(one.address),
-        ]
-        for one in entries
-    ]  # fmt: skip
-    heads = ("when", "user", "role", "action", "what", "outcome", "times", "address")
-    note = f"the newest {_MOST_ENTRIES} of this range; they are kept for a year"
-    return build_section("Audit log", note, build_table(heads, rows) if rows else _build_none())
-
-
-def _build_none() -> html.P:
-    return html.P("No entry in this range.", className="message")
-
-
 def _build_page(request: PageRequest) -> PageContent:
     chosen, now_ns = request.address.chosen, time.time_ns()
     first_s, last_s = chosen.parse_time_s("from"), chosen.parse_time_s("to")
@@ -125,14 +86,47 @@ def _build_page(request: PageRequest) -> PageContent:
     entries = request.store.audit.list_entries(_MOST_ENTRIES, first_ns, until_ns)
     begin_s = min((one.at_unix_ns for one in entries), default=now_ns) / _SECOND_NS
     fields = build_time_fields(chosen, begin_s, now_ns / _SECOND_NS)
+    # Who has done something, by the same entries: when last, and how much. Users have no table of
+    # their own: passwords and proxies name them with each request.
+    by_user: dict[tuple[str, str], list[AuditEntry]] = {}
+    for one in entries:
+        by_user.setdefault((one.user_name, one.role), []).append(one)
+    users = [
+        [
+            Cell(name), Cell(role), build_count_cell(sum(one.count for one in own)),
+            build_count_cell(sum(one.count for one in own if one.outcome != OK)),
+            Cell(html.Span(format_date(own[0].at_unix_ns), className="when")),
+            Cell(own[0].action),
+        ]
+        for (name, role), own in by_user.items()
+    ]  # fmt: skip
+    done = [
+        [
+            Cell(html.Span(format_date(one.at_unix_ns), className="when")),
+            Cell(one.user_name), Cell(one.role), Cell(one.action),
+            Cell(html.Div(one.target, className="result")), Cell(one.outcome),
+            build_count_cell(one.count), Cell(one.address),
+        ]
+        for one in entries
+    ]  # fmt: skip
+    tables = (
+        ("Users",
+         "tokens, passwords, users of a proxy and of the command line, by the entries below",
+         ("user", "role", "actions", "refused", "last seen", "last action"), users),
+        ("Audit log", f"the newest {_MOST_ENTRIES} of this range; they are kept for a year",
+         ("when", "user", "role", "action", "what", "outcome", "times", "address"), done),
+    )  # fmt: skip
+    none = html.P("No entry in this range.", className="message")
     page = [
         html.Div(html.H1("Access"), className="heading"),
         build_tokens_section(
             request.store.tokens.list_tokens(), now_ns, has_login=request.has_login
         ),
         html.Div(fields, className="choices pickers"),
-        build_users_section(entries),
-        build_audit_section(entries),
+        *(
+            build_section(title, note, build_table(heads, rows) if rows else none)
+            for title, note, heads, rows in tables
+        ),
     ]
     return PageContent(html.Div(page))
 

@@ -252,27 +252,22 @@ def build_memory_page(view: View, chosen: AddressQuery = AddressQuery()) -> list
     link = build_mark_link(view, "rank={key}")
     figure = build_graph("memory", draw_memory(bars, limit), link)
     note += format_hidden_rows(report.memory or (), MAX_MEMORY_RANKS)
+    lacks = []
+    if view.tables is not None and report.memory and not view.tables.allocations:
+        words = "not recorded: "
+        if not len(view.tables.memory.rank):
+            words += "memory over time, the moment of the peak and "
+        words += "the lines that allocated the peak"
+        # Who measured activations asked for memory: only an allocator of CUDA keeps a history.
+        if not any(row.activations_bytes for row in report.memory):
+            words += "; record --memory has them on CUDA"
+        lacks = [html.P(words, className="note")]
     return [
-        build_section("Memory", note, figure, *_explain_rest(bars), *_name_lacks(view)),
+        build_section("Memory", note, figure, *_explain_rest(bars), *lacks),
         *over_time,
         *_build_memory_comparison(view),
         *_build_allocator(view),
     ]
-
-
-def _name_lacks(view: View) -> list[html.P]:
-    """What the recording does not have of memory over time."""
-    rows = view.report.memory
-    if view.tables is None or not rows or view.tables.allocations:
-        return []
-    words = "not recorded: "
-    if not len(view.tables.memory.rank):
-        words += "memory over time, the moment of the peak and "
-    words += "the lines that allocated the peak"
-    # Who measured activations asked for memory: only an allocator of CUDA keeps a history.
-    if not any(row.activations_bytes for row in rows):
-        words += "; record --memory has them on CUDA"
-    return [html.P(words, className="note")]
 
 
 _MOST_PASSES = 256

@@ -61,7 +61,20 @@ def build_kernels(view: View) -> list[html.Section]:
             ),
             _build_slow_cell(view, slow.get(row.name, ())),
         ]
-        body.append([*cells, *_build_rate_cells(row)] if is_rated else cells)
+        if is_rated:
+            # What the kernel reaches of the limit of its device, in the unit of that limit.
+            rate = share = saves = Cell(number=True)
+            if row.limit == "compute" and row.flops_per_s is not None:
+                rate = build_number_cell(f"{format_flops(row.flops_per_s)}/s", row.flops_per_s)
+            elif row.limit == "memory" and row.bytes_per_s is not None:
+                bandwidth = format_gigabytes_per_second(row.bytes_per_s)
+                rate = build_number_cell(bandwidth, row.bytes_per_s)
+            if row.peak_share is not None:
+                share = build_share_cell(row.peak_share)
+            if row.saves_ns is not None:
+                saves = build_time_cell(row.saves_ns)
+            cells += [rate, share, saves]
+        body.append(cells)
     note = (
         "of the full steps of all ranks; per step: mean of a rank; share of the time of all kernels"
     )
@@ -101,22 +114,6 @@ def _build_slow_cell(view: View, slow: Sequence[SlowKernel]) -> Cell:
 
 
 _MOST_SLOW = 3
-
-
-def _build_rate_cells(row: KernelRow) -> list[Cell]:
-    """What a kernel reaches of the limit of its device, and what it would save there."""
-    rate, share = Cell(number=True), Cell(number=True)
-    if row.limit == "compute" and row.flops_per_s is not None:
-        rate = build_number_cell(f"{format_flops(row.flops_per_s)}/s", row.flops_per_s)
-    elif row.limit == "memory" and row.bytes_per_s is not None:
-        rate = build_number_cell(format_gigabytes_per_second(row.bytes_per_s), row.bytes_per_s)
-    if row.peak_share is not None:
-        share = build_share_cell(row.peak_share)
-    return [
-        rate,
-        share,
-        Cell(number=True) if row.saves_ns is None else build_time_cell(row.saves_ns),
-    ]
 
 
 _MOST_RANKS = 8

@@ -145,9 +145,20 @@ class DataTable(Component):
             else:
                 own["head"] = _to_node(one)
             columns.append(own)
-        super().__init__(  # type: ignore[no-untyped-call]
-            columns=columns, rows=[[_describe_cell(cell) for cell in row] for row in rows]
-        )
+        described: list[list[Any]] = []
+        for row in rows:
+            described.append([])
+            for cell in row:
+                shown = _to_node(cell.content)
+                # Most cells are a text, or a text and its number: as objects, a table of 500 rows
+                # would be three times as large.
+                if cell.columns == 1 and not cell.head and isinstance(shown, str):
+                    short = shown if cell.value is None else [shown, cell.value]
+                    described[-1].append(short)
+                else:
+                    described[-1].append({"shown": shown, "value": cell.value,
+                                          "columns": cell.columns, "head": cell.head})  # fmt: skip
+        super().__init__(columns=columns, rows=described)  # type: ignore[no-untyped-call]
 
     @property
     def children(self) -> html.Table:
@@ -210,14 +221,6 @@ def format_hidden_rows(
     """The end of a note on a table of which only the first rows are shown."""
     left = len(rows) - shown
     return f"; {left:,} {rest}" if left > 0 else ""
-
-
-def _describe_cell(cell: Cell) -> Any:
-    """A text, a pair of the shown text and its number, or an object for anything else."""
-    shown = _to_node(cell.content)
-    if cell.columns == 1 and not cell.head and isinstance(shown, str):
-        return shown if cell.value is None else [shown, cell.value]
-    return {"shown": shown, "value": cell.value, "columns": cell.columns, "head": cell.head}
 
 
 def _to_node(content: Any) -> Any:

@@ -276,7 +276,12 @@ class TimelineView:
                 row = _cut_to_window(rank, line, from_ns, to_ns, detail.slots)
                 # The browser finds the matches among exact slices itself.
                 if detail.query and not (row.drawn.row >= 0).all():
-                    row = _mark_matches(row, line, detail.query)
+                    words = detail.query.lower()
+                    has_words = [words in name.lower() for name in line.names]
+                    hits = np.flatnonzero(np.array(has_words, dtype=np.bool_)[line.name])
+                    start_ns = line.track.start_ns[hits]
+                    end_ns = start_ns + line.track.dur_ns[hits]
+                    row = replace(row, matched=find_slots(start_ns, end_ns, row.drawn.edges))
                 rows.append(row)
         return Window(from_ns, to_ns, tuple(rows))
 
@@ -364,14 +369,6 @@ class KeptSlices:
             while self._left_bytes < 0 and len(self._kept) > 1:
                 self._left_bytes += self._kept.popitem(last=False)[1][1]
         return own
-
-
-def _mark_matches(row: WindowRow, line: TimelineRow, query: str) -> WindowRow:
-    """The row of a lane with the slots that contain a match."""
-    matching = np.array([query.lower() in name.lower() for name in line.names], dtype=np.bool_)
-    rows = np.flatnonzero(matching[line.name])
-    start, end = line.track.start_ns[rows], (line.track.start_ns + line.track.dur_ns)[rows]
-    return replace(row, matched=find_slots(start, end, row.drawn.edges))
 
 
 def list_steps(report: Report) -> tuple[ShownStep, ...]:

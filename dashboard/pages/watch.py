@@ -311,6 +311,22 @@ def _build_watch_cards(view: WatchView) -> html.Div:
         if first is not None and first.median_step_ns:
             change = newest_ns / first.median_step_ns - 1
             note += f"; {format_signed_percent(change)} since the first hour of this start"
+    # Against the newest host, not against now: a run that has ended has no silent hosts.
+    silent = [
+        host.host for host in run.current_hosts
+        if run.newest_unix_ns - host.newest_unix_ns > _SILENT_NS
+    ]  # fmt: skip
+    number = len(run.current_hosts)
+    host_note = f"of all {number:,} hosts" if number > 1 else f"of host {run.hosts[0].host}"
+    if silent:
+        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+        host_note = f"{len(silent)} of {number:,} hosts silent: {', '.join(silent[:3])}{more}"
+    seconds = max((view.now_unix_ns - run.newest_unix_ns) // _SECOND_NS, 0)
+    age = f"{seconds} s ago"
+    # From two units on: "1 h ago" would be anything up to two hours.
+    for unit, length in (("min", MINUTE_S), ("h", HOUR_S), ("d", DAY_S)):
+        if seconds >= 2 * length:
+            age = f"{seconds // length} {unit} ago"
     cards = [
         build_card("median step", step, note, COLOR["compute"] if own else None),
         *([] if view.ledger is None else [build_goodput_card(view.ledger)]),
@@ -320,32 +336,13 @@ def _build_watch_cards(view: WatchView) -> html.Div:
         ),
         build_card("interval of samples", "none", "no more samples") if interval is None
         else build_card("interval of samples", f"{interval:,}", "steps"),
-        _build_age_card(view),
+        build_card("last data", age, host_note, "var(--bad)" if silent else None),
         build_card(
             "dropped", f"{given_up:,}", reasons or "nothing was given up",
             "var(--bad)" if given_up else None,
         ),
     ]  # fmt: skip
     return html.Div(cards, className="cards")
-
-
-def _build_age_card(view: WatchView) -> html.Div:
-    run = view.run
-    silent = [
-        host.host for host in run.current_hosts
-        if run.newest_unix_ns - host.newest_unix_ns > _SILENT_NS
-    ]  # fmt: skip
-    number = len(run.current_hosts)
-    note = f"of all {number:,} hosts" if number > 1 else f"of host {run.hosts[0].host}"
-    if silent:
-        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
-        note = f"{len(silent)} of {number:,} hosts silent: {', '.join(silent[:3])}{more}"
-    seconds = max((view.now_unix_ns - run.newest_unix_ns) // _SECOND_NS, 0)
-    age = f"{seconds} s ago"
-    for unit, length in (("min", MINUTE_S), ("h", HOUR_S), ("d", DAY_S)):
-        if seconds >= 2 * length:
-            age = f"{seconds // length} {unit} ago"
-    return build_card("last data", age, note, "var(--bad)" if silent else None)
 
 
 # Step times, with a mark for each event.

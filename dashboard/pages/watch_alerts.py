@@ -251,33 +251,29 @@ def build_incidents_section(
     if not incidents:
         none = html.P("No alert and no incident in this range.", className="message")
         return build_section(title, "", none)
-    rows = [_build_incident_row(one, run, chosen, shown) for one in incidents]
+    rows = []
+    for one in incidents:
+        begin_s = one.begin_unix_ns / _SECOND_NS
+        end_s = shown.within.last_unix_s if one.is_open else (one.end_unix_ns or 0) / _SECOND_NS
+        # Half as long before and after, and long enough to see it in slots of a minute.
+        room_s = max(600.0, 0.5 * (end_s - begin_s))
+        url = build_range_url(run, chosen, begin_s - room_s, max(begin_s, end_s) + room_s)
+        when = dcc.Link(format_date(one.begin_unix_ns), href=url, className="when")
+        end: Content = html.Span("open", className="pill failed") if one.is_open else ""
+        lasted = change = Cell(number=True)
+        if one.end_unix_ns is not None:
+            end = html.Span(format_date(one.end_unix_ns), className="when")
+            minutes = (one.end_unix_ns - one.begin_unix_ns) / 60e9
+            words = f"{minutes:,.0f} min" if minutes < 120 else f"{minutes / 60:,.1f} h"
+            lasted = build_number_cell(words, one.end_unix_ns - one.begin_unix_ns, "ns")
+        if one.size is not None:
+            change = build_number_cell(format_signed_percent(one.size), one.size, "ratio")
+        rows.append([
+            Cell(when), Cell(end), lasted, Cell(one.kind), change,
+            Cell(html.Div(one.text, className="result")),
+            Cell(html.Div(one.cause, className="result")),
+            Cell(number=True) if one.rank is None else build_count_cell(one.rank),
+            Cell(one.handled),
+        ])  # fmt: skip
     heads = ("begin", "end", "lasted", "what", "change", "size", "cause", "rank", "handled")
     return build_section(title, note, build_table(heads, rows))
-
-
-def _build_incident_row(
-    one: Incident, run: str, chosen: AddressQuery, shown: ShownRange
-) -> list[Cell]:
-    begin_s = one.begin_unix_ns / _SECOND_NS
-    end_s = shown.within.last_unix_s if one.is_open else (one.end_unix_ns or 0) / _SECOND_NS
-    # Half as long before and after, and long enough to see it in slots of a minute.
-    room_s = max(600.0, 0.5 * (end_s - begin_s))
-    url = build_range_url(run, chosen, begin_s - room_s, max(begin_s, end_s) + room_s)
-    when = dcc.Link(format_date(one.begin_unix_ns), href=url, className="when")
-    end: Content = html.Span("open", className="pill failed") if one.is_open else ""
-    lasted = Cell(number=True)
-    if one.end_unix_ns is not None:
-        end = html.Span(format_date(one.end_unix_ns), className="when")
-        minutes = (one.end_unix_ns - one.begin_unix_ns) / 60e9
-        words = f"{minutes:,.0f} min" if minutes < 120 else f"{minutes / 60:,.1f} h"
-        lasted = build_number_cell(words, one.end_unix_ns - one.begin_unix_ns, "ns")
-    change = Cell(number=True)
-    if one.size is not None:
-        change = build_number_cell(format_signed_percent(one.size), one.size, "ratio")
-    return [
-        Cell(when), Cell(end), lasted, Cell(one.kind), change,
-        Cell(html.Div(one.text, className="result")), Cell(html.Div(one.cause, className="result")),
-        Cell(number=True) if one.rank is None else build_count_cell(one.rank),
-        Cell(one.handled),
-    ]  # fmt: skip

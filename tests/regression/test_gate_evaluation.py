@@ -41,7 +41,7 @@ def test_a_slower_evaluation_is_named_and_an_equal_one_is_not(tmp_path: Path) ->
     assert check_candidate(equal, baseline, BUDGETS).answer != "regressed"
     found = check_candidate(slower, baseline, BUDGETS)
     answers = {one.metric: one.answer for one in found.gated}
-    # Three noisy runs a side may leave the other steps undecided; only slower evaluations may not slow them.
+    # Three noisy runs a side may leave the other steps undecided; they must not be called slower.
     assert answers["step"] != "regressed"
     assert answers["step.other"] == "regressed"
     (kind,) = [one.kind for one in found.gated if one.metric == "step.other"]

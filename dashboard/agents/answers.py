@@ -97,6 +97,15 @@ def mark_recorded(text: str, max_chars: int = _MAX_CHARS) -> str:
     return f"{OPEN}{safe}{CLOSE}"
 
 
+# Fields of records.
+
+
+def pick(row: object, *names: str, **renamed: str) -> dict[str, object]:
+    """These attributes of a record by name, then others under names of their own."""
+    keys = dict(zip(names, names, strict=True)) | renamed
+    return {key: getattr(row, name) for key, name in keys.items()}
+
+
 # Pages.
 
 _SHRINKING = ((_MAX_CHARS, 24), (100, 10), (40, 4), (16, 1))

@@ -10,6 +10,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.headline import Summary, summarize
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
+from stepsplit.dashboard.agents.answers import pick
 
 Terms = Callable[[Report], Mapping[str, object]]
 
@@ -78,28 +79,16 @@ def _list_bubble_terms(report: Report) -> Mapping[str, object]:
     one = report.pipeline
     if one is None:
         return {}
-    return {
-        "bubble_fraction": one.bubble_fraction,
-        "ideal_bubble_fraction": one.ideal_bubble_fraction,
-        "bubble_overhead": one.bubble_overhead,
-        "stages": len(one.stages),
-        "microbatches": one.microbatches,
-        "schedule": one.schedule,
-    }
+    shares = pick(one, "bubble_fraction", "ideal_bubble_fraction", "bubble_overhead")
+    return {**shares, "stages": len(one.stages), **pick(one, "microbatches", "schedule")}
 
 
 def _list_mfu_terms(report: Report) -> Mapping[str, object]:
     one, summary = report.prediction, _get_summary(report)
     if one is None or summary is None:
         return {}
-    return {
-        "mfu": report.mfu,
-        "hfu": report.hfu,
-        "model_flops": one.model_flops,
-        "hardware_flops": one.hardware_flops,
-        "convention": one.convention,
-        "step_ns": summary.step_ns,
-    }
+    work = pick(one, "model_flops", "hardware_flops", "convention")
+    return {**pick(report, "mfu", "hfu"), **work, "step_ns": summary.step_ns}
 
 
 _MEANINGS = {

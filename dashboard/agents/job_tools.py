@@ -7,7 +7,7 @@ from pathlib import Path
 from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import JobConfig
-from stepsplit.dashboard.agents.answers import CannotAnswer, Own, ToolAnswer
+from stepsplit.dashboard.agents.answers import CannotAnswer, Own, ToolAnswer, pick
 from stepsplit.dashboard.agents.queries import (
     CheckQuery,
     CompareQuery,
@@ -51,32 +51,20 @@ def compare_with_model(recordings: Recordings, query: ModelQuery) -> ToolAnswer:
         "stage": gap.stage,
         "measured_step_ns": shown.measured.step_ns,
         "predicted_step_ns": shown.predicted.step_ns,
-        "predicted_low_ns": gap.low_ns,
-        "predicted_high_ns": gap.high_ns,
-        "confidence": gap.confidence,
-        "caveats": list(gap.notes),
-        "mfu": report.mfu,
-        "hfu": report.hfu,
+        **pick(
+            gap,
+            predicted_low_ns="low_ns",
+            predicted_high_ns="high_ns",
+            confidence="confidence",
+            caveats="notes",
+        ),
+        **pick(report, "mfu", "hfu"),
         "calls_not_as_predicted": [
-            {
-                "axis": row.axis,
-                "op": row.op,
-                "count": row.count,
-                "predicted_count": row.predicted_count,
-            }
+            pick(row, "axis", "op", "count", "predicted_count")
             for row in gap.calls
             if not row.equal
         ],
-        "links": [
-            {
-                "axis": row.axis,
-                "op": row.op,
-                "busbw_bytes_per_s": row.busbw_bytes_per_s,
-                "predicted_busbw_bytes_per_s": row.predicted_busbw_bytes_per_s,
-                "link_bytes_per_s": row.link_bytes_per_s,
-            }
-            for row in gap.calls
-        ],
+        "links": [pick(row, "axis", "op", *_RATES) for row in gap.calls],
     }
     rows = [(row.bucket, row.cause, row.axis, row.ns, row.message) for row in gap.rows]
     about = "parts of measured - predicted step; they add up; negative: faster than predicted"
@@ -96,6 +84,8 @@ def compare_with_model(recordings: Recordings, query: ModelQuery) -> ToolAnswer:
     )
 
 
+_RATES = ("busbw_bytes_per_s", "predicted_busbw_bytes_per_s", "link_bytes_per_s")
+
 # Runs against runs.
 
 
@@ -110,24 +100,20 @@ def compare_two(recordings: Recordings, query: CompareQuery) -> ToolAnswer:
     values = {
         "baseline_median_ns": one.baseline.median_ns,
         "candidate_median_ns": one.candidate.median_ns,
-        "difference_ns": one.difference_ns,
-        "ratio": one.ratio,
-        "within_noise": one.within_noise,
+        **pick(one, "difference_ns", "ratio", "within_noise"),
         "settings_that_differ": [
-            {"name": row.name, "baseline": row.baseline, "candidate": row.candidate}
-            for row in one.settings
+            pick(row, "name", "baseline", "candidate") for row in one.settings
         ],
         "findings": [
-            {
-                "finding": row.message,
-                "baseline_gain_ns": row.baseline_ns,
-                "candidate_gain_ns": row.candidate_ns,
-            }
+            pick(
+                row,
+                finding="message",
+                baseline_gain_ns="baseline_ns",
+                candidate_gain_ns="candidate_ns",
+            )
             for row in one.findings
         ],
-        "buckets": [
-            {"bucket": row.bucket, "difference_ns": row.difference_ns} for row in one.buckets
-        ],
+        "buckets": [pick(row, "bucket", "difference_ns") for row in one.buckets],
     }
     rows: list[tuple[object, ...]] = [
         ("exposed", row.bucket, row.axis, row.baseline_ns, row.candidate_ns) for row in one.exposed
@@ -177,20 +163,10 @@ def check_runs(recordings: Recordings, query: CheckQuery) -> ToolAnswer:
         "warnings": list(one.warnings),
         "single_run_on_a_side": one.low_confidence,
     }
+    columns = ("metric", "budget", "answer", "baseline", "candidate", "harm", "allowed",
+               "harm_low", "harm_high", "runs_needed", "note")  # fmt: skip
     rows = [
-        (
-            row.metric,
-            row.budget,
-            row.answer,
-            row.baseline,
-            row.candidate,
-            row.harm,
-            row.allowed,
-            row.low,
-            row.high,
-            row.runs_needed,
-            row.note,
-        )
+        tuple(getattr(row, name) for name in (*columns[:7], "low", "high", "runs_needed", "note"))
         for row in one.gated
     ]
     unknowns = tuple(
@@ -203,8 +179,6 @@ def check_runs(recordings: Recordings, query: CheckQuery) -> ToolAnswer:
         for row in one.gated
         if row.answer == "inconclusive"
     )
-    columns = ("metric", "budget", "answer", "baseline", "candidate", "harm", "allowed",
-               "harm_low", "harm_high", "runs_needed", "note")  # fmt: skip
     about = (
         "each metric against its budget, in the metric's unit (ns, bytes, bytes/s, or a share);"
         " regressed: worse than allowed beyond the noise; inconclusive: the runs do not decide"
@@ -238,10 +212,8 @@ def replay_changes(recordings: Recordings, query: WhatIfQuery) -> ToolAnswer:
         "slowdown_by_stragglers": one.slowdown,
     }
     if one.carried is not None:
-        values["on_other_hardware"] = {
-            name: getattr(one.carried, name)
-            for name in ("source", "target", "step_ns", "low_ns", "high_ns", "host_ns", "limits")
-        }
+        shown = ("source", "target", "step_ns", "low_ns", "high_ns", "host_ns", "limits")
+        values["on_other_hardware"] = pick(one.carried, *shown)
     rows = [(str(row.change), row.step_ns, row.gain_ns) for row in one.changes]
     about = (
         "mean step after each change alone, by a replay of the recorded dependencies; gain_ns below"
@@ -277,16 +249,9 @@ def predict_job(recordings: Recordings, query: JobQuery) -> ToolAnswer:
     one = predict(job, read_rates(path, job.hardware) if path else None)
     values = {
         "step_ns": one.split.step_ns,
-        "low_ns": one.low_ns,
-        "high_ns": one.high_ns,
-        "confidence": one.confidence,
-        "caveats": list(one.notes),
-        "mfu": one.mfu,
-        "hfu": one.hfu,
-        "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
-        "fits": one.fits,
-        "bubble_fraction": one.bubble_fraction,
-        "parameters": one.parameters,
+        **pick(one, "low_ns", "high_ns", "confidence"),
+        "caveats": one.notes,
+        **pick(one, "mfu", "hfu", "tokens_per_s_per_gpu", "fits", "bubble_fraction", "parameters"),
         "not_stated": [
             {"key": row.key, "taken": row.value, "low": row.low, "high": row.high}
             for row in one.unstated
@@ -320,27 +285,14 @@ def plan_job(recordings: Recordings, query: PlanQuery) -> ToolAnswer:
         (row.candidate, f"{units.format_milliseconds(row.behind_ns)} slower")
         for row in one.runners_up
     ]
+    layout = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "ep", "zero", "schedule",
+              "micro_batch", "recompute")  # fmt: skip
+    cost = ("step_ns", "peak_bytes", "mfu")
     rows = [
-        (
-            each.choice.tp,
-            each.choice.pp,
-            each.choice.cp,
-            each.choice.dp_replicate,
-            each.choice.dp_shard,
-            each.choice.ep,
-            each.choice.zero,
-            each.choice.schedule,
-            each.choice.micro_batch,
-            each.choice.recompute,
-            each.step_ns,
-            each.peak_bytes,
-            each.mfu,
-            Own(note),
-        )
+        (*pick(each.choice, *layout).values(), *pick(each, *cost).values(), Own(note))
         for each, note in found
     ]
-    columns = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "ep", "zero", "schedule",
-               "micro_batch", "recompute", "step_ns", "peak_bytes", "mfu", "note")  # fmt: skip
+    columns = (*layout, *cost, "note")
     values = {"gpus": one.gpus, "confidence": one.best.confidence}
     about = "predicted fastest layouts that fit in memory, best first; predictions, not measured"
     return ToolAnswer(about, values, columns, rows)
@@ -353,14 +305,9 @@ def find_hang(recordings: Recordings, query: HangQuery) -> ToolAnswer:
     """Which rank a job waits for."""
     one = recordings.open_hang(query.recording)
     values = {
-        "condition": one.condition,
-        "verdict": one.verdict,
-        "note": one.note,
+        **pick(one, "condition", "verdict", "note"),
         "ranks": Own(units.format_number_list(one.ranks)),
-        "culprits": [
-            {"ranks": list(row.ranks), "cause": row.cause, "message": row.message}
-            for row in one.culprits
-        ],
+        "culprits": [pick(row, "ranks", "cause", "message") for row in one.culprits],
         "mismatches": [
             {"group": row.group.in_words, "seq": row.seq, "what": row.what}
             for row in one.mismatches

@@ -17,7 +17,7 @@ from stepsplit.analyzer.report.report import SETTLES, Report, format_hosts, merg
 from stepsplit.analyzer.report.step_rows import list_full_steps, select_full_steps
 from stepsplit.analyzer.report.waits import sum_waits_by_root
 from stepsplit.analyzer.trace import Lack
-from stepsplit.dashboard.agents.answers import CannotAnswer, Own, ToolAnswer, mark_recorded
+from stepsplit.dashboard.agents.answers import CannotAnswer, Own, ToolAnswer, mark_recorded, pick
 from stepsplit.dashboard.agents.definitions import NUMBERS, find_number
 from stepsplit.dashboard.agents.queries import (
     ExplainQuery,
@@ -59,7 +59,7 @@ def describe_recording(recordings: Recordings, query: RunQuery) -> ToolAnswer:
         "mesh": None if run.mesh is None else {one.axis: one.size for one in run.mesh},
         "mesh_source": run.mesh_source,
         "parallelism": [one.in_words for one in run.strategies],
-        "versions": {"torch": run.torch, "nccl": run.nccl, "driver": run.driver},
+        "versions": pick(run, "torch", "nccl", "driver"),
         "steps": Own(units.format_number_list(sorted({row.step for row in steps})) or "none"),
         "rows_by_kind": dict(kinds),
         "profiling_slowdown": run.profiling_slowdown,
@@ -97,17 +97,10 @@ def describe_step(recordings: Recordings, query: RunQuery) -> ToolAnswer:
     if summary is None:
         return ToolAnswer("no step", cannot_answer=list_unknowns(report, "summary"))
     values: dict[str, object] = {
-        "steps": summary.steps,
-        "step_ns": summary.step_ns,
-        "median_ns": summary.median_ns,
-        "p99_ns": summary.p99_ns,
-        "slowest_ns": summary.slowest_ns,
-        "overlapped_ns": summary.overlapped_ns,
-        "bubble_covered_ns": summary.bubble_covered_ns,
-        "ambiguous_ns": summary.ambiguous_ns,
+        **pick(summary, "steps", "step_ns", "median_ns", "p99_ns", "slowest_ns"),
+        **pick(summary, "overlapped_ns", "bubble_covered_ns", "ambiguous_ns"),
         "other_steps": describe_other_steps(report.step_kinds) or None,
-        "mfu": report.mfu,
-        "hfu": report.hfu,
+        **pick(report, "mfu", "hfu"),
         # In words, since a cause has been looked for in them and not been found.
         "large_parts": [f"{one.bucket}: {one.part}" for one in list_unexplained_buckets(report)],
     }
@@ -179,24 +172,10 @@ def list_steps(recordings: Recordings, query: StepsQuery) -> ToolAnswer:
     ]
     values = {
         "slow_steps": [
-            {
-                "step": one.step,
-                "step_ns": one.step_ns,
-                "excess_ns": one.excess_ns,
-                "rank": one.rank,
-                "bucket": one.bucket,
-            }
-            for one in report.slow_steps
+            pick(one, "step", "step_ns", "excess_ns", "rank", "bucket") for one in report.slow_steps
         ],
         "step_kinds": [
-            {
-                "kind": one.kind,
-                "count": one.count,
-                "mean_ns": one.mean_ns,
-                "share": one.share,
-                "extra": one.extra,
-            }
-            for one in report.step_kinds
+            pick(one, "kind", "count", "mean_ns", "share", "extra") for one in report.step_kinds
         ],
     }
     names = [f"{bucket}_ns" for bucket in BUCKETS]
@@ -224,21 +203,14 @@ def list_waits(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
     steps = len(list_full_steps(report.steps)) or 1
     caused = [
         {
-            "rank": row.rank,
-            "cause": row.cause,
-            "axis": row.axis,
+            **pick(row, "rank", "cause", "axis"),
             "caused_skew_ns": row.caused_skew_ns // steps,
             "caused_bubble_ns": row.caused_bubble_ns // steps,
         }
         for row in report.blame
     ]
     late = [
-        {
-            "rank": row.rank,
-            "axis": row.axis,
-            "last_fraction": row.last_fraction,
-            "late_median_ns": row.late_ns_median,
-        }
+        pick(row, "rank", "axis", "last_fraction", late_median_ns="late_ns_median")
         for row in report.lateness
         if row.straggler
     ]
@@ -341,12 +313,7 @@ def list_critical_path(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
         for one in sorted(compute_path_shares(report), key=lambda one: -one.ns)
     ]
     kernels = [
-        {
-            "rank": row.rank,
-            "kernel": row.kernel,
-            "bucket": row.bucket,
-            "per_step_ns": row.ns // steps,
-        }
+        {**pick(row, "rank", "kernel", "bucket"), "per_step_ns": row.ns // steps}
         for row in report.path_kernels[:8]
     ]
     about = "the critical path of the mean step, from the first start to the last end of all ranks"
@@ -366,13 +333,8 @@ def describe_pipeline(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
     unknowns = list_unknowns(report, "pipeline")
     if one is None:
         return ToolAnswer(_describe(report, "no pipeline bubble"), cannot_answer=unknowns)
-    values = {
-        "schedule": one.schedule,
-        "microbatches": one.microbatches,
-        "bubble_fraction": one.bubble_fraction,
-        "ideal_bubble_fraction": one.ideal_bubble_fraction,
-        "bubble_overhead": one.bubble_overhead,
-    }
+    shares = ("bubble_fraction", "ideal_bubble_fraction", "bubble_overhead")
+    values = pick(one, "schedule", "microbatches", *shares)
     rows = [(row.stage, row.bubble_ns, row.bubble_fraction) for row in one.stages]
     about = "the bubble from the grid of forwards and backwards: bubble / pipeline time"
     return ToolAnswer(
@@ -386,18 +348,12 @@ def list_kernels(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
     steps = len(list_full_steps(report.steps)) or 1
     slow = [
         {
-            "rank": row.rank,
-            "kernel": row.kernel,
-            "family": row.family,
-            "ratio": row.ratio,
-            "lost_per_step_ns": row.lost_ns,
+            **pick(row, "rank", "kernel", "family", "ratio", lost_per_step_ns="lost_ns"),
             "equal_shapes_known": row.shapes is not None,
         }
         for row in report.slow_kernels
     ]
-    contention = [
-        {"rank": row.rank, "ratio": row.ratio, "lost_ns": row.lost_ns} for row in report.contention
-    ]
+    contention = [pick(row, "rank", "ratio", "lost_ns") for row in report.contention]
     rows = [
         (row.rank, row.family, row.count, row.total_ns // steps, row.share)
         for row in report.kernels
@@ -412,14 +368,7 @@ def list_kernels(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
             "slow_kernels": slow,
             "slowed_by_communication": contention,
             "longest": [
-                {
-                    "name": row.name,
-                    "step_ns": row.step_ns,
-                    "share": row.share,
-                    "limit": row.limit,
-                    "peak_share": row.peak_share,
-                    "saves_ns": row.saves_ns,
-                }
+                pick(row, "name", "step_ns", "share", "limit", "peak_share", "saves_ns")
                 for row in report.kernel_table[:6]
             ],
         },

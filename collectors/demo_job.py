@@ -59,10 +59,22 @@ class Trainer:
         delay_rank(module, args, self.rank)
         self.module = parallelize_stage(module, mesh, self.device_mesh)
         self.parameters = list(self.module.parameters())
-        self.optimizer = build_optimizer(self.parameters)
+        # One group per mesh: a fused AdamW cannot mix DTensor and Tensor.
+        groups: defaultdict[object, list[Any]] = defaultdict(list)
+        for parameter in self.parameters:
+            groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(
+                parameter
+            )
+        self.optimizer = torch.optim.AdamW(
+            [{"params": group} for group in groups.values()], lr=2e-3, weight_decay=0.0, fused=True
+        )
         self.schedule: Any = None
         if stages > 1:
-            self.schedule = build_pipeline(self.module, args, mesh, self.device_mesh, device)
+            group = self.device_mesh["pp"].get_group()
+            part = PipelineStage(self.module, group.rank(), stages, device, group=group)
+            self.schedule = _SCHEDULES[args.schedule](
+                part, args.microbatches, loss_fn=compute_stage_loss
+            )
         # The text, as indices into the alphabet; the same on every rank.
         pick = random.Random(_TEXT_SEED).choice
         text = " ".join(
@@ -249,23 +261,6 @@ def parallelize_stage(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
             stage, process_group=group, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
         )
     return stage
-
-
-def build_pipeline(module: Any, args: DemoArgs, mesh: Mesh, device_mesh: Any, device: Any) -> Any:
-    """Builds the pipeline schedule that runs this rank's stage."""
-    group = device_mesh["pp"].get_group()
-    stage = PipelineStage(module, group.rank(), mesh.size("pp"), device, group=group)
-    return _SCHEDULES[args.schedule](stage, args.microbatches, loss_fn=compute_stage_loss)
-
-
-def build_optimizer(parameters: Iterable[Any]) -> Any:
-    """Builds a fused AdamW with one group per mesh: it cannot mix DTensor and Tensor."""
-    kinds: defaultdict[object, list[Any]] = defaultdict(list)
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        kinds[mesh].append(parameter)
-    groups = [{"params": kind} for kind in kinds.values()]
-    return torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.0, fused=True)
 
 
 def sync_gradients(parameters: Iterable[Any], mesh: Mesh, device_mesh: Any) -> None:

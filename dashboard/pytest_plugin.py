@@ -78,17 +78,9 @@ class Ranks:
 
         So no rank begins a step whose collectives another rank never calls.
         """
-        self._wait_for_peers()
+        self.wait_for_peers()
         shared = self._share_from_rank0(str(own))
         return own if shared is None else Path(shared)
-
-    def wait_for_files(self) -> None:
-        """On rank 0, waits until every rank has written its files."""
-        self._wait_for_peers()
-
-    def wait_for_end(self) -> None:
-        """On rank 0, waits until every rank has ended the test itself."""
-        self._wait_for_peers()
 
     def tell_failure(self, error: BaseException) -> None:
         """Tells the other ranks that the test does not go on here."""
@@ -108,7 +100,7 @@ class Ranks:
     def _failed(self) -> str:
         return f"comm_budget/{self.test}/failed"
 
-    def _wait_for_peers(self) -> None:
+    def wait_for_peers(self) -> None:
         """On rank 0, waits for a call of this method on every other rank."""
         from stepsplit.collectors.job import job_store, process_groups
 
@@ -216,7 +208,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if (budget := item.stash.get(_BUDGET, None)) is not None:
         with _telling_failure(item):
             # Rank 0 checks the runs only if no rank fails after its last block.
-            budget.ranks.wait_for_end()
+            budget.ranks.wait_for_peers()
         if budget.recordings:
             _judge(budget, item.config)
     return result
@@ -358,7 +350,8 @@ class RecordedBlock:
         if run is not None:
             run.stop(failed=kind is not None)
         if kind is None:
-            self._budget.ranks.wait_for_files()
+            # Every rank has written its files now.
+            self._budget.ranks.wait_for_peers()
 
 
 def _format_verdict(verdict: Any) -> str:

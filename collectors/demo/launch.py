@@ -92,7 +92,10 @@ def _start(command: Sequence[str], world_size: int, logs: Path, stack: ExitStack
     """Starts every rank; closing the stack ends them."""
     ranks: list[_Rank] = []
     stack.callback(_end_ranks, ranks)
-    port = _free_port()
+    # Free now, and nearly always until rank 0 listens at it.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
     for rank in range(world_size):
         stdout, stderr = logs / f"{rank}.out", logs / f"{rank}.err"
         with stdout.open("wb") as out, stderr.open("wb") as err:
@@ -161,10 +164,3 @@ def _end_ranks(ranks: Sequence[_Rank]) -> None:
         rank.process.wait()
         if rank.process.stdin is not None:
             rank.process.stdin.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -70,30 +70,17 @@ def decode_value(value: Any, kind: Any, place: str) -> Any:
             raise ValueError(f"{place}: {_show(value)} is not a list")
         item = typing.get_args(kind)[0]
         return tuple(decode_value(one, item, f"{place}[{i}]") for i, one in enumerate(value))
-    if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(value, kind, place)
-    return _decode_scalar(value, kind, place)
-
-
-def _decode_dataclass(value: Any, kind: Any, place: str) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place}: {_show(value)} is not an object")
-    kinds, values = _get_kinds(kind), {}
-    for field in dataclasses.fields(kind):
-        if field.name in value:
-            name = f"{place}.{field.name}"
-            values[field.name] = decode_value(value[field.name], kinds[field.name], name)
-        elif field.default is dataclasses.MISSING:
-            raise ValueError(f"{place}.{field.name} is missing")
-    return kind(**values)
-
-
-@functools.cache
-def _get_kinds(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _decode_scalar(value: Any, kind: Any, place: str) -> Any:
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{place}: {_show(value)} is not an object")
+        hints, values = _get_hints(kind), dict[str, Any]()
+        for field in dataclasses.fields(kind):
+            if field.name in value:
+                name = f"{place}.{field.name}"
+                values[field.name] = decode_value(value[field.name], hints[field.name], name)
+            elif field.default is dataclasses.MISSING:
+                raise ValueError(f"{place}.{field.name} is missing")
+        return kind(**values)
     # JavaScript and some tools write whole numbers with a point.
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -106,6 +93,12 @@ def _decode_scalar(value: Any, kind: Any, place: str) -> Any:
     if is_valid and not (is_number and abs(value) >= _LARGEST):
         return value
     raise ValueError(f"{place}: {_show(value)} is not {_JSON_NAMES[kind]}")
+
+
+# get_type_hints evaluates every annotation of the class anew.
+@functools.cache
+def _get_hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def replace_surrogates(text: str) -> str:

@@ -80,7 +80,13 @@ class LazyRecording:
         with warn_on_failure(read_job()[0], "the framework's description of the run"):
             known = read_spec()
         with warn_on_failure(read_job()[0], "the recording"):
-            self._run = profile_run(self._out, **_fill_options(self._options, known))
+            options = self._options.copy()
+            # What the user has stated goes before what the framework says.
+            if options.get("mesh") is None:
+                options["mesh"] = known.mesh
+            options["model"] = _merge_specs(options.get("model"), known.model)
+            options["training"] = _merge_specs(options.get("training"), known.training)
+            self._run = profile_run(self._out, **options)
             self._run.start(known.steps_before)
             atexit.register(self.end, failed=True)
 
@@ -106,16 +112,6 @@ class LazyRecording:
         atexit.unregister(self.end)
         if self._began and run is not None:
             run.stop(failed)
-
-
-def _fill_options(options: Options, spec: FrameworkSpec) -> Options:
-    """The options, with missing fields filled in from the framework."""
-    filled = options.copy()
-    if filled.get("mesh") is None:
-        filled["mesh"] = spec.mesh
-    filled["model"] = _merge_specs(options.get("model"), spec.model)
-    filled["training"] = _merge_specs(options.get("training"), spec.training)
-    return filled
 
 
 def _merge_specs(given: _Spec | None, known: _Spec | None) -> _Spec | None:
@@ -150,7 +146,12 @@ def read_model_spec(model: Any) -> ModelSpec | None:
     """The shape of a torch module, also if it is wrapped; uncertain fields are None."""
     if model is None:
         return None
-    inner = _unwrap(model)
+    inner = model
+    # Out of DistributedDataParallel, an engine or torch.compile, each of which hides the config.
+    while hasattr(
+        wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), "parameters"
+    ):
+        inner = wrapped
     config = getattr(getattr(inner, "config", None), "get_text_config", lambda: None)()
     return ModelSpec(
         layers=_read_number(config, "num_hidden_layers"),
@@ -173,15 +174,6 @@ def count_parameters(model: Any) -> int | None:
         return None
     # ZeRO-3 keeps the full count on the empty parameter; a DTensor's numel is the full count.
     return sum(int(getattr(each, "ds_numel", each.numel())) for each in tensors)
-
-
-def _unwrap(model: Any) -> Any:
-    """The module inside DistributedDataParallel, an engine or torch.compile."""
-    while True:
-        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
-        if inner is None or not hasattr(inner, "parameters"):
-            return model
-        model = inner
 
 
 def _is_gated(model: Any) -> bool | None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.formats.run_spec import ModelSpec, Training
+from stepsplit.collectors.formats.run_spec import Training
 from stepsplit.collectors.integrations.calls import call_after_each
 from stepsplit.collectors.integrations.common import (
     FrameworkSpec,
@@ -46,39 +46,35 @@ def profile_engine(engine: Any, out: str | Path, **options: Unpack[Options]) -> 
             steps_done = engine.global_steps
             run.step()
 
+    # A class in between may override the method: the first that has it is the one that is called.
+    kind, method = next(
+        (base, name) for name in _STEPS for base in type(engine).__mro__ if name in vars(base)
+    )
     with ExitStack() as undo:
-        undo.enter_context(call_after_each(*_find_step_method(type(engine)), ended))
+        undo.enter_context(call_after_each(kind, method, ended))
         undo.enter_context(run.record_around(lambda: read_engine_spec(engine)))
         yield
-
-
-def _find_step_method(kind: type) -> tuple[type, str]:
-    """The class and the name of the method that ends a step."""
-    methods = ((base, name) for name in _STEPS for base in kind.__mro__ if name in vars(base))
-    return next(methods)
 
 
 def read_engine_spec(engine: Any) -> FrameworkSpec:
     """Reads mesh, model and training setup from the engine."""
     moved = (engine.zero_offload_optimizer(), engine.zero_offload_param())
+    is_stage, model = hasattr(engine, "grid"), read_model_spec(engine)
+    # A rank of a pipeline has the parameters of its stage alone.
+    if model is not None and is_stage:
+        model = replace(model, parameters=None)
     training = Training(
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         global_batch=engine.train_batch_size(),
         microbatches=engine.gradient_accumulation_steps(),
         dtype=normalize_dtype(engine.get_data_types()[0]),
         optimizer=normalize_optimizer(engine.optimizer_name()),
-        schedule="1f1b" if hasattr(engine, "grid") else None,
+        schedule="1f1b" if is_stage else None,
         framework="deepspeed",
         zero=engine.zero_optimization_stage(),
         offload=describe_offload(*(getattr(each, "device", None) for each in moved)),
     )
-    return FrameworkSpec(_read_mesh(engine), _read_model(engine), training, engine.global_steps)
-
-
-def _read_model(engine: Any) -> ModelSpec | None:
-    """The model's shape, without a parameter count if this rank has only a pipeline stage."""
-    spec = read_model_spec(engine)
-    return replace(spec, parameters=None) if spec and hasattr(engine, "grid") else spec
+    return FrameworkSpec(_read_mesh(engine), model, training, engine.global_steps)
 
 
 def _read_mesh(engine: Any) -> dict[str, int] | None:

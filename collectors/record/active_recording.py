@@ -157,7 +157,10 @@ class ActiveRecording:
             self._detail = choose_detail(ranks, self.rank, self._world_size, groups)
             if self._detail != "none":
                 self._window = self._create_window()
-                self._create_sampler()
+                # With stacks the trace has every call, and would have the sampler's as well.
+                if not self._plan.stacks:
+                    with warn_on_failure(self.rank, LOST_PLACES):
+                        self._sampler = HostSampler(self.rank)
             self._recording = True
             self._begin_step(next_step)
             self._times.start(earlier_ns)
@@ -358,7 +361,10 @@ class ActiveRecording:
         # Again: groups may have been made since the begin, and their calls are in the trace.
         with warn_on_failure(self.rank, "its process groups"):
             self._groups = list_groups()
-        self._measure_memory()
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            with warn_on_failure(self.rank, "its memory usage"):
+                self._memory = meter.close(self._folder)
         with warn_on_failure(self.rank, "the clock of its GPU"):
             self._read_gpu()
         if not self._provisional:
@@ -385,23 +391,11 @@ class ActiveRecording:
             self._run.write_first()
             self._run.run_within_step(self._run.write)
 
-    def _create_sampler(self) -> None:
-        # With stacks the trace has every call, and would have the sampler's as well.
-        if not self._plan.stacks:
-            with warn_on_failure(self.rank, LOST_PLACES):
-                self._sampler = HostSampler(self.rank)
-
     def _stop_sampler(self) -> None:
         sampler, self._sampler = self._sampler, None
         if sampler is not None:
             with warn_on_failure(self.rank, LOST_PLACES):
                 self._host = sampler.stop()
-
-    def _measure_memory(self) -> None:
-        meter, self._meter = self._meter, None
-        if meter is not None:
-            with warn_on_failure(self.rank, "its memory usage"):
-                self._memory = meter.close(self._folder)
 
     def _add_activations(self) -> None:
         """Adds the activations, which are measured while the trace is packed, to the record."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepsplit.collectors.formats.rank_record import RankRecord, build_spec, read_record
+from stepsplit.collectors.formats.rank_record import build_spec, read_record
 from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec, from_json, write_run_json
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.safe_io.atomic_file import replace_whole
@@ -41,7 +41,13 @@ def gather(folders: Sequence[Path], out: Path) -> GatherResult:
         for target, source in copies.items()
         if target.parent == out and target.match(_RECORDS)
     ]
-    records = _read_records([*out.glob(_RECORDS), *new])
+    records = []
+    for path in (*out.glob(_RECORDS), *new):
+        try:
+            records.append(read_record(read_regular(path)))
+        except ValueError as error:
+            raise CollectError(f"{path}: {error}; remove it") from None
+    records.sort(key=lambda record: record.rank.rank)
     if not records:
         raise CollectError(f"{out}: no {_RECORDS}; give the folders that the ranks wrote")
     try:
@@ -78,17 +84,6 @@ def _remove_copies(targets: Iterable[Path], out: Path) -> None:
 
 
 _RECORDS = "rank*_record.json"
-
-
-def _read_records(paths: Iterable[Path]) -> tuple[RankRecord, ...]:
-    """The records in these files, sorted by rank. Raises CollectError if one is invalid."""
-    records = []
-    for path in paths:
-        try:
-            records.append(read_record(read_regular(path)))
-        except ValueError as error:
-            raise CollectError(f"{path}: {error}; remove it") from None
-    return tuple(sorted(records, key=lambda record: record.rank.rank))
 
 
 def _plan_copies(folders: Iterable[Path], out: Path) -> dict[Path, Path]:

@@ -71,10 +71,19 @@ class RankFiles:
         files: list[PackTask] = []
         if profiler is not None:
             with warn_on_failure(self._rank, "its trace"):
-                files.append(self._write_raw_trace(profiler))
+                trace = build_trace_path(self._folder, self._rank)
+                with _open_raw(trace) as raw:
+                    profiler.export_chrome_trace(str(raw))
+                    shorten_trace_name(raw, name_raw(trace).name)
+                files.append(_name_whole(raw, trace))
         has_trace = bool(files)
         with warn_on_failure(self._rank, "its Flight Recorder dump"):
-            files += self._write_raw_flight(since_unix_ns)
+            dump = dump_flight_json(self._rank, since_unix_ns)
+            if dump is not None:
+                flight = build_flight_path(self._folder, self._rank)
+                with _open_raw(flight) as raw:
+                    raw.write_bytes(dump)
+                files.append(_name_whole(raw, flight))
         with warn_on_failure(self._rank, "its packed files"):
             self._packer.pack(files, thin, memory)
         return has_trace
@@ -93,22 +102,6 @@ class RankFiles:
         except (OSError, ValueError):
             return None
         return activations_bytes
-
-    def _write_raw_trace(self, profiler: Any) -> PackTask:
-        out = build_trace_path(self._folder, self._rank)
-        with _open_raw(out) as raw:
-            profiler.export_chrome_trace(str(raw))
-            shorten_trace_name(raw, name_raw(out).name)
-        return _name_whole(raw, out)
-
-    def _write_raw_flight(self, since_unix_ns: int) -> list[PackTask]:
-        dump = dump_flight_json(self._rank, since_unix_ns)
-        if dump is None:
-            return []
-        out = build_flight_path(self._folder, self._rank)
-        with _open_raw(out) as raw:
-            raw.write_bytes(dump)
-        return [_name_whole(raw, out)]
 
 
 _TRACE_NAME = re.compile(rb'("traceName"\s*:\s*)"(?:[^"\\]|\\.)*"')

@@ -158,8 +158,11 @@ class RemoteFolder:
         return bool(common) or number == self._free
 
     def _put(self, path: Path, number: int, name: str) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
         target = self._place(number, name)
-        if self._is_on_disk():
+        # fsspec makes the files of a disk as the umask says, and follows links of others.
+        if isinstance(self._files, LocalFileSystem):
             folder = Path(self._place(number, ""))
             _copy_for_owner(path, folder, name, self._show(number), is_named=number == 1)
             return
@@ -187,11 +190,6 @@ class RemoteFolder:
             if not path.rstrip("/"):
                 raise ValueError("name a folder")
             self._opened = files, path.rstrip("/")
-
-    def _is_on_disk(self) -> bool:
-        from fsspec.implementations.local import LocalFileSystem
-
-        return isinstance(self._files, LocalFileSystem)
 
     @property
     def _files(self) -> Any:

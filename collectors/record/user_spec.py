@@ -42,16 +42,15 @@ def convert_mesh(given: MeshLike, world_size: int) -> Mesh | None:
         elif isinstance(given, Mapping):
             mesh = Mesh.of(given)
         else:
-            mesh = _convert_device_mesh(given)
+            # A DeviceMesh. The axes of a Mesh number the ranks in order; another order would name
+            # the wrong groups.
+            ranks = given.mesh.flatten().tolist()
+            if given.mesh_dim_names is None or ranks != list(range(len(ranks))):
+                raise ValueError(
+                    "a DeviceMesh needs mesh_dim_names and all ranks of the job in order"
+                )
+            mesh = Mesh.of(dict(zip(given.mesh_dim_names, given.mesh.shape, strict=True)))
         if mesh is not None and mesh.world_size != world_size:
             raise ValueError(f"the mesh has {mesh.world_size} ranks but the job has {world_size}")
         return mesh
     return None
-
-
-def _convert_device_mesh(given: Any) -> Mesh:
-    ranks = given.mesh.flatten().tolist()
-    # The axes of a Mesh number the ranks in order; another order would name the wrong groups.
-    if given.mesh_dim_names is None or ranks != list(range(len(ranks))):
-        raise ValueError("a DeviceMesh needs mesh_dim_names and all ranks of the job in order")
-    return Mesh.of(dict(zip(given.mesh_dim_names, given.mesh.shape, strict=True)))

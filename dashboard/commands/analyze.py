@@ -20,10 +20,12 @@ from stepsplit.dashboard.commands.common import (
     load_rules,
     make_console,
     parse_mesh,
+    places_argument,
     print_line,
     put_json,
     require_package,
     rules_option,
+    workers_option,
     write_output,
 )
 from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sink, parse_log_to
@@ -40,14 +42,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("places", nargs=-1, required=True, metavar="PATH...")
+@places_argument
 @build_json_option("Write report.json here; - for standard output.")
 @build_path_option("--out", metavar="DIR", help="Write report.json and tables/ into this folder.")
 @build_path_option(
     "--html", "html_file", metavar="FILE", help="Write the report as a self-contained HTML page."
 )
-@click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
-              help="Read with up to N processes; by default one per core.")  # fmt: skip
+@workers_option
 @click.option("--scheduler", metavar="URL",
               help="Read on the workers of this Dask scheduler: tls://HOST:PORT, or "
                    "tcp://127.0.0.1:PORT. They read the same paths.")  # fmt: skip
@@ -277,12 +278,11 @@ def examine_job(pid: int | None, out: Path | None) -> Hang:
 
 
 @click.command()
-@click.argument("places", nargs=-1, required=True, metavar="PATH...")
+@places_argument
 @click.option("--perfetto", "file", required=True, metavar="FILE",
               type=click.Path(path_type=Path, dir_okay=False),
               help="Write a trace for ui.perfetto.dev; gzipped if FILE ends in .gz.")  # fmt: skip
-@click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
-              help="Read with up to N processes; by default one per core.")  # fmt: skip
+@workers_option
 @rules_option
 def export_command(
     places: tuple[str, ...], file: Path, workers: int | None, rules_file: Path | None
@@ -336,11 +336,10 @@ def _warn_of_skipped(notes: Iterable[Note | WarningRow]) -> None:
 
 
 @click.command()
-@click.argument("places", nargs=-1, required=True, metavar="PATH...")
+@places_argument
 @click.option("--out", required=True, metavar="DIR", type=click.Path(path_type=Path),
               help="Folder of the tables; several hosts may share it.")  # fmt: skip
-@click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
-              help="Read with up to N processes; by default one per core.")  # fmt: skip
+@workers_option
 def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> None:
     """Write the small tables of each rank that analyze takes for its trace.
 
@@ -362,7 +361,7 @@ def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> N
 
 
 @click.command()
-@click.argument("places", nargs=-1, required=True, metavar="PATH...")
+@places_argument
 @click.option("--out", required=True, metavar="DIR", type=click.Path(path_type=Path),
               help="Folder of the copy; empty or missing.")  # fmt: skip
 @click.option("--names", is_flag=True, hidden=True, expose_value=False)  # always so

@@ -132,7 +132,17 @@ def put_json(
     return False
 
 
-# Kernel rules of the user, for every command that reads a recording.
+# Options of the commands that read recordings.
+
+places_argument = click.argument("places", nargs=-1, required=True, metavar="PATH...")
+
+workers_option = click.option(
+    "--workers",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Read with up to N processes; by default one per core.",
+)
 
 rules_option = click.option(
     "--rules",

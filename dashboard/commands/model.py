@@ -16,6 +16,7 @@ from stepsplit.dashboard.commands.common import (
     count_cores,
     load_rules,
     make_console,
+    places_argument,
     print_line,
     put_json,
     require_package,
@@ -306,7 +307,7 @@ class _ChangeCommand(click.Command):
 
 
 @click.command(cls=_ChangeCommand)
-@click.argument("places", nargs=-1, required=True, metavar="PATH...")
+@places_argument
 @click.option(
     "--change", "changes", metavar="CHANGE", multiple=True,
     help="Change to replay; may be repeated. Default: all common changes.",

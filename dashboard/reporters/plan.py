@@ -66,7 +66,7 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     )
     table.columns[1].justify = "left"
     for rank, candidate in enumerate((plan.best, *(each.candidate for each in plan.runners_up)), 1):
-        behind = candidate.step_ns / plan.best.step_ns - 1
+        behind, chance = candidate.step_ns / plan.best.step_ns - 1, candidate.fit_chance
         table.add_row(
             str(rank),
             Text(format_axes(candidate.choice), style="bold" if rank == 1 else ""),
@@ -74,7 +74,8 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
             units.format_signed_percent(behind) if rank > 1 else "",
             "" if candidate.mfu is None else units.format_percent(candidate.mfu),
             f"{units.format_gibibytes(candidate.peak_bytes)}",
-            _format_chance(candidate.fit_chance),
+            # Never 100 %: the memory model has an error of its own.
+            "" if chance is None else units.format_percent(min(chance, 0.99), 0),
             candidate.confidence,
             *_format_cost(plan, candidate, plan.gpus),
         )
@@ -118,10 +119,6 @@ def _describe_margin(plan: Plan) -> Text:
     sure = f"the first is the fastest that leaves a margin: it fits with {chance} or more"
     is_faster = any(one.behind_ns < 0 for one in plan.runners_up)
     return Text(f"{sure}; those that are faster may run out of memory" if is_faster else sure)
-
-
-def _format_chance(chance: float | None) -> str:
-    return "" if chance is None else units.format_percent(min(chance, 0.99), 0)
 
 
 def _format_cost(plan: Plan, candidate: Candidate, gpus: int) -> tuple[str, ...]:

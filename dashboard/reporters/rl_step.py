@@ -108,12 +108,10 @@ def build_tail_lines(
         longest = [one for one in rows if (one.role, one.rank) == (tail.role, tail.longest_rank)]
         if longest:
             worst = max(longest, key=lambda one: one.tail_ns)
-            where = f"{name}{worst.rank} in step {worst.step}"
-            parts.append(Text(f"  sequences over time, {where}: {_draw_batch(worst)}"))
+            where, top = f"{name}{worst.rank} in step {worst.step}", len(_BLOCKS) - 1
+            batch = "".join(
+                _BLOCKS[min(top, round(running / worst.sequences * top))] for running in worst.batch
+            )
+            text = f"  sequences over time, {where}: {batch} (at most {worst.sequences})"
+            parts.append(Text(text))
     return parts
-
-
-def _draw_batch(row: TailRow) -> str:
-    top = len(_BLOCKS) - 1
-    blocks = (_BLOCKS[min(top, round(one / row.sequences * top))] for one in row.batch)
-    return f"{''.join(blocks)} (at most {row.sequences})"

@@ -18,7 +18,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.ledger import Ledger
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_full_steps
-from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
+from stepsplit.analyzer.watch.records import RankSample, WatchBatch
 from stepsplit.analyzer.watch.samples import choose_median_step, split_ranks
 from stepsplit.collectors.formats.watch_notes import RankWindow
 from stepsplit.collectors.record.log_to import STEP
@@ -275,11 +275,16 @@ def build_batch_points(batch: WatchBatch) -> tuple[ScalarPoint, ...]:
     """The points of a batch of a watch: its step times, each sample that counts, and the ledger, by
     step."""
     points = [_build_window_point(batch)] if batch.windows else []
-    points += [_build_sample_point(batch, one) for one in batch.samples if one.ranks]
+    name = escape_controls(batch.run)
+    overhead = () if batch.overhead is None else (Scalar(OVERHEAD, batch.overhead),)
+    # A sample without data has no ranks.
+    for one in batch.samples:
+        if one.ranks:
+            scalars = (*build_split_scalars(one.ranks), *overhead)
+            points.append(ScalarPoint(name, one.step, one.unix_ns, scalars))
     if (ledger := batch.ledger) is not None:
         steps = [one.last_step or 0 for one in ledger.incarnations]
-        name, scalars = escape_controls(batch.run), build_ledger_scalars(ledger)
-        points.append(ScalarPoint(name, max(steps), batch.unix_ns, scalars))
+        points.append(ScalarPoint(name, max(steps), batch.unix_ns, build_ledger_scalars(ledger)))
     return tuple(sorted(points, key=lambda point: point.step))
 
 
@@ -330,13 +335,6 @@ def find_median_step_ns(windows: Sequence[RankWindow]) -> int:
     return one.median_step_ns
 
 
-def _build_sample_point(batch: WatchBatch, sample: WatchSample) -> ScalarPoint:
-    scalars = build_split_scalars(sample.ranks)
-    if batch.overhead is not None:
-        scalars = (*scalars, Scalar(OVERHEAD, batch.overhead))
-    return ScalarPoint(escape_controls(batch.run), sample.step, sample.unix_ns, scalars)
-
-
 def build_ledger_scalars(ledger: Ledger) -> tuple[Scalar, ...]:
     """Goodput, and each row in seconds and GPU hours."""
     return (
@@ -360,17 +358,12 @@ def build_split_scalars(ranks: Sequence[RankSample]) -> tuple[Scalar, ...]:
     for one in ranks:
         for axis, ns in one.exposed_ns.items():
             exposed[axis] = exposed.get(axis, 0) + ns
+    total = sum(sums.values()) or 1
     return (
-        *build_share_scalars(sums),
+        *(Scalar(SHARE, sums[name] / total, name) for name in BUCKETS),
         *build_exposed_scalars(exposed, len(ranks)),
         *_build_wait_scalars(ranks),
     )
-
-
-def build_share_scalars(sums_ns: Mapping[str, int]) -> tuple[Scalar, ...]:
-    """The shares of the buckets, of their sums."""
-    total = sum(sums_ns.values()) or 1
-    return tuple(Scalar(SHARE, sums_ns[name] / total, name) for name in BUCKETS)
 
 
 def build_exposed_scalars(sums_ns: Mapping[str, int], ranks: int) -> tuple[Scalar, ...]:

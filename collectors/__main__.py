@@ -42,6 +42,7 @@ from stepsplit.collectors.record.remote_folder import (
 from stepsplit.collectors.safe_io.regular_file import read_regular
 from stepsplit.collectors.safe_io.safe_text import escape_controls, guard_output
 
+# As click and argparse end for words of the command line that they cannot use.
 BAD_INPUT = 2
 DEFAULT_FIRST = 10
 """First step that `record` records by default: most jobs have reached a steady state by then."""
@@ -293,6 +294,7 @@ def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
     )
 
 
+# More ranks than that make a line that nobody compares by eye; the record of each has it.
 _MOST_NAMED = 8
 
 

@@ -235,6 +235,7 @@ def _exit_with_parent() -> None:
 
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
+# Less than all gradients of a rank, so that the first reduction of DDP begins in the backward.
 BUCKET_MIB = 4
 
 
@@ -368,6 +369,7 @@ _ADVERBS = ("before the step ends", "in the backward pass", "once a step", "whil
 
 ALPHABET = " .abcdefghijklmnopqrstuvwxyz"
 
+# The 28 letters of ALPHABET, and up to a power of two, which tp divides.
 VOCAB = 32
 
 _SENTENCES, _TEXT_SEED = 500, 7

@@ -20,6 +20,7 @@ from stepsplit.collectors.safe_io.safe_text import SafeStream, guard_output
 from stepsplit.dashboard.commands import COMMANDS, load_command
 from stepsplit.dashboard.commands.common import print_line
 
+# 1 and 3 are results: regressed and inconclusive, or a job that hangs.
 BAD_INPUT, INTERNAL = 2, 4
 
 _COLLECT_EVERY = 100_000

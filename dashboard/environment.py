@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from stepsplit.collectors.safe_io.helper_process import PYTHON, build_helper_environment
 
+# Importing torch from a cold network disk takes half a minute.
 _PROBE_TIMEOUT_S = 60.0
 
 
@@ -154,6 +155,7 @@ def read_environment() -> Environment:
 
 _CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 
+# linux/capability.h.
 _CAP_SYS_PTRACE = 19
 
 

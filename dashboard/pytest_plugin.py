@@ -156,6 +156,7 @@ FIXTURE = "comm_budget"
 
 _BUDGET, _RANKS = pytest.StashKey["CommBudget"](), pytest.StashKey[Ranks]()
 
+# It travels through the job's store to each rank, where it is one line of the report.
 _MAX_REASON = 300
 
 

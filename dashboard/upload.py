@@ -431,6 +431,7 @@ def choose_run_name(paths: Sequence[str]) -> str:
 
 # Requests to a dashboard, with the standard library only.
 
+# Timeouts, limits of rate, and gateways whose server starts anew: the same request may pass later.
 _TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 
 _TIMEOUT_S = 120.0

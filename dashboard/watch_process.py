@@ -60,6 +60,7 @@ POLL_S = 5.0
 MEMORY_BYTES = 4 << 30
 """Memory of the process; a sample that needs more has no data."""
 
+# The loop also logs and drops samples, which a dashboard that does not answer must not hold up.
 SEND_TIMEOUT_S = 5.0
 
 LONGEST_PAUSE_S = 300.0

@@ -155,8 +155,11 @@ def _wait_until_free(target: int | None, deadline: float, watch: StopWatch) -> N
 
 # Requests that all ranks of a running job record the same steps.
 
+# What a rank may take to answer: the steps that pass meanwhile are added to the plan's first one.
 _REACT_S = 0.5
 
+# Looked at often enough to seem at once, reported seldom enough to fit a log; the first step of a
+# large job loads and compiles, which takes minutes.
 _POLL_S, _TELL_S, _SECOND_STEP_S = 0.2, 5.0, 300.0
 
 

@@ -12,6 +12,7 @@ from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.record.environment import SITE
 from stepsplit.collectors.record.plan import PLAN_VARIABLE, RecordPlan
 
+# Code of sys.remote_exec runs at the main thread's next safe point; the agent answers after a step.
 _AGENT_TIMEOUT_S = 30.0
 
 _SCRIPT = """\

@@ -34,6 +34,7 @@ _HEAD = struct.Struct("=Q32s")
 _CREDENTIALS = struct.Struct("=iII")
 """pid, uid and gid of a sender, as the kernel knows them."""
 
+# Kineto asks its daemon every few seconds.
 _REQUEST_TIMEOUT_S = 30.0
 
 _POLL_S = 0.2
@@ -180,6 +181,7 @@ def _configure(server: socket.socket, ranks: Collection[int], text: str) -> None
 _CREDENTIALS_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size)
 """Room for nothing else: descriptors that a message carries are closed by the kernel."""
 
+# Anyone on the host may write to the socket: named are enough to find who does.
 _MAX_NAMED = 3
 
 

@@ -15,6 +15,7 @@ from stepsplit.collectors.safe_io.private_folder import list_meeting_folders, op
 
 _LEFT_SUFFIX = ".rank"
 
+# Long enough for whoever looks at a job of the night in the morning.
 _KEEP_LEFT_S = 24 * 3600.0
 
 

@@ -23,10 +23,13 @@ POLL_S = 2.0
 """Interval at which one rank of each host polls for a plan."""
 
 
+# A question or an answer is a line of some hundred bytes, and its writer may be another user.
 _MAX_BYTES = 1 << 16
 
+# A look may carry the rank's whole Flight Recorder: 20,000 calls with their stacks.
 _MAX_LOOK_BYTES = 256 << 20
 
+# An agent answers from a thread, which waits for the interpreter's lock with the main thread.
 _LOOK_TIMEOUT_S = 3.0
 
 TIMEOUT_S = 2.0

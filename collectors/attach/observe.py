@@ -17,8 +17,10 @@ from stepsplit.collectors.job.launcher import read_identity, read_job_name
 from stepsplit.collectors.probes.nccl_ras import ask_ras
 from stepsplit.collectors.safe_io.atomic_file import make_owner_folder, write_whole
 
+# Most steps end within it: a job that goes on shows progress at the second look.
 LOOK_INTERVAL_S = 1.5
 
+# So a hang is said after 6 s at most, also of a job whose usual step takes longer.
 MAX_LOOKS = 5
 
 

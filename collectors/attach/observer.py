@@ -19,8 +19,10 @@ from stepsplit.collectors.formats.rank_state import ENDED, RAISED, RUNNING, Look
 from stepsplit.collectors.formats.run_spec import GroupInfo
 from stepsplit.collectors.job.launcher import read_identity, read_job_name
 
+# The innermost ones, of stacks that recursion or a framework may make very deep.
 MAX_FRAMES = 64
 
+# The text of an exception may be a whole tensor.
 _MAX_ERROR = 500
 
 

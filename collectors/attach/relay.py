@@ -10,6 +10,7 @@ from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.job.launcher import read_identity, read_job_name
 from stepsplit.collectors.record.plan import RecordPlan, parse_plan
 
+# Thirty years: the thread is a daemon and ends with the process.
 _FOREVER_S = 1e9
 
 

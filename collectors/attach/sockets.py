@@ -100,6 +100,7 @@ def is_listening(path: Path) -> bool:
     return False
 
 
+# Linux: sun_path has 108 bytes, one of them for the NUL at the end (unix(7)).
 _MAX_ADDRESS_BYTES = 107
 
 

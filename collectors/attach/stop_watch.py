@@ -26,6 +26,7 @@ STOPPED_S = 5.0
 UNKNOWN_STEP_S = 60.0
 """As long as that a first step may take, which compiles and allocates."""
 
+# Asking all ranks why they stand still takes a few seconds, and is not to be most of the waiting.
 _LOOK_AGAIN_S = 20.0
 
 

@@ -28,6 +28,7 @@ RANK_BYTES = 1_150_000_000
 
 _POLL_S = 0.05
 
+# A traceback of torch.distributed ends with the cause in its last lines.
 _TAIL_LINES = 20
 
 

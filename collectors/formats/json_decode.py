@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
+# What int64 does not hold.
 _LARGEST = 2**63
 
 _MAX_JSON_DIGITS = 400

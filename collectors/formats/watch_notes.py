@@ -222,6 +222,7 @@ class Beat:
     unix_ns: int
 
 
+# Three numbers of 64 bits in decimal, and blanks: written over in place, always whole.
 _BEAT_BYTES = 64
 
 

@@ -144,6 +144,7 @@ class _ExitGuard:
             self._changed.wait_for(lambda: not self._calls, _LAST_CALLS_S)
 
 
+# A thread within a call of the store would raise from it after the store is gone.
 _LAST_CALLS_S = 2.0
 
 _GUARD = _ExitGuard()

@@ -22,6 +22,7 @@ from stepsplit.collectors.job.process_groups import list_groups, read_job
 
 _PRESENCE_POLL_S = 0.1
 
+# Keys of one multi_get of the store.
 _RANKS_AT_ONCE = 256
 
 

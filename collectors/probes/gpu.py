@@ -13,6 +13,7 @@ import torch
 
 from stepsplit.collectors.formats.rank_record import GpuState
 
+# nvml.h: NVML_NVLINK_MAX_LINKS, the links of an H100.
 _MAX_LINKS = 18
 
 

@@ -22,8 +22,10 @@ from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.job.job_store import SharedValues, wait_for_value
 from stepsplit.collectors.job.launcher import read_identity
 
+# The fastest round trip counts, since a slow one was delayed on one of its ways.
 _MAX_ROUNDS = 20
 
+# A firewall between the hosts drops all of them.
 _MAX_LOST = 3
 
 _TIMEOUT_S = 0.5

@@ -19,8 +19,10 @@ STARTUP_SUBSYSTEMS = "INIT,BOOTSTRAP,ENV,NET,GRAPH"
 CALL_SUBSYSTEMS = f"{STARTUP_SUBSYSTEMS},COLL,TUNING"
 """Also a line per call, which can reach 10 GB per hour."""
 
+# The first NCCL with NCCL_DEBUG_TIMESTAMP_LEVELS.
 _TIMESTAMPS = (2, 26)
 
+# The first NCCL with the Inspector plugin, and the first whose Inspector notes sends and receives.
 _INSPECTOR, _INSPECTOR_P2P = (2, 28, 3), (2, 30)
 
 _PLUGIN = "libnccl-profiler-inspector.so"
@@ -89,6 +91,7 @@ def find_inspector_plugin(environment: Mapping[str, str]) -> Path | None:
 
 # Limits the size of a log while NCCL goes on writing to it.
 
+# With NCCL_DEBUG_SUBSYS=COLL a line for each call: this is some hours of a large job.
 MAX_LOG_BYTES = 256 << 20
 
 _CHECK_INTERVAL_S = 5.0

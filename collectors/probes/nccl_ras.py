@@ -18,6 +18,7 @@ _CONNECT_S = 1.0
 _RAS_TIMEOUT_S = 5
 """How long NCCL may wait for the other processes of the job."""
 
+# The answer has a line for each rank that differs; whoever listens at the port need not be NCCL.
 _MAX_RAS_BYTES = 64 << 20
 
 

@@ -128,7 +128,9 @@ class SpanLog:
         return found
 
 
+# A job that makes modules as it runs may not make this table grow for ever.
 _MOST_MODULES = 100
+# DistributedDataParallel around torch.compile around a wrapper of a framework are three.
 _MOST_WRAPPERS = 10
 
 

@@ -52,6 +52,7 @@ from stepsplit.collectors.record.trace_window import (
 )
 from stepsplit.collectors.record.user_spec import UserSpec
 
+# The end of the training waits so long for the records of other ranks, as run.json needs them.
 LATE_RANKS_TIMEOUT_S = 10.0
 
 _MAX_RESTARTS = 5

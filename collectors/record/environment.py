@@ -65,12 +65,14 @@ def _choose_flight_size() -> str:
     return _FLIGHT_SIZES[version < _RENAMED_FLIGHT_SIZE]
 
 
+# torch 2.8 reads TORCH_FR_BUFFER_SIZE, and the name before as well.
 _RENAMED_FLIGHT_SIZE = (2, 8)
 
 SITE = Path(__file__).parents[1] / "site"
 
 _SYSTEM_KINETO_CONFIG = Path("/etc/libkineto.conf")
 
+# Before CUDA 12.6, CUDA graphs crash when CUPTI is detached.
 _SAFE_TEARDOWN = (12, 6)
 
 

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from stepsplit.collectors.formats.rl_marks import FRAMEWORKS, MarkSource
 from stepsplit.collectors.record.annotations import replace_attribute
 
+# The name is the framework's, and a mark may be made from a user's text.
 _LONGEST_NAME = 200
 
 

@@ -46,8 +46,10 @@ else:
     make_meeting_folder, open_private = _private["make_meeting_folder"], _private["open_private"]
     escape_controls = _load("safe_io/safe_text.py")["escape_controls"]
 
+# zlib's default: higher levels take much longer, and make traces hardly smaller.
 _LEVEL = 6
 _CHUNK = 1 << 20
+# A complete trace ends with brackets and white space.
 _TAIL = 64
 
 
@@ -211,6 +213,7 @@ def _raise_stopped(number: int, frame: FrameType | None) -> None:
 # At most two packings at a time on a host: they must not take the cores or memory of the training.
 
 MOST_AT_ONCE = 2
+# Packing takes seconds to minutes.
 _RETRY_S = 0.2
 
 

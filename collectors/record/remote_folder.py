@@ -33,6 +33,7 @@ CHECK_LIMIT_S = 5.0
 """What the training waits for a server before it starts."""
 FILE_LIMIT_S = 600.0
 """What each file, and the choice of the folder, may take at the end: the job keeps its nodes."""
+# One record a host; each is a request of the object storage.
 _MOST_LOOKED_AT = 64
 _MOST_FOLDERS = 100
 _RECORD = re.compile(r"rank(\d{1,7})_record\.json")

@@ -12,6 +12,7 @@ Count = Any
 """A whole number, or a tensor of one element: a count on the device is read when the recording
 ends, as reading it in the step would wait for the device."""
 
+# What int64 does not hold, in the tables of the analyzer.
 _MAX_COUNT = 1 << 63
 
 

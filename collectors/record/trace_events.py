@@ -56,6 +56,7 @@ class Thinning:
             yield self._begins[first], self._ends[-1]
 
 
+# Bits: an op may be both.
 _WRAPPER, _COMMUNICATION = 1, 2
 
 
@@ -158,6 +159,7 @@ def _read_ns(microseconds: Any) -> int:
 
 # The events of a trace, one after the other.
 
+# An event with stacks and shapes has some KB; a file without its end would be read into memory.
 _MOST_OF_EVENT = 64 << 20
 _WINDOW = 4 << 20
 _BETWEEN = re.compile(r"[\s,]*")

@@ -81,6 +81,7 @@ _BLANK = r"(?:[^\S\n]|\x1b\[[0-9;]*m)*"
 _COMMAND = re.compile(rf"^{_BLANK}::|##\w*\[", re.MULTILINE)
 """What makes a line a command of a runner; GitHub takes :: after spaces only."""
 
+# Longer than the beginning of any command of a runner.
 _LONGEST_HEAD = 64
 
 

@@ -68,6 +68,7 @@ _RANKS_A_SECOND = 500
 _LATE_REPORT_S = 30.0
 """How long rank 0 waits for the reports of the other ranks."""
 
+# The thread writes its last notes; the end of the training does not wait for a disk that hangs.
 _END_S = 2.0
 
 

@@ -72,6 +72,7 @@ OPEN, CLOSE = "«", "»"
 _WORD = re.compile(r"[A-Za-z0-9_.+:/=%-]{1,40}", re.ASCII)
 """What stays bare."""
 
+# A name of a kernel or a warning of ours is shorter; a longer text crowds out rows.
 _MAX_CHARS = 240
 
 

@@ -39,6 +39,7 @@ _CACHED = 4
 _MAX_FILES = 20_000
 """Files of one recording; a folder with more is the home of many."""
 
+# user/project/experiment/run is four; a home directory has many more folders than recordings.
 _MAX_DEPTH, _MAX_LISTED = 4, 1_000
 
 _MAY_BE_RECORDED = re.compile(r".*\d.*\.json(\.(gz|zst|xz|bz2))?|.*_\d+|.*\d\.(pkl|pickle)")

@@ -248,6 +248,7 @@ def list_waits(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
     )
 
 
+# The matrix of ranks by ranks has 32 MB then.
 _MAX_MATRIX = 2_048
 
 

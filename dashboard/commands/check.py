@@ -225,6 +225,7 @@ def _record(
 
 # stepsplit baseline: writes the metrics of runs to a small file for check.
 
+# Of two runs the spread is hardly known.
 RECOMMENDED_RUNS = 3
 
 

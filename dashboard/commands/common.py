@@ -229,6 +229,7 @@ ROLE = click.Choice(["viewer", "uploader", "admin"])
 
 # The console of a screen.
 
+# The screens are laid out for a terminal's usual 80 columns.
 MIN_COLUMNS = 80
 
 

@@ -16,12 +16,14 @@ from stepsplit.dashboard.reporters.tables import MAX_RANKS, format_ranks, name_r
 if TYPE_CHECKING:
     from stepsplit.analyzer.diagnose.hang.result import Hang, LastCall, RankNow, StackFrame, Stuck
 
+# A job of thousands of ranks has as many open calls, which wait for the same few.
 MOST_BLOCKED, MOST_UNFINISHED = 8, 3
 
 MAX_FRAMES = 6
 
 MAX_ERROR = 160
 
+# What the other columns leave of 80.
 MAX_LETTERS = 28
 
 _COLUMNS = ("group", "description", "call", "size", "waiting", "missing", "completed")

@@ -23,6 +23,7 @@ MAX_KERNELS = 20
 
 _PASSES = ("forward", "backward", "recompute")
 
+# Wide enough to measure what a table needs if nothing is cut.
 _ANY_WIDTH = 1000
 
 

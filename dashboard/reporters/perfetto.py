@@ -235,6 +235,7 @@ _PACKET, _TIMESTAMP, _SEQUENCE, _EVENT, _INTERNED, _SEQUENCE_FLAGS, _DESCRIPTOR 
     1, 8, 10, 11, 12, 13, 60,
 )  # fmt: skip
 
+# TrackEvent.Type of perfetto's track_event.proto: TYPE_SLICE_BEGIN, TYPE_SLICE_END.
 _BEGIN, _END = 1, 2
 
 # SEQ_INCREMENTAL_STATE_CLEARED with the interned names, and NEEDED with what uses them.
@@ -248,6 +249,7 @@ _ONE_SEQUENCE = 1
 # 56 bits of nanoseconds are two years, and 28 bits are 268 million tracks or names.
 _TIME_WIDTH, _ID_WIDTH = 8, 4
 
+# Slices that are encoded together: enough for numpy, and some MB of memory.
 _BLOCK = 1 << 16
 
 

@@ -515,6 +515,7 @@ def _list_notes(checks: Sequence[Check]) -> list[Text]:
 
 # The table of published and predicted values.
 
+# An error of a row below one percent is that of the digits that were published.
 _SHOWN, _NOTABLE = 3, 0.01
 
 

@@ -42,17 +42,11 @@ from stepsplit.collectors.safe_io.helper_process import (
     build_helper_command,
     build_helper_environment,
 )
+from stepsplit.dashboard.connection import Connection, ServerAnswer, TransientError, extract_error
 from stepsplit.dashboard.sinks.log_to import open_sink, parse_log_to
 from stepsplit.dashboard.sinks.scalars import ScalarPoint, Sink, build_batch_points
-from stepsplit.dashboard.upload import (
-    Connection,
-    RetriesExhausted,
-    Sender,
-    ServerAnswer,
-    TransientError,
-    collect_files,
-    extract_error,
-)
+from stepsplit.dashboard.upload import RetriesExhausted, Sender
+from stepsplit.dashboard.upload_files import collect_files
 
 POLL_S = 5.0
 """Time between two batches."""

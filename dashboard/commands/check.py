@@ -356,7 +356,8 @@ def open_runs(url: str, artifacts: str, token: str | None) -> Store | RemoteStor
     """Opens the store at the URL: a database, or a dashboard's address."""
     if not is_dashboard(url):
         return open_store(url, artifacts)
-    from stepsplit.dashboard.upload import Connection, RemoteStore
+    from stepsplit.dashboard.connection import Connection
+    from stepsplit.dashboard.upload import RemoteStore
 
     return RemoteStore(Connection(url, token))
 
@@ -462,8 +463,9 @@ def compare_command(
     from stepsplit.analyzer.analysis import compare_runs, compare_scaling
     from stepsplit.analyzer.regression.compare import to_json
     from stepsplit.analyzer.regression.scaling import scaling_to_json
-    from stepsplit.dashboard.reporters.compare import build_comparison_screen, build_scaling_screen
+    from stepsplit.dashboard.reporters.compare import build_comparison_screen
     from stepsplit.dashboard.reporters.progress import show_reading_bar
+    from stepsplit.dashboard.reporters.scaling import build_scaling_screen
 
     if len(runs) < 2:
         raise UsageError("give a baseline and a candidate, or more runs of a job")

@@ -227,7 +227,7 @@ def calibrate_command(
     if out is not None:
         write_output(out, format_hardware(calibration).encode())
     if not put_json(calibration, to_json, json_file):
-        from stepsplit.dashboard.reporters.plan import build_calibration_screen
+        from stepsplit.dashboard.reporters.calibration import build_calibration_screen
 
         make_console().print(build_calibration_screen(calibration, out), soft_wrap=False)
 
@@ -286,7 +286,7 @@ def validate_command(
         reasons = [reason for check in checks for reason in check.left_out]
         raise UsageError(f"{folder}: no row can be checked: {'; '.join(reasons[:1])}")
     if not put_json(checks, to_json, json_file):
-        from stepsplit.dashboard.reporters.plan import build_validation_screen
+        from stepsplit.dashboard.reporters.validation import build_validation_screen
 
         make_console().print(build_validation_screen(checks, rows))
     if not all(check.met for check in checks):
@@ -346,7 +346,7 @@ def what_if_command(
     kernels and transfers take the time that the model's rates give; the host keeps its own.
     """
     from stepsplit.analyzer.diagnose.what_if import to_json, what_if
-    from stepsplit.dashboard.reporters.compare import build_what_if_screen
+    from stepsplit.dashboard.reporters.what_if import build_what_if_screen
 
     result = what_if(
         *places, changes=changes, rules=load_rules(rules_file), hardware=hardware, links=links,

@@ -16,7 +16,8 @@ from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.dashboard.commands.common import parse_mesh, parse_tag, print_line, token_option
 
 if TYPE_CHECKING:
-    from stepsplit.dashboard.upload import Connection, LeftOut
+    from stepsplit.dashboard.connection import Connection
+    from stepsplit.dashboard.upload_files import LeftOut
 
 ASK_EVERY_S = 1.0
 
@@ -54,7 +55,8 @@ def upload_command(
 
     PATH is a file or a folder. Interrupted transfers are resumed automatically.
     """
-    from stepsplit.dashboard.upload import Connection, collect_files, split_recordings
+    from stepsplit.dashboard.connection import Connection
+    from stepsplit.dashboard.upload_files import collect_files, split_recordings
 
     parse_mesh(mesh)
     pairs, connection = dict(parse_tag(tag) for tag in tags), Connection(url, token)
@@ -93,7 +95,8 @@ def _send_run(
     """Uploads one recording and prints the address of its run."""
     from stepsplit.collectors.formats.run_spec import MESH_FILE
     from stepsplit.dashboard.reporters.progress import show_sending_bar
-    from stepsplit.dashboard.upload import RetriesExhausted, Sender, choose_run_name, collect_files
+    from stepsplit.dashboard.upload import RetriesExhausted, Sender
+    from stepsplit.dashboard.upload_files import choose_run_name, collect_files
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="stepsplit-")))

@@ -190,7 +190,7 @@ class WatchRequest:
 
     def build_reducer_options(self, plan: WatchPlan) -> ReducerOptions:
         """The options of the process beside the job. Raises UsageError."""
-        from stepsplit.dashboard.upload import Connection
+        from stepsplit.dashboard.connection import Connection
         from stepsplit.dashboard.watch_process import ReducerOptions
 
         # A wrong address or token is said now, and not after hours of training.

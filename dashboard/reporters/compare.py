@@ -1,18 +1,12 @@
-"""Terminal screens of compare, of two runs or of several, and of what-if."""
+"""The screen of compare for two runs."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.other_hardware import CarriedRun
-from stepsplit.analyzer.diagnose.what_if import WhatIfChange, WhatIfs
 from stepsplit.analyzer.regression.compare import (
     OTHER,
     CallsChange,
@@ -21,12 +15,9 @@ from stepsplit.analyzer.regression.compare import (
     RunComparison,
     Side,
 )
-from stepsplit.analyzer.regression.scaling import Scaling, ScalingRun
 from stepsplit.analyzer.report.part_rows import name_part
-from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.console import DIM, Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
-
-# The screen of compare.
 
 MIN_SHARE = 0.005
 """Share of the baseline's step; the headline omits buckets that changed less."""
@@ -163,8 +154,6 @@ def _build_sides_table(first: str) -> Table:
 MAX_ROWS = 4
 """Maximum number of rows of a table; the rest is counted."""
 
-_DIM = "bright_black"
-
 _MEAN = "mean step of a rank"
 
 
@@ -232,7 +221,7 @@ def build_calls_section(comparison: RunComparison) -> list[RenderableType]:
         table.add_row(
             f"  {size} {row.dtype or ''}".rstrip(), "candidate", *_format_calls(row.candidate)
         )
-    note = Text("counts: mean over ranks; transfer and wait: median call", _DIM)
+    note = Text("counts: mean over ranks; transfer and wait: median call", DIM)
     return [Text(), table, *_format_rest(len(rows), "kind of call", "kinds of calls"), note]
 
 
@@ -257,7 +246,7 @@ def build_parts_section(comparison: RunComparison) -> list[RenderableType]:
     for row in rows[:MAX_ROWS]:
         table.add_row(name_part(row.part), *_format_times(row.baseline_ns, row.candidate_ns))
     reasons = [
-        Text(f"{name_part(row.part)}: {row.reason}", _DIM) for row in rows[:MAX_ROWS] if row.reason
+        Text(f"{name_part(row.part)}: {row.reason}", DIM) for row in rows[:MAX_ROWS] if row.reason
     ]
     return [Text(), table, *reasons, *_format_rest(len(rows), "part", "parts")]
 
@@ -300,185 +289,4 @@ def _format_count(number: float) -> str:
 
 def _format_rest(rows: int, singular: str, plural: str) -> list[Text]:
     left = rows - MAX_ROWS
-    return [Text(f"and {left} more {singular if left == 1 else plural}", _DIM)] if left > 0 else []
-
-
-# The screen of compare for several runs.
-
-_WORK = {
-    "tokens": "tokens/s of a GPU",
-    "gpu": "each GPU does the same work in a step",
-    "step": "all GPUs together do the same work in a step",
-}
-
-_NO_WORK = (
-    "efficiency unknown: the work of a step is not. Analyze each run with --job, or give "
-    "--work gpu (weak scaling) or --work step (strong scaling)"
-)
-
-_MIN_COST, _MAX_COSTS = 0.005, 3
-
-
-def build_scaling_screen(scaling: Scaling) -> RenderableType:
-    """Builds the screen of several runs of a job: steps, buckets, and the cost of each bucket."""
-    first, last = scaling.runs[0], scaling.runs[-1]
-    headline = Text(f"{len(scaling.runs)} runs, {first.gpus:,} to {last.gpus:,} GPUs", style="bold")
-    parts: list[RenderableType] = [headline]
-    if scaling.work is None or last.efficiency is None:
-        parts.append(Text(_NO_WORK, "yellow"))
-    else:
-        efficiency = units.format_percent(last.efficiency)
-        headline.append(
-            f": {last.name} has {efficiency} of the efficiency of {scaling.reference} "
-            f"({_WORK[scaling.work]})",
-            "not bold",
-        )
-    parts += [Text(), _build_scaling_table(scaling), Text()]
-    # The share of each bucket in the mean step; buckets of no run are omitted.
-    shown = [i for i in range(len(BUCKETS)) if any(run.step.buckets_ns[i] for run in scaling.runs)]
-    table = build_table("of the mean step")
-    for i in shown:
-        header = Text(BUCKETS[i], style=TERMINAL_STYLE[BUCKETS[i]])
-        table.add_column(header, justify="right", no_wrap=True)
-    for run in scaling.runs:
-        shares = (run.step.buckets_ns[i] / run.step.step_ns for i in shown)
-        table.add_row(run.name, *(units.format_percent(share) for share in shares))
-    parts.append(table)
-    # The GPU time that each run takes more for the same work, and its largest buckets.
-    costs = []
-    for run in (run for run in scaling.runs[1:] if run.costs):
-        total = sum(cost.share for cost in run.costs)
-        more = units.format_signed_percent(total)
-        text = Text(f"{run.name}: {more} GPU time over {scaling.reference}")
-        same_sign = (cost for cost in run.costs if cost.share * total > 0)
-        largest = sorted(same_sign, key=lambda cost: -abs(cost.share))[:_MAX_COSTS]
-        for i, cost in enumerate(one for one in largest if abs(one.share) >= _MIN_COST):
-            text.append(", " if i else ": ").append(cost.bucket, TERMINAL_STYLE[cost.bucket])
-            text.append(f" {units.format_signed_percent(cost.share)}")
-        costs.append(text)
-    return Group(*parts, *([Text(), *costs] if costs else ()))
-
-
-def _build_scaling_table(scaling: Scaling) -> Table:
-    """A row for each run; columns that are unknown for all are omitted."""
-    columns = {
-        "run": [run.name for run in scaling.runs],
-        "GPUs": [f"{run.gpus:,}" for run in scaling.runs],
-        "layout": [_format_mesh(run) for run in scaling.runs],
-        "median step": [units.format_milliseconds(run.median_ns) for run in scaling.runs],
-        "predicted": [
-            _format_known(run.predicted_ns, units.format_milliseconds) for run in scaling.runs
-        ],
-        "tokens/s per GPU": [
-            _format_known(run.tokens_per_s_per_gpu, "{:,.0f}".format) for run in scaling.runs
-        ],
-        "efficiency": [_format_known(run.efficiency, units.format_percent) for run in scaling.runs],
-        "peak memory": [
-            _format_known(run.peak_allocated_bytes, units.format_gibibytes) for run in scaling.runs
-        ],
-    }
-    # A column that no run has takes room from those that it has.
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
-    table = build_table("run")
-    for name in [name for name in shown if name != "run"]:
-        table.add_column(
-            name, justify="left" if name == "layout" else "right", overflow="fold",
-        )  # fmt: skip
-    for row in zip(*shown.values(), strict=True):
-        table.add_row(*(cell or units.UNKNOWN for cell in row))
-    return table
-
-
-ValueT = TypeVar("ValueT", int, float)
-
-
-def _format_known(value: ValueT | None, form: Callable[[ValueT], str]) -> str:
-    return "" if value is None else form(value)
-
-
-def _format_mesh(run: ScalingRun) -> str:
-    # Axes of one rank are no part of the layout that anyone compares.
-    axes = [axis for axis in run.mesh or () if axis.size > 1]
-    return " ".join(f"{AXIS_SHORT.get(axis.axis, axis.axis)} {axis.size}" for axis in axes)
-
-
-# The screen of what-if.
-
-_DESCRIPTIONS = {
-    "even": "equal compute on all ranks, no slow calls",
-    "even-ranks": "equal compute on all ranks of a stage",
-    "even-stages": "equal compute on all ranks and stages",
-    "no-slow-ranks": "no rank is slower than its peers in the same kernels",
-    "no-idle": "no GPU idle time",
-    "overlap": "gradient reduction overlaps the backward pass",
-}
-
-
-def build_what_if_screen(result: WhatIfs) -> RenderableType:
-    """Builds the screen of what-if: the measured step, and its estimate with each change."""
-    parts: list[RenderableType] = []
-    if result.carried is not None:
-        parts += _build_carried(result.carried, result.step_ns)
-    if result.changes or not parts:
-        mean = units.format_milliseconds(result.step_ns)
-        table = build_table("change", "step", "difference")
-        table.add_column("", overflow="fold")
-        for row in result.changes:
-            # A gain is positive where the step gets shorter.
-            gain = -row.gain_ns / result.step_ns if result.step_ns else 0.0
-            table.add_row(
-                str(row.change),
-                units.format_milliseconds(row.step_ns),
-                units.format_signed_percent(gain),
-                _describe_change(row.change),
-            )
-        heading = Text(f"mean step {mean}; estimates with one change each:", style="bold")
-        parts += [heading, table]
-    slowdown = f"slowdown by stragglers and load imbalance: {result.slowdown:.3f}x"
-    return Group(*parts, Text(slowdown))
-
-
-def _build_carried(run: CarriedRun, recorded_ns: int) -> Iterator[RenderableType]:
-    """The step on other hardware: its band, its parts, and what changes by how much."""
-    format_ms = units.format_milliseconds
-    difference = units.format_signed_percent(run.step_ns / recorded_ns - 1 if recorded_ns else 0.0)
-    yield Text(f"carried from {run.source} to {run.target}", style="bold")
-    yield Text(
-        f"mean step {format_ms(recorded_ns)} -> {format_ms(run.step_ns)} ({difference}; band "
-        f"{format_ms(run.low_ns)} to {format_ms(run.high_ns)})"
-    )
-    yield Text(
-        f"compute {format_ms(run.compute_ns)}, exposed communication and waits "
-        f"{format_ms(run.communication_ns)}, copies {format_ms(run.copy_ns)}, idle "
-        f"{format_ms(run.idle_ns)}; the host alone needs {format_ms(run.host_ns)}"
-    )
-    table = build_table("per step and rank", "count", "recorded", "there", "by shape")
-    for kernels in run.kernels:
-        table.add_row(
-            f"{kernels.kind} kernels", f"{kernels.count:,}", format_ms(kernels.recorded_ns),
-            format_ms(kernels.carried_ns), units.format_percent(kernels.by_shape),
-        )  # fmt: skip
-    for calls in run.calls:
-        table.add_row(
-            f"transfers, {calls.axis or 'axis unknown'}", f"{calls.count:,}",
-            format_ms(calls.recorded_ns), format_ms(calls.carried_ns), "",
-        )  # fmt: skip
-    yield table
-    yield from (Text(f"limit: {text}") for text in run.limits)
-
-
-def _describe_change(change: WhatIfChange) -> str:
-    match change.kind:
-        case "link":
-            links = "all links" if change.axis == "all" else f"{change.axis} links"
-            return f"{links} are {change.times:g}x as fast"
-        case "microbatches":
-            return f"{change.count} microbatches of the same size, scaled to the same work"
-        case "schedule":
-            return f"pipeline schedule {change.name}"
-        case "replicas":
-            return f"{change.count}x the data-parallel ranks, on equally fast links"
-        case "buckets":
-            buckets = "bucket" if change.count == 1 else "buckets"
-            return f"gradients of a step reduced in {change.count} {buckets} per group"
-    return _DESCRIPTIONS[change.kind]
+    return [Text(f"and {left} more {singular if left == 1 else plural}", DIM)] if left > 0 else []

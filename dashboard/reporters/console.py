@@ -14,6 +14,9 @@ import rich.text
 
 from stepsplit.collectors.safe_io.safe_text import COLORS, SafeStream, escape_controls
 
+# For what explains a number, and is not the number itself.
+DIM = "bright_black"
+
 
 class Text(rich.text.Text):
     """A styled line of a screen. A line break in it is shown as an escape."""

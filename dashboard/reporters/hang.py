@@ -10,7 +10,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 
 from stepsplit.analyzer import units
-from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.console import DIM, Text
 from stepsplit.dashboard.reporters.tables import MAX_RANKS, format_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def build_hang_screen(hang: Hang) -> RenderableType:
     if hang.stuck:
         parts += [Text(), _build_calls_table(hang)]
         if more := len(hang.stuck) - len(_select_calls(hang.stuck)):
-            parts.append(Text(f"{more} more calls: see --json FILE", style="bright_black"))
+            parts.append(Text(f"{more} more calls: see --json FILE", style=DIM))
     if hang.states:
         parts += _list_states(hang)
     elif hang.stuck:
@@ -87,9 +87,7 @@ def _list_states(hang: Hang) -> list[Text]:
     lines = [Text(), Text("PYTHON STACKS, INNERMOST FIRST", style="bold")]
     for ones in ordered[:MAX_RANKS]:
         lines.append(Text(f"{name_ranks([one.rank for one in ones])}  {_describe_state(ones)}"))
-        lines += [
-            Text(f"    {frame}", style="bright_black") for frame in _list_frames(ones[0].stack)
-        ]
+        lines += [Text(f"    {frame}", style=DIM) for frame in _list_frames(ones[0].stack)]
     return lines
 
 
@@ -176,10 +174,10 @@ def _list_stacks(hang: Hang) -> list[Text]:
         stack = _list_frames([one for one in frames if "/torch/" not in one.file] or frames)
         # All ranks of a group mostly hang at the same place.
         if stack and stack in shown:
-            lines.append(Text(f"    same stack as rank {shown[stack]}", style="bright_black"))
+            lines.append(Text(f"    same stack as rank {shown[stack]}", style=DIM))
             continue
         shown[stack] = rank
-        lines += [Text(f"    {frame}", style="bright_black") for frame in stack]
+        lines += [Text(f"    {frame}", style=DIM) for frame in stack]
     if len(ranks) > MAX_RANKS:
         lines.append(Text(f"and {len(ranks) - MAX_RANKS} more ranks"))
     return lines

@@ -19,7 +19,7 @@ from stepsplit.analyzer.model.memory import MARGIN, add_unallocated_bytes, estim
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.analyzer.model.unstated import describe_unstated
-from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.console import DIM, Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, MOST_STAGES, build_table
 
 # The screen of model: step time, split, memory, pipeline and communication.
@@ -61,7 +61,7 @@ def build_prediction_screen(job: JobConfig, prediction: Prediction) -> Renderabl
     memo += f"; model FLOPs: {units.format_flops(prediction.model_flops)}"
     if prediction.hardware_flops != prediction.model_flops:
         memo += f", with recomputation: {units.format_flops(prediction.hardware_flops)}"
-    parts.append(Text(memo, style="bright_black"))
+    parts.append(Text(memo, style=DIM))
     if prediction.compute_parts:
         # Compute of the slowest stage by kinds of kernels, and the wait for the host, with the
         # rate that is taken for each: a wrong rate is the first thing to look for.
@@ -213,7 +213,7 @@ def build_stages_table(prediction: Prediction) -> Group | Table:
     _add_memory(table, "peak memory", memory, attrgetter("total_bytes"))
     more = len(prediction.splits) - len(shown)
     stages = f"{more} more stage{'s' if more > 1 else ''}"
-    left_out = Text(f"and {stages} (see --json)", style="bright_black")
+    left_out = Text(f"and {stages} (see --json)", style=DIM)
     return Group(table, left_out) if more else table
 
 
@@ -269,7 +269,7 @@ def build_communication_table(prediction: Prediction) -> Group:
         )
     more = len(rows) - MOST_KINDS
     rest = f"and {more} more kind{'s' if more > 1 else ''} (see --json)"
-    left_out = [Text(rest, style="bright_black")]
+    left_out = [Text(rest, style=DIM)]
     of_stage = f" of stage {stage}" if len(prediction.splits) > 1 else ""
     heading = Text(f"communication per step of a rank{of_stage}")
     return Group(heading, table, *(left_out if more > 0 else ()))
@@ -299,7 +299,7 @@ def build_formula_listing(
         parts += [Text(), Text("COMMON RULES OF THUMB about these formulas", style="bold")]
         for rule in rules:
             claim = Text(f'"{rule.rule}" {_VERDICTS[rule.verdict]}: {rule.reference}')
-            parts.append(claim.append(f" ({rule.citation})", style="bright_black"))
+            parts.append(claim.append(f" ({rule.citation})", style=DIM))
     return Group(*parts)
 
 
@@ -316,7 +316,7 @@ def _build_entry(explained: Explanation) -> list[RenderableType]:
         table.add_row(Text(f"{symbol.name} = {value}"), Text(symbol.meaning))
     lines += [
         table,
-        Text(explained.formula.citation, style="bright_black"),
+        Text(explained.formula.citation, style=DIM),
     ]
     for rule in explained.rules:
         value = _format_value(rule.value, explained.unit)

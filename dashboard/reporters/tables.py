@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from stepsplit.analyzer import units
-from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.console import DIM, Text
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.report.report import MemoryRow, Report, Run
@@ -76,7 +76,7 @@ def format_coverage(report: Report) -> list[Text]:
         for row in partial
     ]
     text = f"compute, copy and idle are exact; waits: {', '.join(parts)}"
-    return [Text(text, style="bright_black")]
+    return [Text(text, style=DIM)]
 
 
 def format_profiling(run: Run) -> str:

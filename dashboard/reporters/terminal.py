@@ -38,7 +38,7 @@ from stepsplit.analyzer.report.report import (
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
-from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.console import DIM, Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.parts import build_all_parts, build_parts_section
 from stepsplit.dashboard.reporters.rl_step import build_rl_section
@@ -215,7 +215,7 @@ def _format_memo(report: Report, summary: Summary | None) -> Text:
     if estimated:
         missing = "(ranks or ends of calls missing)"
         memo += f"; waits of {estimated} of {len(rows)} steps are estimates {missing}"
-    return Text(memo, style="bright_black")
+    return Text(memo, style=DIM)
 
 
 def _build_list(heading: str, rows: Sequence[tuple[str, str, str]]) -> list[RenderableType]:

@@ -24,14 +24,12 @@ from stepsplit.collectors.safe_io.safe_text import (
     escape_json,
     format_workflow_command,
 )
-from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.console import DIM, Text
 from stepsplit.dashboard.reporters.tables import build_table
 
 # The screen of check.
 
 STYLE: dict[Answer, str] = {"pass": "green", "regressed": "red", "inconclusive": "yellow"}
-
-_DIM = "bright_black"
 
 _LOW = "low confidence: a side has only one run; record 3 to 5 runs per side"
 
@@ -44,7 +42,7 @@ def build_verdict_screen(verdict: CheckResult) -> RenderableType:
         gated.add_row(name, result.budget, *_format_numbers(result))
     parts: list[RenderableType] = [
         Text(format_headline(verdict), style=f"bold {STYLE[verdict.answer]}"),
-        Text(format_sides(verdict), _DIM),
+        Text(format_sides(verdict), DIM),
         *(Text(one, "yellow") for one in verdict.warnings),
         *([Text(_LOW, "yellow")] if verdict.low_confidence else []),
         Text(),
@@ -55,7 +53,7 @@ def build_verdict_screen(verdict: CheckResult) -> RenderableType:
         parts += [Text(), Text("CAUSES", "bold")]
         parts += (Text(f"{i}  {one.message}") for i, one in enumerate(verdict.causes, 1))
         if verdict.compare_url is not None:
-            parts.append(Text(f"comparison: {verdict.compare_url}", _DIM))
+            parts.append(Text(f"comparison: {verdict.compare_url}", DIM))
     if verdict.others:
         others = build_table("metric", "baseline", "candidate", "change", "96 % interval")
         for other in verdict.others:
@@ -84,7 +82,7 @@ def _list_notes(verdict: CheckResult) -> list[Text]:
     shown = [f"{one.metric} {text}" for one in verdict.gated if (text := format_detectable(one))]
     minimum = f"minimum detectable change (80 % power): {', '.join(shown)}"
     needs = [Text(text, "yellow") for one in verdict.gated if (text := format_needs(one))]
-    return [*notes, *needs, *([Text(minimum, _DIM)] if shown else [])]
+    return [*notes, *needs, *([Text(minimum, DIM)] if shown else [])]
 
 
 # Markdown for a pull request comment, or for the summary of a workflow step.

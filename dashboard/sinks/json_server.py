@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from stepsplit.dashboard.connection import Connection, ServerAnswer, TransientError
 from stepsplit.dashboard.sinks.scalars import SinkError
-from stepsplit.dashboard.upload import Connection, ServerAnswer, TransientError
 
 TIMEOUT_S = 5.0
 """How long a server may take to answer."""

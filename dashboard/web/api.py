@@ -33,7 +33,7 @@ from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import WatchedRun
 from stepsplit.dashboard.store.watch_batches import MAX_STARTS
 from stepsplit.dashboard.store.watch_senders import OtherSenderError, UnknownStartError
-from stepsplit.dashboard.upload import choose_run_name
+from stepsplit.dashboard.upload_files import choose_run_name
 from stepsplit.dashboard.web.auth import current_user, record_action
 from stepsplit.dashboard.web.http_error import HttpError
 from stepsplit.dashboard.web.metrics import METHODS

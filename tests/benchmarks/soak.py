@@ -35,8 +35,10 @@ from support.waiting import until
 from benchmarks.dashboard import PAGES, Viewer
 from benchmarks.table import in_markdown
 from stepsplit.analyzer.errors import StepsplitError
+from stepsplit.dashboard.connection import Connection
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.upload import Connection, Sender, collect_files
+from stepsplit.dashboard.upload import Sender
+from stepsplit.dashboard.upload_files import collect_files
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 VIEWERS, UPLOADERS = 64, 8

@@ -22,7 +22,9 @@ if not __package__:  # run as a file: its folder is no place to import from, the
 
 from support.dashboard_processes import Dashboard, open_store, running_dashboard
 
-from stepsplit.dashboard.upload import Connection, FileToSend, Sender
+from stepsplit.dashboard.connection import Connection
+from stepsplit.dashboard.upload import Sender
+from stepsplit.dashboard.upload_files import FileToSend
 
 TARGET_BYTES = 100_000_000
 _BLOCK = os.urandom(1 << 20)

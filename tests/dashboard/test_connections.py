@@ -19,7 +19,9 @@ from support.dashboard_processes import open_store, running_dashboard
 from support.store_builders import state
 from support.waiting import until
 
-from stepsplit.dashboard.upload import Connection, FileToSend, Sender
+from stepsplit.dashboard.connection import Connection
+from stepsplit.dashboard.upload import Sender
+from stepsplit.dashboard.upload_files import FileToSend
 
 _SERVER = """
 import json, sys

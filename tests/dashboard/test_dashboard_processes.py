@@ -22,7 +22,9 @@ from support.waiting import until
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.units import format_size
-from stepsplit.dashboard.upload import Connection, FileToSend, Sender
+from stepsplit.dashboard.connection import Connection
+from stepsplit.dashboard.upload import Sender
+from stepsplit.dashboard.upload_files import FileToSend
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard/store", "dashboard/web")]
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"

@@ -30,7 +30,7 @@ from stepsplit.dashboard.pages.tables import DataTable
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.upload import choose_run_name
+from stepsplit.dashboard.upload_files import choose_run_name
 from stepsplit.dashboard.web.options import choose_access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits

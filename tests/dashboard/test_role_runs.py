@@ -32,7 +32,7 @@ from stepsplit.dashboard.store.ids import locate_run
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.run_row import RunEdit
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.upload import collect_files, split_recordings
+from stepsplit.dashboard.upload_files import collect_files, split_recordings
 from stepsplit.dashboard.web.server import create_server
 
 

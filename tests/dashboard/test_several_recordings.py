@@ -21,7 +21,7 @@ from stepsplit.dashboard.figures.run import draw_split_by_rank
 from stepsplit.dashboard.pages.components import format_subtitle
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.upload import collect_files, split_recordings
+from stepsplit.dashboard.upload_files import collect_files, split_recordings
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 

@@ -14,11 +14,12 @@ from support.store_builders import App, Serving, claimed, known_analysis, settle
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli, upload
+from stepsplit.dashboard.connection import Connection
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.upload import Connection, FileToSend
+from stepsplit.dashboard.upload_files import FileToSend
 from stepsplit.dashboard.web.options import Access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits

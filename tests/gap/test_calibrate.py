@@ -56,7 +56,7 @@ from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.kernel_shapes import AttentionShape, GemmShape
 from stepsplit.analyzer.split.run import split_run
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.plan import build_calibration_screen
+from stepsplit.dashboard.reporters.calibration import build_calibration_screen
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 TRUE = Efficiency(0.6, 0.3, 0.3, 0.5, 8000.0, jitter=0.03, host_ns=1.5e6)

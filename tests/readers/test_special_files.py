@@ -23,7 +23,7 @@ from stepsplit.collectors.formats.watch_notes import RANKS, count_incarnations
 from stepsplit.collectors.record.gather import gather
 from stepsplit.collectors.safe_io.regular_file import open_regular
 from stepsplit.dashboard.store.ingest import read_mesh_file
-from stepsplit.dashboard.upload import LeftOut, collect_files
+from stepsplit.dashboard.upload_files import LeftOut, collect_files
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"
 PIPE, SOCKET, DEVICE = (f"{kind}, not a file" for kind in ("a named pipe", "a socket", "a device"))

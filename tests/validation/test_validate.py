@@ -56,7 +56,7 @@ from stepsplit.analyzer.validation.tables import (
 )
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.commands.model import validate_command
-from stepsplit.dashboard.reporters.plan import build_validation_screen
+from stepsplit.dashboard.reporters.validation import build_validation_screen
 
 STATES = "ZeRO table 1, model states"
 

@@ -353,6 +353,7 @@ def build_model_spec(args: DemoArgs) -> ModelSpec:
         vocab=VOCAB,
         tied=False,
         learned_positions=args.seq_len,
+        # nn.LayerNorm without biases has a scale only, as RMSNorm.
         norm="rms",
         biases=False,
         parameters=sum(parameter.numel() for parameter in whole.parameters()),

@@ -49,6 +49,7 @@ class Connection:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{url}: not a dashboard address such as http://host:8050")
+        # A dashboard behind a proxy may have a path of its own, which begins each request's.
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._prefix = parts.path
@@ -70,6 +71,7 @@ class Connection:
             response = self._http.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
+            # Closed, it connects anew with the next request; in the middle of one it would refuse.
             self._http.close()
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise TransientError(f"{self.url}: {reason}") from None

@@ -117,6 +117,7 @@ def read_environment() -> Environment:
     """Reads the facts of this machine, in some seconds; torch and the packages are imported in
     processes of their own, which may crash or hang."""
     requirements = _read_or(lambda: parse_requirements(metadata.requires("stepsplit") or ()), None)
+    # torch and the packages at once: each of these imports takes seconds.
     with ThreadPoolExecutor(2) as pool:
         torch = pool.submit(_read_or, _probe_torch, TorchState(errors=(("import", "unknown"),)))
         checked = pool.submit(_read_or, lambda: _import_all(requirements or ()), requirements)
@@ -232,6 +233,7 @@ def _import_all(requirements: tuple[Requirement, ...]) -> tuple[Requirement, ...
         if one.installed is not None and one.name != "torch"
     }
     errors = dict(_run_probe(_IMPORT, *modules.values()))
+    # Results are flushed one by one: the first that is missing has ended the process.
     crashed = next((name for name in modules.values() if name not in errors), None)
     errors |= {crashed: "the import crashed or did not end"} if crashed else {}
     return tuple(
@@ -259,6 +261,7 @@ def _run_probe(program: str, *arguments: str) -> Iterator[Any]:
         )
         printed: str = done.stdout
     except subprocess.TimeoutExpired as late:
+        # What it printed before it hung counts.
         printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else ""
     for line in printed.splitlines():
         if line.startswith(("[", "{")):
@@ -304,6 +307,7 @@ def print_torch() -> None:
             device_events=device,
         )
         attempt("gloo", _reduce_with_gloo, None)
+    # A library may have printed the beginning of a line.
     print("\n" + json.dumps(asdict(replace(state, errors=tuple(errors)))))  # noqa: T201
 
 
@@ -356,6 +360,7 @@ def _reduce_with_gloo() -> None:
     torch: Any = importlib.import_module("torch")
     distributed: Any = importlib.import_module("torch.distributed")
     if distributed.is_available() and distributed.is_gloo_available():
+        # In memory: another job may have the usual port.
         store = distributed.HashStore()
         distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         distributed.all_reduce(torch.ones(1))
@@ -366,6 +371,7 @@ def _list_nvidia_smi() -> tuple[tuple[str, str], ...] | None:
     """The name and the driver's version of each GPU, by nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    # From the end: only a name may have a comma.
     rows = (line.rpartition(",") for line in done.stdout.splitlines() if "," in line)
     return tuple((name.strip(), driver.strip()) for name, _, driver in rows)
 
@@ -435,6 +441,7 @@ def _hide_private(environment: Environment) -> Environment:
     hidden = {home: "~" for home in homes if len(home) >= _LEAST_LETTERS}
     hidden |= dict.fromkeys((host, host.partition(".")[0]), "HOST")
     hidden |= {os.environ.get(name, ""): "USER" for name in ("USER", "LOGNAME")}
+    # The longest first, or a user's name within that of the host would be all that is hidden.
     words = sorted((word for word in hidden if len(word) >= _LEAST_LETTERS), key=len, reverse=True)
 
     def hide(text: str) -> str:

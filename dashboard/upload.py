@@ -79,6 +79,7 @@ class Sender:
                 except TransientError as error:
                     failures = self._pause(failures, error)
                     stored = self._retry(lambda: self._fetch_server_file(place))
+                # What the server has now: of a request that broke it may have kept a part.
                 self._sent(stored.bytes - before)
 
     def finish(self, run_id: str) -> None:
@@ -112,6 +113,7 @@ class Sender:
             "Content-Digest": f"sha-256=:{digest}:",
         }
         answer = self._connection.request("PATCH", place, part, headers)
+        # It has more or less of the file than we believe, and says how much.
         if answer.status == 409 and "Upload-Offset" in answer.headers:
             return _parse_server_file(answer)
         if answer.status >= 300 and ("Upload-Offset" in answer.headers or answer.wait_s):

@@ -184,6 +184,7 @@ def _find_head(item: FileToSend, top: str, heads: Set[str]) -> tuple[str | None,
     """The recording of a file and what to upload of it; None if it belongs to all of them."""
     folder = posixpath.dirname(item.path)
     own = posixpath.join(top, "")
+    # Beside the folders of the recordings: traces here are one more of them.
     if folder == top:
         is_trace = _RANK_IN_NAME.search(posixpath.basename(item.path)) is not None
         return (own if own in heads and is_trace else None), item.file

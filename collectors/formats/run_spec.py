@@ -447,6 +447,7 @@ def merge_groups(groups: Iterable[GroupInfo]) -> tuple[GroupInfo, ...]:
     return tuple(sorted(set(groups), key=_build_creation_key))
 
 
+# torch numbers groups as they are made; a name that is no such number comes after all of them.
 def _build_creation_key(group: GroupInfo) -> tuple[bool, int, str, tuple[int, ...]]:
     numbered = group.name.isdecimal() and len(group.name) <= _MAX_DIGITS
     return not numbered, int(group.name) if numbered else 0, group.name, group.ranks

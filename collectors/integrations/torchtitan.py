@@ -35,6 +35,7 @@ class StepsplitProfiler(_Profiler):  # type: ignore[misc]
         config = self._config
         if not config.enable_profiling:
             return None
+        # Its cycle has profile_freq steps, of which the last are warm-up and active.
         unrecorded = config.profile_freq - config.profiler_warmup - config.profiler_active
         run = LazyRecording(
             Path(base_folder, config.save_traces_folder, leaf_folder),

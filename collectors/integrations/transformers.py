@@ -75,6 +75,7 @@ class StepsplitCallback(_Callback):  # type: ignore[misc]
 
 
 def _read_trainer_spec(args: Any, progress: Any, model: Any) -> FrameworkSpec:
+    # A Trainer makes accelerate's state when it is built, so that it is there when a run begins.
     state = import_library("accelerate.state", "accelerate").AcceleratorState()
     micro_batch = args.per_device_train_batch_size
     microbatches = args.gradient_accumulation_steps
@@ -93,6 +94,7 @@ def _read_trainer_spec(args: Any, progress: Any, model: Any) -> FrameworkSpec:
 
 
 def _read_dtype(args: Any, model: Any) -> str:
+    # Without mixed precision the compute has the dtype in which the weights were loaded.
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
     return normalize_dtype(next(model.parameters()).dtype)

@@ -93,6 +93,7 @@ class WatchThread:
         self._plan, self._mesh, self._rank = plan, mesh, rank
         self._world_size, self._steps_before = world_size, steps_before
         self._rise, self._launch, self._knows_steps_before = rise, launch, knows_steps_before
+        # A quarter of a second in small jobs, in large ones as seldom as the store can answer all.
         self._poll_s = min(30.0, max(0.25, world_size / _RANKS_A_SECOND))
         self.done = 0
         self.last_ns = time.perf_counter_ns()

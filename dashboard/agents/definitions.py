@@ -197,8 +197,8 @@ NUMBERS: Mapping[str, NumberEntry] = _BUCKET_ENTRIES | {
     ),
     "busbw": NumberEntry(
         "bandwidth that the links carry, comparable between ops and numbers of ranks",
-        "algbw x factor: all_reduce 2 (n - 1) / n; all_gather, reduce_scatter, all_to_all"
-        " (n - 1) / n; broadcast, reduce, send, recv 1",
+        "algbw x factor: all_reduce 2 (n - 1) / n; all_gather, reduce_scatter, all_to_all, gather,"
+        " scatter (n - 1) / n; broadcast, reduce, send, recv 1",
         "collectives",
         "docs/method.md#transfer-and-waiting",
     ),

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+# Arguments come from an agent that may have read a stranger's recording: each has a limit. Times
+# stay below 2**53, beyond which a JSON number of JavaScript loses digits.
 Name = Annotated[str, Meta(min_length=1, max_length=1_000)]
 Offset = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 Whole = Annotated[int, Meta(ge=0, le=10_000_000)]

@@ -43,6 +43,7 @@ def build_collectors_command(verb: str) -> click.Command:
     return command
 
 
+# Given to the collectors, which import nothing of the analyzer that knows the answer.
 def _explain_stop(pid: int) -> str | None:
     """Why the job of the rank hangs; None if it does not."""
     from stepsplit.analyzer.diagnose.hang.result import STUCK

@@ -70,6 +70,7 @@ def build_otlp_request(points: Sequence[ScalarPoint]) -> dict[str, Any]:
             gauges.setdefault(metric.otlp, new)["gauge"]["dataPoints"].append(
                 {
                     "attributes": _build_attributes({"run": point.run, **label}),
+                    # JSON of protobuf has integers of 64 bits as texts.
                     "timeUnixNano": str(point.unix_ns),
                     "asDouble": one.value,
                 }

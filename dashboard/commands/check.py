@@ -149,7 +149,8 @@ def check_command(
     from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
     from stepsplit.analyzer.regression.checks import parse_budgets, to_json
     from stepsplit.analyzer.regression.judge import check_candidate
-    from stepsplit.dashboard.reporters.verdict import build_verdict_screen, format_annotations
+    from stepsplit.dashboard.reporters.check_markdown import format_annotations
+    from stepsplit.dashboard.reporters.verdict import build_verdict_screen
 
     store = cache(lambda: open_runs(url, artifacts, token))
     rules = load_rules(rules_file)
@@ -414,15 +415,15 @@ def _load_stored_runs(open_store: OpenStore, query: str) -> list[SideRun]:
 def _write_file(option: str, path: Path, verdict: CheckResult, issue_path: str) -> None:
     """Writes the file of an option. Raises UsageError if it cannot be written."""
     from stepsplit.collectors.safe_io.atomic_file import open_special
-    from stepsplit.dashboard.reporters import verdict as reporter
+    from stepsplit.dashboard.reporters import check_files, check_markdown
 
     formats: dict[str, Callable[[CheckResult], str | bytes]] = {
-        "junit": reporter.format_junit,
-        "markdown": reporter.format_markdown,
-        "codequality": lambda one: reporter.format_code_quality(one, issue_path),
-        "openmetrics": reporter.format_open_metrics,
-        "bencher": reporter.format_bencher,
-        "benchmark_action": reporter.format_benchmark_action,
+        "junit": check_files.format_junit,
+        "markdown": check_markdown.format_markdown,
+        "codequality": lambda one: check_files.format_code_quality(one, issue_path),
+        "openmetrics": check_files.format_open_metrics,
+        "bencher": check_files.format_bencher,
+        "benchmark_action": check_files.format_benchmark_action,
     }
     if option in formats:
         content = formats[option](verdict)
@@ -432,7 +433,7 @@ def _write_file(option: str, path: Path, verdict: CheckResult, issue_path: str) 
     try:
         with open_special(path) or path.open("ab") as file:
             existing_bytes = file.tell() if file.seekable() else 0
-            file.write(reporter.format_summary(verdict, existing_bytes).encode())
+            file.write(check_markdown.format_summary(verdict, existing_bytes).encode())
     except (OSError, ValueError) as error:
         raise make_write_error(path, error) from None
 

@@ -23,16 +23,18 @@ from stepsplit.analyzer.regression.checks import (
 )
 from stepsplit.analyzer.regression.judge import check_candidate
 from stepsplit.analyzer.regression.metrics import BucketTime, CallMetrics, CausedWait
-from stepsplit.dashboard.reporters.verdict import (
-    COMMENT_BYTES,
-    SUMMARY_BYTES,
-    format_annotations,
+from stepsplit.dashboard.reporters.check_files import (
     format_bencher,
     format_benchmark_action,
     format_code_quality,
     format_junit,
-    format_markdown,
     format_open_metrics,
+)
+from stepsplit.dashboard.reporters.check_markdown import (
+    COMMENT_BYTES,
+    SUMMARY_BYTES,
+    format_annotations,
+    format_markdown,
     format_summary,
 )
 

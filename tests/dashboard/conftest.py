@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flask.testing import FlaskClient
 from support.browser_builders import running_chromium
 from support.databases import make_sqlite
 
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.server import create_server
+from stepsplit.dashboard.web.uploads import Limits
 
 
 @pytest.fixture
@@ -19,6 +22,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
     opened = Store.open(make_sqlite(tmp_path / "runs.db"), tmp_path / "artifacts")
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def client(store: Store) -> FlaskClient:
+    """A client of a dashboard without logins, on a machine whose disk may be nearly full."""
+    return create_server(store, limits=Limits(spare_bytes=0)).test_client()
 
 
 @pytest.fixture(scope="module")

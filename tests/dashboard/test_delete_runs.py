@@ -19,14 +19,8 @@ from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.options import choose_access
 from stepsplit.dashboard.web.server import create_server
-from stepsplit.dashboard.web.uploads import Limits
 
 RUNS = "/api/v1/runs"
-
-
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store, limits=Limits(spare_bytes=0)).test_client()
 
 
 def test_a_run_is_deleted_with_its_files(client: FlaskClient, store: Store) -> None:

@@ -33,14 +33,8 @@ from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.upload_files import choose_run_name
 from stepsplit.dashboard.web.options import choose_access
 from stepsplit.dashboard.web.server import create_server
-from stepsplit.dashboard.web.uploads import Limits
 
 RUNS = "/api/v1/runs"
-
-
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store, limits=Limits(spare_bytes=0)).test_client()
 
 
 def test_a_run_is_renamed_tagged_and_noted(client: FlaskClient, store: Store) -> None:

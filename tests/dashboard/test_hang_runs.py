@@ -19,14 +19,8 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.run_row import RunEdit, Tag
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.server import create_server
 
 DUMPS = {"trace_0": write_dump(5, "started"), "trace_1": write_dump(4, "completed")}
-
-
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store).test_client()
 
 
 def test_dumps_are_a_run_that_says_who_is_missing(

@@ -25,17 +25,10 @@ from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.job_files import find_job_file, list_unused_files
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.server import create_server
-from stepsplit.dashboard.web.uploads import Limits
 
 RUNS = "/api/v1/runs"
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"
 JOB = b'[hardware]\npreset = "a100-sxm-80gb"\n'
-
-
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store, limits=Limits(spare_bytes=0)).test_client()
 
 
 @pytest.mark.parametrize(

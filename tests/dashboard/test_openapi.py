@@ -19,11 +19,6 @@ from stepsplit.dashboard.web.server import create_server
 RUNS = "/api/v1/runs"
 
 
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store).test_client()
-
-
 def describe(client: FlaskClient) -> dict[str, Any]:
     answer = client.get("/api/v1/openapi.json")
     assert answer.status_code == 200

@@ -36,11 +36,6 @@ from stepsplit.dashboard.upload_files import collect_files, split_recordings
 from stepsplit.dashboard.web.server import create_server
 
 
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store).test_client()
-
-
 def ask(client: FlaskClient, path: str, search: str = "") -> str:
     """A page, with its slashes as they are shown."""
     return ask_page(client, path, search).replace("\\u002f", "/")

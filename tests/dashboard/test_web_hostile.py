@@ -26,11 +26,6 @@ SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 SCRIPT = "<img src=x onerror=alert(1)>.json"
 
 
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store, limits=Limits(spare_bytes=0)).test_client()
-
-
 class _Harm:
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -11,15 +11,9 @@ from support.report_builders import analysis
 from werkzeug.test import TestResponse
 
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.server import create_server
 
 CALLBACK = "/_dash-update-component"
 PROPERTIES = [("page", "children"), ("zone", "hidden"), ("tick", "disabled"), ("mark", "data")]
-
-
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store).test_client()
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,9 @@ from stepsplit.dashboard.pages.watch_range import choose_range
 from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import WatchedRun, WatchStart
-from stepsplit.dashboard.web.server import create_server
 
 WATCH = "/api/v1/watch"
 CALLBACK = "/_dash-update-component"
-
-
-@pytest.fixture
-def client(store: Store) -> FlaskClient:
-    return create_server(store).test_client()
 
 
 def _send(client: FlaskClient, one: WatchBatch) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.builders import MAIN, GpuTrace
+from support.reading import list_messages
 from support.required import shared_repro
 
 from stepsplit.analyzer import KernelRule, Report, Rules, analyze
@@ -16,10 +17,6 @@ GROUPS = [("0", "default_pg", (0, 1))]
 STEP_US, STEPS = 1000, 3
 
 Launch = Callable[[GpuTrace, float], object]
-
-
-def list_messages(report: Report, code: str) -> list[str]:
-    return [row.message for row in report.warnings if row.code == code]
 
 
 def train(folder: Path, op: str, *launches: Launch, rules: Rules = BUILT_IN) -> Report:

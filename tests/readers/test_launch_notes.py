@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.builders import Event, GpuTrace
+from support.reading import list_messages
 
-from stepsplit.analyzer import Report, analyze
-
-
-def list_messages(report: Report, code: str) -> list[str]:
-    return [row.message for row in report.warnings if row.code == code]
+from stepsplit.analyzer import analyze
 
 
 def train(early: float = 0) -> GpuTrace:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.builders import GpuTrace
+from support.reading import list_messages
 from support.required import shared_repro
 
-from stepsplit.analyzer import Report, analyze
-
-
-def list_messages(report: Report, code: str) -> list[str]:
-    return [row.message for row in report.warnings if row.code == code]
+from stepsplit.analyzer import analyze
 
 
 def train(ends: dict[int, float], gap: float = 100, steps: int = 2) -> GpuTrace:

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 from support.builders import GpuTrace
+from support.reading import list_messages
 from support.required import shared_repro
 
-from stepsplit.analyzer import DataError, Report, analyze
+from stepsplit.analyzer import DataError, analyze
 
 STEP_US, BEGIN_US = 1000, 1.7e15
-
-
-def list_messages(report: Report, code: str) -> list[str]:
-    return [row.message for row in report.warnings if row.code == code]
 
 
 def train(begin: float = BEGIN_US) -> GpuTrace:

@@ -294,7 +294,7 @@ def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
     )
 
 
-# More ranks than that make a line that nobody compares by eye; the record of each has it.
+# More make a line that is hard to read; the record of each rank has its steps.
 _MOST_NAMED = 8
 
 

@@ -106,7 +106,8 @@ def watch_command(
     from stepsplit.collectors.guard import CollectError
     from stepsplit.collectors.job.launcher import is_rank, read_identity
     from stepsplit.collectors.watch.command import run_watched
-    from stepsplit.dashboard.watch_process import ReducerProcess, send_rest
+    from stepsplit.dashboard.watch_process import ReducerProcess
+    from stepsplit.dashboard.watch_sender import send_rest
 
     request = WatchRequest(**options)
     if ended is not None:

@@ -8,11 +8,11 @@ from stepsplit.analyzer.regression.checks import CheckResult
 from stepsplit.collectors.safe_io.safe_text import escape_controls, format_workflow_command
 from stepsplit.dashboard.reporters.verdict import (
     MARKS,
-    format_numbers,
     format_detectable,
     format_headline,
     format_line,
     format_needs,
+    format_numbers,
     format_sides,
     format_value,
     sort_exact_first,

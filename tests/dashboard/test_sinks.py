@@ -25,6 +25,7 @@ from stepsplit.collectors.record.log_to import SINK_KINDS, STEP, SinkName, parse
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.sinks.log_to import open_sink
 from stepsplit.dashboard.sinks.mlflow import MOST_METRICS
+from stepsplit.dashboard.sinks.point_logger import MOST_POINTS, PointLogger
 from stepsplit.dashboard.sinks.scalars import (
     EXPOSED,
     METRICS,
@@ -34,7 +35,6 @@ from stepsplit.dashboard.sinks.scalars import (
     build_batch_points,
     build_report_points,
 )
-from stepsplit.dashboard.watch_process import MOST_POINTS, PointLogger
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "sample_traces" / "tp2_pp2"

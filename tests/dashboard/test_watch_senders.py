@@ -18,7 +18,7 @@ from stepsplit.dashboard.store.ids import fold_name
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import WatchedRun
-from stepsplit.dashboard.watch_process import send_rest
+from stepsplit.dashboard.watch_sender import send_rest
 from stepsplit.dashboard.web.options import PROXY_SECRET, Access, TrustedProxy, choose_access
 from stepsplit.dashboard.web.server import create_server
 

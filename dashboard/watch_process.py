@@ -79,7 +79,7 @@ def main() -> None:
     reducer = Reducer(WatchFolder(path, options.run, options.host, mesh, options.disk_bytes))
     sender = BatchSender(options.url, options.token) if options.url else None
     uploader = (
-        CaptureUploader(Path(options.folder), options.run, options.url, options.token)
+        CaptureUploader(path, options.run, options.url, options.token)
         if options.url and options.has_uploads
         else None
     )

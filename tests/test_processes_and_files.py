@@ -247,7 +247,6 @@ REASONS: dict[str, dict[str, str]] = {
         "_kill .kill": "the process of a job that its worker has started",
     },
     "dashboard/watch_process.py": {
-        "_is_alive os.kill": "signal 0, which only asks",
         "ReducerProcess._start subprocess.Popen": "by helper_process",
     },
     "dashboard/web/gateway.py": {

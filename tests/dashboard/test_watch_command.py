@@ -37,7 +37,8 @@ pytestmark = [
     pytest.mark.in_turn(
         "analyzer/watch", "collectors", "dashboard/commands/watch.py",
         "dashboard/store/watch_batches.py",
-        "dashboard/watch_process.py", "dashboard/watch_sender.py", "dashboard/sinks/point_logger.py",
+        "dashboard/watch_process.py", "dashboard/watch_sender.py",
+        "dashboard/sinks/point_logger.py",
     ),
 ]  # fmt: skip
 

@@ -40,8 +40,9 @@ SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")
 """Folders that others may write to, in texts."""
 
 REASONS: dict[str, dict[str, str]] = {
-    "analyzer/diagnose/diagnosis.py": {
-        "_return_freed_memory ctypes.CDLL": "this process itself",
+    "analyzer/allocator.py": {
+        "return_freed_memory ctypes.CDLL": "this process itself",
+        "reuse_freed_memory ctypes.CDLL": "this process itself",
     },
     "analyzer/model/prediction_process.py": {
         "_run subprocess.Popen": "by helper_process",

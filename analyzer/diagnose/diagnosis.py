@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from msgspec import structs
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.allocator import return_freed_memory
 from stepsplit.analyzer.diagnose.causes.findings import find_bottlenecks
 from stepsplit.analyzer.diagnose.counted_work import WorkLaw, read_counted_work
 from stepsplit.analyzer.diagnose.graph.blame import Blame, blame
@@ -45,9 +44,9 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
             for one in slow_kernels
             if one.ratio > times[one.rank] or sum_slow_ranks([one])[0].equal == "shapes"
         )
-    _return_freed_memory()
+    return_freed_memory()
     bottlenecks = find_bottlenecks(split, graph, origin, records, slow_kernels, law)
-    _return_freed_memory()
+    return_freed_memory()
     slow_ranks = frozenset(one.rank for one in slow_kernels)
     if law is not None:
         slow_ranks |= {split.ranks[index].trace.rank for index in law.slow}
@@ -124,13 +123,6 @@ def _blame_by_work(
         else one
         for one in blamed
     ]
-
-
-def _return_freed_memory() -> None:
-    """Gives memory of freed arrays back to the system: glibc keeps what lies between others, a
-    quarter of the memory at 1,024 ranks."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameRow, ...]:

@@ -43,15 +43,22 @@ def find_kernel_parts(rank: RankSplit) -> tuple[Int64, list[Part]]:
     starts = [window.start_ns for window in rank.windows.windows]
     messages = events.start_ns[trace.calls.event[trace.calls.is_message]]
     edges = np.sort(np.concatenate((messages, np.array(starts, dtype=np.int64))))
-    span = np.searchsorted(edges, events.start_ns[rows], side="right").tolist()
+    span = np.searchsorted(edges, events.start_ns[rows], side="right")
     passes, first, has_core, item = list[tuple[int, int]](), 0, False, -1
-    names = events.name_id[rows].tolist()
+    name_id = events.name_id[rows]
+    names = name_id.tolist()
     # Some libraries name their products by their direction too.
     are_named = any(letters[name] == GEMM and backward[name] for name in letters)
-    for at, name in enumerate(names):
+    is_item, loses = np.zeros((2, len(events.names)), dtype=np.bool_)
+    for name, letter in letters.items():
+        is_item[name], loses[name] = bool(letter), letter == LOSS and not backward[name]
+    crosses = np.diff(span, prepend=span[:1]) != 0
+    has_lost = np.append(False, loses[name_id[:-1]])
+    # Only these rows begin a pass or say something of one; the others are most of a trace.
+    for at in np.flatnonzero(is_item[name_id] | crosses | has_lost).tolist():
+        name = names[at]
         letter = letters[name]
-        has_lost = at and letters[names[at - 1]] == LOSS and not backward[names[at - 1]]
-        begins = span[at] != span[at - 1] or (has_lost and letter != LOSS)
+        begins = crosses[at] or (has_lost[at] and letter != LOSS)
         # An embedding begins a forward, and ends a backward.
         begins |= letter == EMBEDDING and has_core and not backward[name]
         if letter and item >= 0:

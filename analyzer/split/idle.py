@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import numpy as np
 from msgspec import Struct
@@ -173,6 +174,11 @@ class IdleParts:
 def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
     """The parts of these gaps, which fill them; unordered."""
     threads = find_host_threads(events)
+
+    @cache  # one thread often has all three kinds of gaps below
+    def build_launchers(thread: int) -> LaunchThreads:
+        return build_launch_threads(events, threads, thread)
+
     starts, waiting = find_gap_launches(events, gaps, threads), find_waiting_calls(events)
     host_end = np.clip(starts.returned_ns, gaps.start_ns, gaps.end_ns)
     launch_known = starts.returned_ns < NEVER
@@ -180,7 +186,7 @@ def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]
     # What the host does after the last event of the device has delayed no launch.
     last = hosts & (starts.row < 0)
     if last.any():
-        launchers = build_launch_threads(events, threads, threads.main)
+        launchers = build_launchers(threads.main)
         tail = Intervals(gaps.start_ns[last], gaps.end_ns[last])
         yield _attribute_to_threads(tail, np.flatnonzero(last), launchers, "launch_bound")
     hosts &= ~last
@@ -192,7 +198,7 @@ def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]
         waits = find_host_waits(
             events, host.start_ns, starts.launch[rows], launcher_events, waiting
         )
-        launchers = build_launch_threads(events, threads, number)
+        launchers = build_launchers(number)
         waited_end = np.minimum(host.start_ns + waits.waited_ns, host.end_ns)
         waited = Intervals(host.start_ns, waited_end)
         parts = _attribute_to_threads(waited, rows, launchers, "launch_bound")
@@ -225,7 +231,7 @@ def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]
     yield device.select(~late)
     for number in np.unique(starts.thread[rows[late]]).tolist():
         mine = late & (starts.thread[rows] == number)
-        yield _find_loading(device.select(mine), build_launch_threads(events, threads, number))
+        yield _find_loading(device.select(mine), build_launchers(number))
 
 
 def _find_loading(late: IdleParts, launchers: LaunchThreads) -> IdleParts:

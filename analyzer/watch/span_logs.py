@@ -19,9 +19,8 @@ from typing import IO, Any
 
 import msgspec
 
-from stepsplit.analyzer.readers.file_kinds import FileRole
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
-from stepsplit.analyzer.readers.recording_files import open_recording
+from stepsplit.analyzer.watch.span_folders import list_span_logs
 from stepsplit.collectors.formats.watch_notes import (
     LONG_STEP,
     WINDOW_STEPS,
@@ -271,8 +270,10 @@ _MOST_LONG_BYTES = 256 << 20
 """Of the longer lines of a file. What comes after more, as in a sparse file, is not looked for."""
 
 _HEAD_BYTES = 4096
-_FOLDERS = ("", "structured_logs")
+"""By which a log is recognized: more than the first line of each source."""
+
 _MOST_NS = 1 << 62
+"""Times beyond it are not of this world (the year 2116), and sums of them would leave int64."""
 
 
 @dataclass(slots=True)
@@ -287,43 +288,6 @@ class SpanLogs:
     has_lost: bool = False
 
 
-def list_span_logs(folder: Path) -> list[Path]:
-    """The files in which span logs may be: in the folder, and in torchtitan's folder within it."""
-    return sorted(path for name in _FOLDERS for path in (folder / name).glob("*.jsonl"))
-
-
-def is_span_folder(place: str | Path) -> bool:
-    """Whether the folder has a span log, and nothing of a recording: no trace and no dump, be it
-    damaged. Raises DataError if an archive in it is."""
-    logs = find_span_logs(place)
-    if not logs:
-        return False
-    with open_recording([place]) as files:
-        known = {str(log) for log in logs}
-        is_torn = any(source.where not in known for source in files.skipped)
-        has_traces = any(map(files.list_kinds, (FileRole.TRACE, FileRole.FLIGHT)))
-    return not is_torn and not has_traces
-
-
-def find_span_logs(place: str | Path) -> list[Path]:
-    """The span logs of the folder; none if the place is no folder."""
-    folder = Path(place)
-    if not folder.is_dir():
-        return []
-    return [path for path in list_span_logs(folder) if _find_source(path)]
-
-
-def describe_ledger_beside(place: str | Path) -> str:
-    """Where the ledger of the span logs is had that lie beside the traces of a folder; "" if there
-    are none."""
-    logs = find_span_logs(place)
-    if not logs:
-        return ""
-    where = next((log.parent for log in logs if log.parent != Path(place)), None)
-    how = f"stepsplit analyze {where}" if where else "move them to a folder of their own"
-    return f"{place} also has span logs; for the ledger of their job: {how}"
-
-
 def read_span_logs(folder: Path, is_watch: bool = False) -> SpanLogs:
     """Reads the span logs of a folder; a file that is none, or cannot be read, is a lack.
 
@@ -333,7 +297,7 @@ def read_span_logs(folder: Path, is_watch: bool = False) -> SpanLogs:
     logs, number = SpanLogs(), 0
     for path in list_span_logs(folder):
         name = escape_controls(str(path.relative_to(folder)))
-        source = _find_source(path)
+        source = find_span_source(path)
         if source is None:
             if not (is_watch and path.parent == folder):
                 logs.lacks.append(f"{name} is left out: not a span log, or of none that is known")
@@ -381,7 +345,8 @@ def read_span_logs(folder: Path, is_watch: bool = False) -> SpanLogs:
     return logs
 
 
-def _find_source(path: Path) -> SpanSource | None:
+def find_span_source(path: Path) -> SpanSource | None:
+    """What has written the span log; None if the file is none, or cannot be read."""
     try:
         with open_regular(path) as file:
             head = file.read(_HEAD_BYTES) or b""

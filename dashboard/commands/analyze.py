@@ -89,13 +89,15 @@ def analyze_command(
     Recorder dumps, prints the diagnosis of the hang instead; of the folder of a watch, where all of
     the job's wall clock went; of a job of several roles (record --role), what each did in a step.
     """
+    from stepsplit.analyzer.allocator import reuse_freed_memory
     from stepsplit.analyzer.analysis import Analysis, RoleAnalysis, examine_roles_or_run
     from stepsplit.analyzer.report.io import save, to_json
-    from stepsplit.analyzer.watch.span_logs import describe_ledger_beside, is_span_folder
+    from stepsplit.analyzer.watch.span_folders import describe_ledger_beside, is_span_folder
     from stepsplit.collectors.formats.file_names import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
     from stepsplit.dashboard.reporters.terminal import build_report_screen
 
+    reuse_freed_memory()
     if any(is_watch(place) or is_span_folder(place) for place in places):
         if len(places) > 1:
             raise UsageError("name the folder of a watch alone")

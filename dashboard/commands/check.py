@@ -330,7 +330,7 @@ def load_runs(
     from stepsplit.analyzer.report.roles import ROLES_NAME
     from stepsplit.analyzer.watch.goodput import build_goodput_metrics
     from stepsplit.analyzer.watch.ledger import read_ledger
-    from stepsplit.analyzer.watch.span_logs import describe_ledger_beside, is_span_folder
+    from stepsplit.analyzer.watch.span_folders import describe_ledger_beside, is_span_folder
     from stepsplit.collectors.formats.file_names import is_watch
     from stepsplit.dashboard.reporters.progress import show_reading_bar
 

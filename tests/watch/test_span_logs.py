@@ -19,7 +19,8 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.ledger import Ledger
 from stepsplit.analyzer.watch import span_logs
 from stepsplit.analyzer.watch.ledger import read_ledger
-from stepsplit.analyzer.watch.span_logs import is_span_folder, read_span_logs
+from stepsplit.analyzer.watch.span_folders import is_span_folder
+from stepsplit.analyzer.watch.span_logs import read_span_logs
 from stepsplit.collectors.formats.watch_notes import NoteFile, RankEnded, RankStarted, RankWindow
 from stepsplit.dashboard.commands.analyze import analyze_command
 from stepsplit.dashboard.commands.check import check_command

@@ -18,6 +18,8 @@ SMALL_BYTES = 5_000_000
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4" / "rank0_trace.json.gz"
 _REAL = SHARED_TRACES / "kineto_hta" / "df_index_resolver__df_index_resolver.json.gz"
 _LINKS = ("correlation", "External id")
+_KINETO = SHARED_TRACES / "kineto_tracelens"
+_SAMPLES = SAMPLE.parents[1]
 _Entry = dict[str, Any]
 
 
@@ -51,6 +53,56 @@ def built(source: Path, least_bytes: int, folder: Path) -> Inputs:
     return _inputs(home)
 
 
+def build_cold_traces(least_bytes: int, folder: Path) -> dict[str, Path]:
+    """Four traces of that size by what is in them, each in a folder of its own: real ones repeated,
+    and of one the kernels alone, as one CUDA graph of all of them runs them."""
+    qwen = _KINETO / "h100__Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz"
+    resnet = _KINETO / "mi300__resnet_act_checkpoint.json.gz"
+    sources = {
+        "V100, many collectives": ("collectives", _REAL, _keep),
+        "MI300X, Python stacks": ("stacks", resnet, _keep),
+        "H100, kernels of one CUDA graph": ("graphs", qwen, capture_graph),
+        "H100, FSDP2, a recording of ours": (
+            "ours", _SAMPLES / "h100_fsdp2" / "rank0_trace.json.gz", _keep,
+        ),
+    }  # fmt: skip
+    paths = {}
+    for title, (name, source, change) in sources.items():
+        paths[title] = folder / f"{name}_{least_bytes // 1_000_000}MB" / "rank0_trace.json"
+        if not paths[title].is_file():
+            trace = _stated(source)
+            entries = change(trace.pop("traceEvents"))
+            draft = paths[title].with_suffix(".draft")
+            copies = math.ceil(least_bytes / len(json.dumps(entries)))
+            _write(draft, _header(trace, 0, 1), entries, copies)
+            draft.rename(paths[title])
+    return paths
+
+
+def _keep(entries: list[_Entry]) -> list[_Entry]:
+    return entries
+
+
+def capture_graph(entries: list[_Entry]) -> list[_Entry]:
+    """The work of the device in a step, as of one launch of a graph that has captured it."""
+    kinds = ("kernel", "gpu_memset", "gpu_memcpy")
+    work = sorted((one for one in entries if one.get("cat") in kinds), key=lambda one: one["ts"])
+    call = next(one for one in entries if one.get("cat") == "cuda_runtime")
+    begin, end = work[0]["ts"], max(one["ts"] + one["dur"] for one in work)
+    graph = {"correlation": 1, "graph id": 1}
+    launch = {"name": "cudaGraphLaunch", "ts": begin - 20, "dur": 10, "args": graph}
+    step = {"name": "ProfilerStep#1", "cat": "user_annotation", "ts": begin - 100}
+    captured = [
+        {**one, "args": {**one["args"], **graph, "graph node id": node}}
+        for node, one in enumerate(work, 1)
+    ]
+    for one in captured:
+        one["args"].pop("External id", None)
+    names = [one for one in entries if one["ph"] == "M"]
+    whole = {**call, **step, "dur": round(end - begin + 101, 3), "args": {"External id": 1}}
+    return [*names, whole, {**call, **launch}, *captured]
+
+
 def _inputs(home: Path) -> Inputs:
     two = (home / "two" / "rank0_trace.json", home / "two" / "rank1_trace.json")
     return Inputs(home / "one" / "rank0_trace.json", two, home / "packed" / "rank0_trace.json.gz")
@@ -80,7 +132,7 @@ def _header(trace: _Entry, rank: int, ranks: int) -> _Entry:
 
 
 def _write(path: Path, header: _Entry, entries: list[_Entry], copies: int) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         file.write(json.dumps(header)[:-1] + ', "traceEvents": [')
         for i, text in enumerate(_texts(entries, copies)):

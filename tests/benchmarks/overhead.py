@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     begin = busy.now()
     standby, turns = measured_standby(args.turns), args.turns
-    blocks = {title: blocks_of(program, turns) for program, title in _TRAININGS.items()}
+    blocks = {title: blocks_of(program, turns) for program, title in TRAININGS.items()}
     sys.stdout.write(f"{_conditions(begin)}\n\n{_standby_table(standby)}\n\n")
     sys.stdout.write(f"{_window_table(blocks)}\n\n{_settings_table(blocks)}\n")
     failures = () if args.quick else missed(standby, blocks)
@@ -186,7 +186,7 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
     "nothing": training_of_nothing,
     "hooks": hooks_alone,
 }
-_TRAININGS = {"ops": "1,000 small ops", "ranks": "DDP, 2 ranks"}
+TRAININGS = {"ops": "1,000 small ops", "ranks": "DDP, 2 ranks"}
 
 
 def _tell_blocks(step: Callable[[], None], turns: int, modes: Sequence[str]) -> None:
@@ -297,7 +297,7 @@ def measured_standby(turns: int) -> Standby:
 
 def blocks_of(program: str, turns: int) -> tuple[Block, ...]:
     """What the last rank of the training tells."""
-    _say(_TRAININGS[program])
+    _say(TRAININGS[program])
     size = 2 if program == "ranks" else 1
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

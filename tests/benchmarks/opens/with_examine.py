@@ -13,19 +13,24 @@ from stepsplit.analyzer import analysis
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 
 
-def _examined(places: Sequence[str]) -> tuple[Recording, tuple[float, float]]:
-    """The recording, and the seconds of reading it and of examining what was read."""
-    begin = time.perf_counter()
+def _examined(places: Sequence[str]) -> tuple[Recording, tuple[float, float], tuple[float, float]]:
+    """The recording, the seconds of reading it and of examining what was read, and those of CPU."""
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     recording = read_recording(places)
-    read = time.perf_counter()
+    read, read_cpu = time.perf_counter(), time.process_time()
     # examine reads by itself: it is handed what was read, so that all the rest of it is timed.
     with patch.object(analysis, "read_recording", lambda *_: recording):
         analysis.examine(places)
-    return recording, (read - begin, time.perf_counter() - read)
+    cpu_seconds = (read_cpu - begin_cpu, time.process_time() - read_cpu)
+    return recording, (read - begin, time.perf_counter() - read), cpu_seconds
 
 
 if __name__ == "__main__":
-    found, seconds = _examined(sys.argv[1:])
-    calls = sum(len(trace.calls) for trace in found.traces)
-    result = {"seconds": seconds, "events": calls, "own_peak_bytes": own_peak_bytes()}
+    found, seconds, cpu_seconds = _examined(sys.argv[1:])
+    result = {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "events": sum(len(trace.calls) for trace in found.traces),
+        "own_peak_bytes": own_peak_bytes(),
+    }
     sys.stdout.write(f"\n{json.dumps(result)}\n")

@@ -6,6 +6,7 @@ import ctypes
 from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""As malloc.h of glibc numbers them."""
 
 _REUSED_BYTES = 32 << 20
 """The largest array whose memory is reused, also the most that glibc takes: a column of int64 of

@@ -196,6 +196,7 @@ FREE_BYTES = 256 << 20
 """Up to this unpacked size, the compression ratio is not checked."""
 
 MAX_RATIO = 100
+"""A trace packs into a tenth to a twentieth, zeros into a thousandth."""
 
 # The failed read is repeated in blocks of a page, and in the page of the damage byte by byte.
 _STEPS = (1 << 12, 1)

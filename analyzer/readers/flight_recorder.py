@@ -256,6 +256,7 @@ def _name_groups(
 # Entries of a dump.
 
 _MAX_DIMS = 64
+"""Of a tensor: PyTorch reduces no more, as it keeps a bit for each in one word."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ MOST_BYTES = 16 << 30
 """Maximum size of the cache folder; the least recently used files are removed first."""
 
 _EDGE_BYTES = 1 << 20
+"""Of the begin and of the end of a file, hashed for its key: its size and time alone may also be
+those of another recording that was copied over it."""
 
 _MAX_METADATA_BYTES = 64 << 20
 """Maximum size of the metadata in a Parquet file."""

@@ -50,6 +50,7 @@ from stepsplit.analyzer.trace import (
 # Collectives and messages of device kernels -> Calls.
 
 _MOST_DIMS = 64
+"""Of a tensor: PyTorch reduces no more, as it keeps a bit for each in one word."""
 
 _MESSAGES = ("send", "recv")
 

@@ -27,16 +27,18 @@ from stepsplit.collectors.safe_io.regular_file import open_regular
 
 # A stream of JSON text -> the entries of its array, block by block, and the text after it.
 
-BLOCK_BYTES = 2 << 20
+BLOCK_BYTES = 4 << 20
+"""At once. Compiled, reading three traces of 200 MB takes 5 to 16 % more CPU with half of it; with
+twice, 5 % less to 3 % more, and up to 17 MB more memory. Uncompiled no size is best for all."""
 
 MAX_BLOCK_BYTES = 32 << 20
 """A larger entry is treated as damaged."""
 
 MAX_TAIL_BYTES = 64 << 20
 
-_BLOCK_TRIES = 4
-
-_NEAR_BYTES = 1 << 16
+_BLOCK_TRIES, _NEAR_BYTES = 4, 1 << 16
+"""A comma that looks like the boundary of two entries may be in a text or in arguments: so many are
+tried, the last first, of those in the last 64 KiB if it has any, else of all."""
 
 _FIRST_BYTES = 1 << 16
 """Small files need no buffer of a whole block."""
@@ -187,9 +189,9 @@ class ArrayBlocks:
 LEAST_RANGE_BYTES = 32 << 20
 """Minimum size of a range: a smaller one is not worth a process."""
 
-_WINDOW_BYTES = 512 << 10
-
-_RANGE_TRIES = 32
+_WINDOW_BYTES, _RANGE_TRIES = 512 << 10, 32
+"""Where the first entry of a range is looked for: over a thousand entries, of which nearly always
+the first is one. Without one among them, the range before goes on."""
 
 
 class ByteRange(Struct, frozen=True):
@@ -270,6 +272,7 @@ _CLOSES = {b"}": b"{", b"]": b"["}
 _OF_NUMBERS = b"+-.0123456789Ee"
 
 _MAX_DAMAGED_BYTES = 4 << 20
+"""Of an entry in a damaged text, so that one bracket that is open does not take the whole file."""
 
 _MAX_TOKENS = 1 << 16
 """Maximum number of tokens of an entry in a damaged text."""
@@ -351,16 +354,12 @@ def walk_entries(text: bytes) -> WalkResult:
             return WalkResult(_collect_entries(found), offset, False)
         found.append(entry)
         failures = 0 if entry is not None else failures + 1
-        offset = _skip_gap(
-            text, end if failures < _MAX_FAILURES else _skip_ahead(text, end, failures)
-        )
+        if failures >= _MAX_FAILURES:
+            # Ever further to a later entry: what is not JSON at all must not take quadratic time.
+            following = _TO_THE_NEXT.search(text, end + 16 * (failures - _MAX_FAILURES))
+            end = following.start() + 1 if following else end
+        offset = _skip_gap(text, end)
     return WalkResult(_collect_entries(found), min(offset + 1, len(text)), offset < len(text))
-
-
-def _skip_ahead(text: bytes, at: int, failures: int) -> int:
-    """Skips to a later entry; the distance grows with the number of failures."""
-    following = _TO_THE_NEXT.search(text, at + 16 * (failures - _MAX_FAILURES))
-    return following.start() + 1 if following else at
 
 
 def read_last_entries(text: bytes) -> Entries:
@@ -443,8 +442,11 @@ def _find_object_end(text: bytes, at: int, stop: int) -> int | None:
 
 def decode_entry(text: bytes) -> Entry | None:
     """Decodes an entry, also from slightly invalid JSON; None if it cannot be decoded."""
-    found = _decode_strict(text)
-    return _decode_loose(text) if found is None else found
+    if (found := _decode_strict(text)) is not None:
+        return found
+    # The lenient parser is slow, and most damaged pieces are no entry.
+    fields = parse_loose_object(text) if b'"ph"' in text else None
+    return None if fields is None else _build_entry(fields)
 
 
 def _decode_strict(text: bytes) -> Entry | None:
@@ -453,12 +455,6 @@ def _decode_strict(text: bytes) -> Entry | None:
     except UNDECODABLE:
         return None
     return entry
-
-
-def _decode_loose(text: bytes) -> Entry | None:
-    """Decodes an entry with the lenient parser."""
-    fields = parse_loose_object(text) if b'"ph"' in text else None
-    return None if fields is None else _build_entry(fields)
 
 
 def _build_entry(fields: dict[str, Any]) -> Entry | None:

@@ -53,8 +53,11 @@ LEAST_CACHED_BYTES = 16 << 20
 # Many trace files, read from the cache or in parallel worker processes.
 
 _RANGES_A_WORKER = 4
+"""So that none waits long for the last one, whatever else the machine does."""
 
 _MAX_SHARE = 1.25
+"""Of what a worker has to read if all read as much: the others would wait for a larger file, so all
+read ranges of it."""
 
 _RECORD_NPU = "record with ProfilerActivity.NPU, or report the file as an issue"
 

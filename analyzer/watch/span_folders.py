@@ -6,14 +6,7 @@ from pathlib import Path
 
 from stepsplit.analyzer.readers.file_kinds import FileRole
 from stepsplit.analyzer.readers.recording_files import open_recording
-
-_FOLDERS = ("", "structured_logs")
-"""The folder itself, and torchtitan's within it."""
-
-
-def list_span_logs(folder: Path) -> list[Path]:
-    """The files in which span logs may be: in the folder, and in torchtitan's folder within it."""
-    return sorted(path for name in _FOLDERS for path in (folder / name).glob("*.jsonl"))
+from stepsplit.analyzer.watch.span_log_files import list_span_logs
 
 
 def find_span_logs(place: str | Path) -> list[Path]:

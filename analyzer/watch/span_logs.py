@@ -20,7 +20,7 @@ from typing import IO, Any
 import msgspec
 
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
-from stepsplit.analyzer.watch.span_folders import list_span_logs
+from stepsplit.analyzer.watch.span_log_files import list_span_logs
 from stepsplit.collectors.formats.watch_notes import (
     LONG_STEP,
     WINDOW_STEPS,

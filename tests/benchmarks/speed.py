@@ -135,7 +135,7 @@ def _step_us(is_watched: bool = False) -> float:
 
 
 def _run(command: Sequence[str | Path]) -> Any:
-    """What the program tells in its last line that is JSON."""
+    """The last line of JSON that the program prints."""
     environment = {"PYTHONPATH": str(_TESTS), "STEPSPLIT_CACHE": "off", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, env={**os.environ, **environment}
@@ -145,7 +145,7 @@ def _run(command: Sequence[str | Path]) -> Any:
             return json.loads(line)
         except json.JSONDecodeError:
             continue
-    raise RuntimeError(f"{command} told nothing")
+    raise RuntimeError(f"{command} printed no JSON")
 
 
 if __name__ == "__main__":

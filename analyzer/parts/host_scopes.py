@@ -23,6 +23,7 @@ from stepsplit.analyzer.parts.scope_names import (
 )
 from stepsplit.analyzer.split.call_purposes import ENGINE, find_issue_ns, find_spans
 from stepsplit.analyzer.split.host_threads import STEP, build_nested, find_host_threads
+from stepsplit.analyzer.split.kernel_shapes import is_backward
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
 _LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
@@ -354,7 +355,9 @@ def _collect_scopes(events: Events) -> _Scopes:
         scope = parse_range_name(name) if is_range[number] else None
         if scope is None and is_op[number] and not name.startswith(ENGINE):
             kind = parse_op_kind(name)
-            scope = None if kind is None else ScopeName(kind, is_op=True)
+            # Without autograd's ranges an op may still say that it computes a gradient.
+            phase = PartPhase.BACKWARD if is_backward(name) else None
+            scope = None if kind is None else ScopeName(kind, is_op=True, phase=phase)
         of_name[number] = scope
     chosen = np.array([scope is not None for scope in of_name], dtype=np.bool_)[events.name_id]
     is_scope = np.zeros(len(events), dtype=np.bool_)

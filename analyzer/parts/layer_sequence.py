@@ -20,9 +20,14 @@ from stepsplit.analyzer.arrays import is_inside
 from stepsplit.analyzer.parts.part import NO_LAYER, PartKind
 from stepsplit.analyzer.parts.scope_names import INDUCTOR, find_fused_kind
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
-from stepsplit.analyzer.split.call_purposes import ENGINE, find_spans, has_engine
+from stepsplit.analyzer.split.call_purposes import (
+    ENGINE,
+    find_backward_spans,
+    find_spans,
+    has_engine,
+)
 from stepsplit.analyzer.split.host_threads import STEP
-from stepsplit.analyzer.split.kernel_shapes import parse_gemm
+from stepsplit.analyzer.split.kernel_shapes import is_backward, parse_gemm
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
@@ -197,9 +202,13 @@ def find_forward_places(
     start, end = events.start_ns[rows], events.ends_of(rows)
     texts, shape_ids = trace.shapes.texts, trace.shapes.find_ids(rows).tolist()
     sizes = [find_size(texts[number]) if number >= 0 else None for number in shape_ids]
-    if has_engine(events):
+    has_ranges = has_engine(events)
+    if has_ranges:
         messages_ns = messages_ns[:0]
-    begins = _find_pass_begins(events, letters, start, messages_ns)
+    # Without autograd's ranges its thread shows by its launches when a backward runs.
+    backward_ns = messages_ns[:0] if has_ranges else find_backward_spans(trace).start_ns
+    turns_ns = np.concatenate((messages_ns, backward_ns))
+    begins = _find_pass_begins(events, letters, start, turns_ns)
     between = _OpsBetween(
         *(
             np.sort(events.start_ns[on_host & events.match_names(pattern)])
@@ -214,11 +223,16 @@ def find_forward_places(
     edges: list[tuple[int, Place]] = []
     for low, high in pairwise([*begins, len(letters)]):
         one = slice(low, high)
+        # A backward on the thread of its forward (a CPU's) is of no forward.
+        names = (events.names[number] for number in events.name_id[rows[one]].tolist())
+        if not has_ranges and any(map(is_backward, names)):
+            continue
         places = label_by_sizes(letters[one], sizes[one])
         if places is None:
             continue
-        if len(messages_ns):
-            # Passes that follow each other without a message look like one of more layers.
+        is_apart = has_ranges or len(backward_ns) or _is_whole(letters[one], places)
+        if len(messages_ns) or not is_apart:
+            # Passes that nothing separates look like one of more layers.
             places = [(NO_LAYER, kind) for _, kind in places]
         edges += zip(start[one].tolist(), places, strict=True)
         edges += between.list_edges(letters[one], places, start[one], end[one])
@@ -235,6 +249,12 @@ def find_forward_places(
     return ForwardPlaces(
         np.array([at for at, _ in edges], dtype=np.int64), tuple(place for _, place in edges)
     )
+
+
+def _is_whole(letters: str, places: Sequence[Place]) -> bool:
+    """Whether a pass shows by its own items where it begins or ends: microbatches without an
+    embedding, a head and a loss, as of a stage in the middle, cannot be told from layers."""
+    return EMBEDDING in letters or LOSS in letters or (NO_LAYER, PartKind.HEAD) in places
 
 
 def _find_layer_ops(events: Events, on_host: Bool) -> tuple[Int64, str]:
@@ -261,12 +281,13 @@ _MARKERS = tuple(prefix for prefixes in MARKERS for prefix in prefixes)
 
 
 def _find_pass_begins(
-    events: Events, letters: str, start_ns: Int64, messages_ns: Int64
+    events: Events, letters: str, start_ns: Int64, turns_ns: Int64
 ) -> list[int]:
     """The first item of each forward pass.
 
     A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next
-    embedding; where autograd has no ranges, at messages, which may also be issued within a pass.
+    embedding; where autograd has no ranges, at turns_ns: the backwards of another thread, and
+    messages, which may also be issued within a pass.
     """
     says_begin = events.name_mask(
         tuple(
@@ -280,7 +301,7 @@ def _find_pass_begins(
     )
     # The device's copy of a step's mark begins while the host is in the middle of a pass.
     is_mark = says_begin & events.is_category(Category.OP, Category.ANNOTATION)
-    marked_ns = np.sort(np.concatenate((events.start_ns[is_mark], messages_ns)))
+    marked_ns = np.sort(np.concatenate((events.start_ns[is_mark], turns_ns)))
     number = np.searchsorted(marked_ns, start_ns, side="right").tolist()
     begins = [0]
     for i, (before, letter) in enumerate(pairwise(letters), 1):

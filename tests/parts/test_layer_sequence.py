@@ -172,6 +172,61 @@ def test_the_microbatches_of_a_stage_are_no_further_layers(tmp_path: Path) -> No
     assert placed == {(None, "norm"): 80, (None, "attention"): 120, (None, "mlp"): 80}
 
 
+OPS = {"N": ("aten::layer_norm", "layer_norm_kernel"), "G": ("aten::linear", "nvjet_tst"),
+       "A": ("aten::_flash_attention_forward", "flash_fwd")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("thread", "layers"), [(BACKWARD, 2), (MAIN, 0)])
+def test_accumulated_microbatches_are_no_further_layers(
+    thread: int, layers: int, tmp_path: Path
+) -> None:
+    """Without autograd's ranges, embedding and loss, only autograd's own thread shows where the
+    forward of a microbatch ends; on one thread a backward is no part of a forward."""
+    trace, at = GpuTrace(), 0
+    for step in (1, 2):
+        begin = at
+        for _ in range(3):
+            for letter in "NGAGNGG" * 2:
+                op, kernel = OPS[letter]
+                trace.op(op, at, at + 4)
+                trace.launch(kernel, (at + 1, at + 2), (at + 3, at + 9))
+                at += 10
+            for _ in range(4):
+                trace.op("aten::_flash_attention_backward", at, at + 4, tid=thread)
+                trace.launch("flash_bwd", (at + 1, at + 2), (at + 3, at + 19), tid=thread)
+                at += 20
+        trace.step(step, begin, at)
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert report.part_evidence is not None and report.part_evidence.layers == layers
+    compute = {
+        (row.layer, row.part, row.phase): row.compute_ns // 6_000
+        for row in report.parts
+        if row.compute_ns
+    }
+    backward = {(None, "attention", "backward"): 32}
+    of_layer = {"norm": 6, "attention": 9, "mlp": 6}
+    if layers:
+        forward = {(n, kind, "forward"): count for n in range(2) for kind, count in of_layer.items()}
+        assert compute == forward | backward
+    else:
+        # A product says neither its part nor its pass.
+        known = {(None, "norm", "forward"): 12, (None, "attention", "forward"): 6}
+        assert compute == known | backward | {(None, "other", "other"): 24}
+
+
+def test_forwards_that_nothing_separates_have_kinds_and_no_layers(tmp_path: Path) -> None:
+    """Three forwards of a layer each, or one of three: the recording does not say."""
+    trace = CpuTrace().step(1, 0, 105)
+    for place, letter in enumerate("NGAGNGG" * 3):
+        trace.op(OPS[letter][0].replace("flash", "scaled_dot_product"), 5 * place, 5 * place + 5)
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert report.part_evidence is not None and report.part_evidence.layers == 0
+    placed = {(row.layer, row.part): row.total_ns // 1000 for row in report.parts}
+    assert placed == {(None, "norm"): 30, (None, "attention"): 45, (None, "mlp"): 30}
+
+
 OF_LAYER = ("rms_norm_kernel", "nvjet_tst_a", "flash_fwd_kernel", "nvjet_tst_b", "vectorized_add",
             "rms_norm_kernel", "nvjet_tst_c", "silu_mul", "nvjet_tst_d")  # fmt: skip
 FORWARD = ("embedding_kernel", *OF_LAYER * 3, "rms_norm_kernel", "nvjet_tst_h", "nll_loss_forward")

@@ -498,6 +498,8 @@ class Note:
 
 
 UNKNOWN_CATEGORIES = "unknown_categories"
+
+WORLD_SIZE_UNKNOWN = "world_size_unknown"
 """Code of the note on a trace without events of torch.profiler's categories."""
 
 

@@ -280,9 +280,7 @@ def _find_layer_ops(events: Events, on_host: Bool) -> tuple[Int64, str]:
 _MARKERS = tuple(prefix for prefixes in MARKERS for prefix in prefixes)
 
 
-def _find_pass_begins(
-    events: Events, letters: str, start_ns: Int64, turns_ns: Int64
-) -> list[int]:
+def _find_pass_begins(events: Events, letters: str, start_ns: Int64, turns_ns: Int64) -> list[int]:
     """The first item of each forward pass.
 
     A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next

@@ -33,6 +33,7 @@ from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.overlap import Overlap
 from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
 from stepsplit.analyzer.split.strategy import Strategy
+from stepsplit.analyzer.trace import WORLD_SIZE_UNKNOWN
 
 if TYPE_CHECKING:
     pass
@@ -274,6 +275,13 @@ class Run(Struct, frozen=True):
 
 UNKNOWN_HOST = "unknown"
 """Stands for the host of ranks whose recording names none."""
+
+
+def find_world_size(report: Report) -> int | None:
+    """The number of ranks of the job; None if the recording does not say it, and `run.world_size`
+    is only as large as the ranks that it has."""
+    is_unknown = any(row.code == WORLD_SIZE_UNKNOWN for row in report.warnings)
+    return None if is_unknown else report.run.world_size
 
 
 def format_hosts(run: Run) -> str:

@@ -61,6 +61,7 @@ from stepsplit.analyzer.split.work import Work, collect_work
 from stepsplit.analyzer.split.world_group import assign_world_group, drop_lone_calls
 from stepsplit.analyzer.trace import (
     COMPILES,
+    WORLD_SIZE_UNKNOWN,
     Category,
     Group,
     Lack,
@@ -265,14 +266,19 @@ def _collect_notes(
     matched: MatchedCalls,
 ) -> tuple[Note, ...]:
     traces = usable.traces
+    present = {trace.rank for trace in traces} | {note.rank for note in usable.left_out}
+    world_size = max(trace.world_size for trace in traces)
+    missing = [rank for rank in range(world_size) if rank not in present]
+    # A rank may be known by the name of a file alone: it is no size of a job, unless only some
+    # numbers below it are missing.
+    unsized = [any(note.code == WORLD_SIZE_UNKNOWN for note in trace.notes) for trace in traces]
+    is_unknown = all(unsized) and len(missing) >= len(present)
     rank_notes = [
         replace(note, rank=trace.rank)
         for trace, found in zip(traces, steps, strict=True)
         for note in (*trace.notes, *found.notes)
+        if note.code != WORLD_SIZE_UNKNOWN or is_unknown
     ]
-    present = {trace.rank for trace in traces} | {note.rank for note in usable.left_out}
-    world_size = max(trace.world_size for trace in traces)
-    missing = [rank for rank in range(world_size) if rank not in present]
     unmatched = []
     for i, trace in enumerate(traces):
         # Calls of steps before the recording have no counterparts and need none.
@@ -284,7 +290,7 @@ def _collect_notes(
             )
             unmatched.append(Note("unmatched", text, trace.rank))
     absent = []
-    if missing:
+    if missing and not is_unknown:
         text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
         absent.append(
             Note("ranks_missing", text + units.format_number_list(missing), lack=Lack.RANKS)

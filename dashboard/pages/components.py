@@ -14,7 +14,7 @@ from plotly.graph_objects import Figure
 from stepsplit.analyzer.bucket_styles import BUCKET_STYLES, BucketStyle
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.headline import round_parts, round_shares, summarize
-from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Report, format_hosts
+from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Report, find_world_size, format_hosts
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
@@ -114,11 +114,12 @@ def build_cards(report: Report) -> html.Div:
 
 def format_subtitle(report: Report) -> str:
     """One line on the run: ranks, hosts, mesh, versions; unknown values are left out."""
-    run = report.run
+    run, world_size = report.run, find_world_size(report)
+    of_all = "an unknown number of" if world_size is None else f"{world_size:,}"
     schedule = (report.pipeline.schedule if report.pipeline else None) or ""
     mesh = None if run.mesh is None else " ".join(f"{part.axis}{part.size}" for part in run.mesh)
     parts = [
-        f"{len(run.ranks):,} of {run.world_size:,} ranks",
+        f"{len(run.ranks):,} of {of_all} ranks",
         format_hosts(run),
         run.device,
         mesh if mesh is None else f"mesh {mesh} (from {run.mesh_source or 'unknown'})",

@@ -28,6 +28,7 @@ from stepsplit.analyzer.report.report import (
     GroupRow,
     Report,
     SameCalls,
+    find_world_size,
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
@@ -546,7 +547,7 @@ _WAITS = {"measured": "measured", "partly": "partly estimated", "estimated": "es
 def build_coverage(report: Report) -> list[html.Section]:
     """How completely waits are measured on each axis; empty if all of them are."""
     run, missing = report.run, ""
-    absent = sorted(set(range(run.world_size)) - set(run.ranks))
+    absent = sorted(set(range(find_world_size(report) or 0)) - set(run.ranks))
     if absent:
         runs = group_consecutive(absent)
         named = ", ".join(

@@ -34,6 +34,7 @@ from stepsplit.analyzer.report.report import (
     Report,
     WarningRow,
     compute_token_rate,
+    find_world_size,
     format_hosts,
     merge_groups,
 )
@@ -74,10 +75,10 @@ def build_report_screen(report: Report, all_parts: bool = False) -> RenderableTy
     """The whole screen of a report, for a rich console of any width from 80 columns; with all_parts
     also the parts by layer and the kernels."""
     summary = report.summary or summarize(report.steps, report.exposed)
-    run = report.run
+    run, world_size = report.run, find_world_size(report)
     known = (
         f"run {run.name}",
-        f"{run.world_size} x {run.device} ({format_hosts(run)})",
+        f"{world_size or len(run.ranks)} x {run.device} ({format_hosts(run)})",
         " ".join(f"{a.axis} {a.size}" for a in run.mesh) if run.mesh else "mesh unknown",
         run.backend or "",
         f"torch {run.torch}" if run.torch else "",
@@ -163,7 +164,8 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
             reasons.append(f"#{number} {' or '.join(why.values())}{on}")
     steps = f"steps {len(full)} of {len(numbers)} used"
     steps += f" (left out: {', '.join(reasons)})" if reasons else ""
-    ranks = f"{len(report.run.ranks)} of {report.run.world_size} ranks"
+    of_all = find_world_size(report)
+    ranks = f"{len(report.run.ranks)} of {of_all or 'an unknown number of'} ranks"
     first = (steps, ranks, format_clock_error(report))
     second = []
     if summary is not None:

@@ -207,7 +207,9 @@ def test_accumulated_microbatches_are_no_further_layers(
     backward = {(None, "attention", "backward"): 32}
     of_layer = {"norm": 6, "attention": 9, "mlp": 6}
     if layers:
-        forward = {(n, kind, "forward"): count for n in range(2) for kind, count in of_layer.items()}
+        forward = {
+            (n, kind, "forward"): count for n in range(2) for kind, count in of_layer.items()
+        }
         assert compute == forward | backward
     else:
         # A product says neither its part nor its pass.

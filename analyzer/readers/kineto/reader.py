@@ -45,7 +45,13 @@ from stepsplit.analyzer.readers.rank_traces import (
 )
 from stepsplit.analyzer.readers.sources import DiskFile, Source, make_absolute
 from stepsplit.analyzer.readers.workers import Progress, Task, Workers, count_workers, run_all
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, RankTrace
+from stepsplit.analyzer.trace import (
+    DEVICE_CATEGORIES,
+    WORLD_SIZE_UNKNOWN,
+    Category,
+    Note,
+    RankTrace,
+)
 
 LEAST_CACHED_BYTES = 16 << 20
 """Smaller files are not cached: reading them is as fast as importing pyarrow, as the cache does."""
@@ -258,6 +264,12 @@ def build_rank_trace(
         notes = (*notes, *more)
     elif flight:
         found = number_device_calls(found, flight, rows.t0_unix_ns)
+    if info.world_size <= rank and not any(group.ranks for group in found.groups):
+        text = (
+            "nothing in the file says how many ranks the job has: whether there are others than "
+            "those recorded cannot be told"
+        )
+        notes = (*notes, Note(WORLD_SIZE_UNKNOWN, text))
     return RankTrace(
         source=Path(where),
         rank=rank,

@@ -253,7 +253,7 @@ def find_forward_places(
 
 def _is_whole(letters: str, places: Sequence[Place]) -> bool:
     """Whether a pass shows by its own items where it begins or ends: microbatches without an
-    embedding, a head and a loss, as of a stage in the middle, cannot be told from layers."""
+    embedding, a head and a loss, as of a stage in the middle, look like layers."""
     return EMBEDDING in letters or LOSS in letters or (NO_LAYER, PartKind.HEAD) in places
 
 

@@ -266,8 +266,8 @@ def build_rank_trace(
         found = number_device_calls(found, flight, rows.t0_unix_ns)
     if info.world_size <= rank and not any(group.ranks for group in found.groups):
         text = (
-            "nothing in the file says how many ranks the job has: whether there are others than "
-            "those recorded cannot be told"
+            "nothing in the file says how many ranks the job has: whether other ranks are missing is "
+            "unknown"
         )
         notes = (*notes, Note(WORLD_SIZE_UNKNOWN, text))
     return RankTrace(

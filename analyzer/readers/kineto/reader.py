@@ -266,7 +266,7 @@ def build_rank_trace(
         found = number_device_calls(found, flight, rows.t0_unix_ns)
     if info.world_size <= rank and not any(group.ranks for group in found.groups):
         text = (
-            "nothing in the file says how many ranks the job has: whether other ranks are missing is "
+            "nothing in the file says how many ranks the job has: whether some are missing is "
             "unknown"
         )
         notes = (*notes, Note(WORLD_SIZE_UNKNOWN, text))

@@ -571,17 +571,17 @@ def fit_attention_rate(runs: Sequence[CalibrationSample]) -> AttentionRate | Non
     halves = [[one for one in samples if one.backward == backward] for backward in (False, True)]
     if not all(halves) or not runs[0].job.training.flash_attention:
         return None
-    rates, starts = zip(*(_fit_half(half, hardware.family) for half in halves), strict=True)
+    rates, starts = zip(*(_fit_half(half, hardware) for half in halves), strict=True)
     peak = hardware.peak_flops_per_s("bf16" if dtype == "fp8" else dtype) or math.inf
     if max(rates) > MAX_OVER_PEAK * peak:
         return None
     return AttentionRate(rates[0], rates[1], starts[0], starts[1])
 
 
-def _fit_half(samples: Sequence[AttentionSample], family: str) -> tuple[float, float]:
+def _fit_half(samples: Sequence[AttentionSample], hardware: HardwareConfig) -> tuple[float, float]:
     """The rate of one pass in FLOP/s, and the start tokens of the kernel that ran longest."""
     longest = max(samples, key=lambda one: one.took_ns)
-    published = load_attention_rate(cast(AttentionKernel, longest.kernel), family)
+    published = load_attention_rate(cast(AttentionKernel, longest.kernel), hardware.family)
     start = 0.0
     if published is not None:
         rate = published.rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -136,10 +136,10 @@ def check_device(run: str, device: str, hardware: HardwareConfig) -> str:
     another family.
     """
     preset = find_preset(device)
+    stated = hardware.family
     # A device without a preset is some GPU.
-    is_other = load_device(hardware.family).processor
-    if preset is not None:
-        is_other = load_hardware(preset).family != hardware.family
+    recorded = load_hardware(preset).family if preset is not None else ""
+    is_other = recorded != stated if recorded else load_device(stated).processor
     if is_other:
         raise UsageError(
             f"different hardware: {run} ran on {preset or device or 'a GPU'}, [hardware] is"
@@ -164,10 +164,10 @@ def collect_stages(recording: Recording, split: RunSplit) -> tuple[StageSample, 
         median_split = Split(*(int(ns) for ns in columns))
         rows = sum_kernel_families([rank.trace for rank in ranks], [rank.windows for rank in ranks])
         total_ns = sum(row.total_ns for row in rows) or 1
-        products, attention = (
-            sum(row.total_ns for row in rows if row.family == family) / total_ns
-            for family in (PRODUCTS, ATTENTION)
-        )
+        family_ns = Counter[str]()
+        for row in rows:
+            family_ns[row.family] += row.total_ns
+        products, attention = family_ns[PRODUCTS] / total_ns, family_ns[ATTENTION] / total_ns
         present = {rank.trace.rank for rank in ranks}
         peaks = [
             record.memory.peak_allocated_bytes

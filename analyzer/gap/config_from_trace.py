@@ -155,7 +155,7 @@ def list_missing_keys(
         case "training":
             batch = () if "microbatches" in table else ("global_batch",)
             required = ("seq_len", "micro_batch", *batch)
-        case "hardware" if "family" not in table:
+        case "hardware" if not {"family"} & table.keys():
             required = ("preset",)
     return tuple(key for key in required if key not in table)
 

@@ -104,8 +104,10 @@ def _list_attention_kernels(job: JobConfig) -> Iterable[Change]:
     chosen, known = choose_attention_kernel(job), list_attention_kernels(family)
     rate = load_attention_rate(chosen, family)
     for kernel in ("flash-2", "flash-3", "flash-4", "cudnn"):
-        other = load_attention_rate(kernel, family) if kernel in known else None
-        if other is None or rate is None or kernel == chosen:
+        if kernel == chosen or kernel not in known:
+            continue
+        other = load_attention_rate(kernel, family)
+        if other is None or rate is None:
             continue
         is_slow = 2 * other.rate.forward_flops_per_s < rate.rate.forward_flops_per_s
         if job.profile.model.eager or not is_slow:

@@ -94,7 +94,9 @@ def decode_hardware(
         rates = table.get_subtable(link)
         _check_fraction(rates, "ring", "of the link's rate", _MIN_FRACTION, 1.0, mistakes)
     _check_learned(table.get_subtable("learned"), family, memory_bytes, mistakes)
-    default_efficiency = known.efficiency if family == known.family else load_efficiency(family)
+    # The device's own constants go before those of its family, unless another one is stated.
+    own_efficiency = {known.family: known.efficiency}
+    default_efficiency = own_efficiency.get(family) or load_efficiency(family)
     peaks_flops_per_s = _decode_peaks(table, known, mistakes)
     _check_attention(table, dict(peaks_flops_per_s), mistakes)
     decoded: dict[str, Any] = {
@@ -474,13 +476,16 @@ def _load_kernels() -> dict[tuple[str, str], KernelRate]:
     kinds = {**collect_kinds(AttentionRate), **own, "source": str, "whole_backward": bool}
     kernels = {}
     for kernel in presets.values:
-        for family in presets.get_subtable(kernel).values:
-            stated = decode_keys(presets.get_subtable(kernel).get_subtable(family), kinds, mistakes)
+        table = presets.get_subtable(kernel)
+        for architecture in table.values:
+            stated = decode_keys(table.get_subtable(architecture), kinds, mistakes)
             rate = AttentionRate(**select_fields(AttentionRate, stated))
             narrow = stated.get("narrow", 1.0)
             backward = stated.get("narrow_backward", narrow)
             whole = stated.get("whole_backward", False)
-            kernels[kernel, family] = KernelRate(rate, stated["peak"], narrow, backward, whole)
+            kernels[kernel, architecture] = KernelRate(
+                rate, stated["peak"], narrow, backward, whole
+            )
     mistakes.raise_all()
     return kernels
 

@@ -26,6 +26,7 @@ from stepsplit.analyzer.model.key_aliases import (
     is_same_value,
     replace_key_aliases,
 )
+from stepsplit.analyzer.model.profile import load_frameworks
 
 JOB_KIND = "job"
 """The word of --from for a job.toml."""
@@ -139,10 +140,12 @@ def read_job_tables(
     for one in (*typed, settled.stated):
         check_relations(one, merged, mistakes)
     mistakes.raise_all()
-    eager_under = {name for own in kinds if own is not None for name in own.eager_under}
     training = merged.get("training", {})
-    is_eager = isinstance(training, dict) and training.get("framework") in eager_under
-    if is_eager and not {"unfused", "compile"} & training.keys():
+    profile = None
+    if isinstance(training, dict) and any(own.of_transformers for own in kinds if own is not None):
+        profile = load_frameworks().get(str(training.get("framework")))
+    is_split = profile is not None and profile.model.splits_transformers
+    if is_split and not {"unfused", "compile"} & training.keys():
         training["unfused"] = list(TRANSFORMERS_UNFUSED)
         notes.append(
             f"training: {', '.join(TRANSFORMERS_UNFUSED)} as unfused, as transformers runs them;"

@@ -463,10 +463,10 @@ def replace_key_aliases(
             if repr(ours) != repr({key: value}):
                 (said,), read = format_toml_lines({key: value}), ", ".join(format_toml_lines(ours))
                 notes.append(f"{name}: {said} as {read or 'nothing'}")
-        for program, stated in read_from.items():
+        for writer, stated in read_from.items():
             for key, value in stated.get(name, {}).items():
                 if not is_same_value(key, converted.setdefault(key, value), value):
-                    problem = f"is said by settings of {program}, too, with another value"
+                    problem = f"is said by settings of {writer}, too, with another value"
                     mistakes.append(
                         table.get_subtable(name).build_error(key, problem, "remove one of them")
                     )
@@ -543,7 +543,9 @@ def _find_trainer(sections: dict[str, Any], notes: list[str]) -> None:
     if not isinstance(training, Mapping) or not isinstance(layout, Mapping):
         return
     is_trainer = "per_device_train_batch_size" in training and layout.keys() <= {"gpus", "nodes"}
-    if is_trainer and "framework" not in training and _DEEPSPEED not in sections:
+    # Whoever names what trains it needs no guess.
+    named = {"framework"} & training.keys() | {_DEEPSPEED} & sections.keys()
+    if is_trainer and not named:
         sections["training"] = {**training, "framework": "huggingface"}
         notes.append('training: per_device_train_batch_size as of framework = "huggingface"')
 

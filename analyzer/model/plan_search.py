@@ -261,12 +261,12 @@ def _bound_part(
     memory = LayoutMemory(with_margin=with_margin)
     queue: list[QueuedLayout] = []
     order: dict[tuple[int, ...], int] = {}
-    for number, family in enumerate(list_families(job, gpus, keep)):
-        axes = family.layout
+    for number, jobs in enumerate(list_families(job, gpus, keep)):
+        axes = jobs.layout
         key = (axes.tp, axes.pp, axes.cp, axes.ep)
         if order.setdefault(key, len(order)) % parts != part:
             continue
-        _filter_family(layouts, family, memory)
+        _filter_family(layouts, jobs, memory)
         queue += [
             QueuedLayout(bound.compute_step_ns(one), number, place, one)
             for place, one in enumerate(layouts.fitting[len(queue) :])
@@ -315,8 +315,8 @@ class FilteredLayouts:
 def find_nearest(job: JobConfig, gpus: int, keep: frozenset[str]) -> FilteredLayouts:
     """Where no layout fits: the one that is closest to fitting."""
     layouts, memory = FilteredLayouts(), LayoutMemory(whole=True)
-    for family in list_families(job, gpus, keep):
-        _filter_family(layouts, family, memory)
+    for jobs in list_families(job, gpus, keep):
+        _filter_family(layouts, jobs, memory)
     return layouts
 
 
@@ -352,17 +352,17 @@ class LayoutMemory:
         return compute_peak_bytes(job, states, self.layers[key], self.with_margin)
 
 
-def _filter_family(layouts: FilteredLayouts, family: JobFamily, memory: LayoutMemory) -> None:
+def _filter_family(layouts: FilteredLayouts, jobs: JobFamily, memory: LayoutMemory) -> None:
     """Filter the jobs of a family; stop at the first that is too big.
 
     The last one may still fit if it is a single microbatch: without gradient accumulation FSDP
     needs no fp32 sums.
     """
-    for done, job in enumerate(family, 1):
+    for done, job in enumerate(jobs, 1):
         if _filter_job(layouts, job, memory):
             continue
-        larger = len(family) - done
-        if larger and (last := family[-1]).microbatches == 1:
+        larger = len(jobs) - done
+        if larger and (last := jobs[-1]).microbatches == 1:
             _filter_job(layouts, last, memory)
             larger -= 1
         layouts.too_big += larger

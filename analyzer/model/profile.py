@@ -87,6 +87,8 @@ class FrameworkModel:
         eager: Whether a model of plain PyTorch runs operation by operation, unless compiled.
         transformers: Whether the model is one of transformers: always, if it is plain (RMS norms,
             and the job states no kernels), or never.
+        splits_transformers: Whether one that a config.json describes runs operation by operation,
+            unlike the framework's own layers.
         vocabulary_multiple: The vocabulary is padded to a multiple of this times tp; 0: not.
         odd_vocabulary: Whether the head's rows may be no multiples of 16 bytes.
         adapters: Adapters of each linear layer by itself ("peft"), or, with collectives of their
@@ -100,6 +102,7 @@ class FrameworkModel:
     casts: Literal["weights", "autocast", "fsdp"] = "weights"
     eager: bool = False
     transformers: Literal["always", "plain", "never"] = "never"
+    splits_transformers: bool = False
     vocabulary_multiple: Natural = 0
     odd_vocabulary: bool = False
     adapters: Literal["parallel", "peft"] = "parallel"

@@ -220,5 +220,5 @@ KIND = JobFileKind(
     _recognize,
     _read,
     frozenset({"training.recompute"}),
-    frozenset({"deepspeed"}),
+    of_transformers=True,
 )

@@ -96,8 +96,7 @@ class JobFileKind:
     name: the word of --from. title: what it is in messages. recognize: whether a file is of the
     kind. read: states the keys of job.toml that it says; raises DataError for a file that it cannot
     be. unsaid: keys that every job has a value for, which files of the kind have no word for.
-    eager_under: frameworks whose own layers are fused, and that run a model of this kind operation
-    by operation.
+    of_transformers: whether the model that it describes is one of transformers.
     """
 
     name: str
@@ -105,7 +104,7 @@ class JobFileKind:
     recognize: Callable[[JobFile], bool]
     read: Callable[[JobFile, JobTablesBuilder], None]
     unsaid: frozenset[str] = frozenset()
-    eager_under: frozenset[str] = frozenset()
+    of_transformers: bool = False
 
 
 # Values as the files write them.

@@ -458,7 +458,8 @@ def _build_default_model(
 ) -> ModelConfig:
     """Builds the default model of a table without a preset."""
     hidden, heads, gated = stated.get("hidden", 1), stated.get("heads", 1), stated.get("gated")
-    if hidden % heads and "head_size" not in stated:
+    # A size that is missing is said once, without what follows from it.
+    if hidden % heads and {"hidden", "heads"} <= stated.keys() and "head_size" not in stated:
         problem = f"hidden ({hidden}) must be divisible by heads ({heads})"
         mistakes.append(table.build_error("heads", problem, "fix one of them or give head_size"))
     return ModelConfig(

@@ -207,14 +207,48 @@ def _read_gpu(value: object) -> Mapping[str, object]:
     return {"preset": name}
 
 
+_INFINIBAND = {"100": "edr", "200": "hdr", "400": "ndr", "800": "xdr"}
+"""InfiniBand's generations, by the Gb/s of a port."""
+
+
+def _read_link(value: object) -> Mapping[str, object]:
+    """A link by its kind and rate ("400G InfiniBand", "RoCE 200 Gb/s") or generation ("IB NDR"); of
+    NDR200 the rate goes first, for its ports are half as fast."""
+    if not isinstance(value, str):
+        return {"nodes_link": value}
+    words = re.findall(r"[a-z]+|\d{1,4}", value.lower())
+    named = [rate for rate, generation in _INFINIBAND.items() if generation in words]
+    rate = next(filter(str.isdigit, words), named[0] if named else "")
+    if named or {"ib", "infiniband"} & {*words}:
+        known = f"ib-{_INFINIBAND[rate]}-{rate}" if rate in _INFINIBAND else value
+    else:
+        kind = next((one for one in ("roce", "ethernet") if one in words), "")
+        known = f"{kind}-{rate}" if kind and rate else value
+    return {"nodes_link": known}
+
+
 SEQUENCE_LENGTHS = (
     "seq_length", "sequence_length", "max_seq_length", "max_seq_len", "max_length", "block_size",
     "sequence_len",
 )  # fmt: skip
 
-LOCAL_BATCHES = ("local_batch_size", "device_batch_size")
+LOCAL_BATCHES = (
+    "local_batch_size", "device_batch_size", "batch_size_per_gpu", "batch_size_per_device",
+    "per_gpu_batch_size",
+)  # fmt: skip
 """Sequences of a rank at once, if no pipeline splits them into microbatches: torchtitan's
 local_batch_size is of a forward without a pipeline, of all its microbatches with one."""
+
+_ACCUMULATIONS = (
+    "gradient_accumulation_steps", "gas", "grad_accum", "grad_accum_steps", "gradient_accumulation",
+    "accumulate_grad_batches",
+)  # fmt: skip
+"""Microbatches of a step."""
+
+_CHECKPOINTING = (
+    "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing",
+    "checkpoint_activations",
+)  # fmt: skip
 
 _TIMELESS = (
     "lr", "learning_rate", "min_lr", "weight_decay", "warmup_steps", "warmup_ratio",
@@ -257,7 +291,10 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "num_experts_per_tok": _rename("top_k"),
         "moe_router_topk": _rename("top_k"),
         "moe_intermediate_size": _rename("expert_ffn"),
-        **dict.fromkeys(("name_or_path", "model_name_or_path"), _read_model_preset),
+        **dict.fromkeys(
+            ("name_or_path", "model_name_or_path", "model_name", "hf_name", "hf_model"),
+            _read_model_preset,
+        ),
     },
     "parallel": {
         "fsdp": _read_fsdp,
@@ -296,17 +333,16 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "train_batch_size": _rename("global_batch"),
         "gbs": _rename("global_batch"),
         "global_batch_size": _rename("global_batch"),
-        "gas": _rename("microbatches"),
-        "gradient_accumulation_steps": _rename("microbatches"),
+        **dict.fromkeys(_ACCUMULATIONS, _rename("microbatches")),
         **dict.fromkeys(SEQUENCE_LENGTHS, _rename("seq_len")),
-        "precision": _rename("dtype"),
+        **dict.fromkeys(("precision", "mixed_precision"), _rename("dtype")),
+        "torch_compile": _rename("compile"),
         "bf16": _read_dtype_flag("bf16"),
         "fp16": _read_dtype_flag("fp16"),
         "fp8": _read_dtype_flag("fp8"),
         "fp8_recipe": _read_fp8_recipe,
         "torch_dtype": _rename("dtype"),
-        "activation_checkpointing": _read_checkpointing,
-        "gradient_checkpointing": _read_checkpointing,
+        **dict.fromkeys(_CHECKPOINTING, _read_checkpointing),
         "dropout": _read_dropout,
         "flash_attn": _rename("flash_attention"),
         "attn_implementation": _read_attention,
@@ -314,12 +350,21 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         **dict.fromkeys(("offload_optimizer", "optimizer_offload"), _read_offload),
         **dict.fromkeys(_TIMELESS, _read_nothing),
     },
-    "hardware": {"gpu": _read_gpu, "device": _read_gpu, "power_limit": _rename("power_watts")},
+    "hardware": {
+        "gpu": _read_gpu,
+        "device": _read_gpu,
+        "power_limit": _rename("power_watts"),
+        **dict.fromkeys(("network", "interconnect"), _read_link),
+    },
 }
 """By table of a job.toml: a key of other programs, and what it is here."""
 
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
-    "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"},
+    "dtype": {
+        "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8",
+        # Lightning's words.
+        "bf16-mixed": "bf16", "16-mixed": "fp16",
+    },
     "dispatcher": {"alltoall": "all-to-all"},
     "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
     "schedule": {
@@ -330,7 +375,8 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
 """Aliases of values, by key; those of frameworks are in frameworks.toml."""
 
 _PRESETS: Mapping[str, Mapping[str, Convert]] = {
-    "model": {"preset": _read_model_preset}, "hardware": {"preset": _read_gpu},
+    "model": {"preset": _read_model_preset},
+    "hardware": {"preset": _read_gpu, "nodes_link": _read_link},
     "training": {"optimizer": _read_optimizer, "recompute": _read_recompute},
 }  # fmt: skip
 """Our keys whose words other programs write in another way."""
@@ -358,11 +404,12 @@ _TABLE_NAMES = {
 
 HINTS: Mapping[str, str] = {
     "strategy": "write zero = 3 for FSDP, zero = 0 for DDP",
+    "hidden_dim": "write hidden (width of the model) or ffn (of an MLP)",
+    "mlp_ratio": "write ffn (mlp_ratio times hidden)",
     "batch_size": "write micro_batch (sequences of a rank at once) or global_batch (of a step)",
     "distributed_optimizer": "write zero = 1",
     "total_batch_size": "write global_batch (sequences per step, of all ranks)",
     "cpu_offload": 'write offload = ["optimizer"], with "parameters" for FSDP, or "activations"',
-    **dict.fromkeys(("network", "interconnect"), 'write nodes_link = "ib-ndr-400" or another'),
 }
 """The fix of a key that stands for several of ours, or for a value of one."""
 
@@ -510,14 +557,16 @@ def _read_batch_size(table: TomlTable, sections: dict[str, Any], notes: list[str
     """Reads batch_size beside steps of accumulation as that of a microbatch. nanoGPT, which calls
     the length of a sequence block_size, counts the steps of all ranks (train.py divides them)."""
     training = dict(table.get_subtable("training").values)
-    size, steps = training.get("batch_size"), training.get("gradient_accumulation_steps")
+    size = training.get("batch_size")
+    accumulation = next((key for key in _ACCUMULATIONS if key in training), "")
+    steps = training.get(accumulation)
     has_micro_batch = {"micro_batch", "mbs", "micro_batch_size"} & training.keys()
     if type(size) is not int or type(steps) is not int or has_micro_batch:
         return
     read: dict[str, object] = {"micro_batch": size}
     said = {"batch_size": training.pop("batch_size")}
     if "block_size" in {**training, **table.get_subtable("model").values}:
-        said["gradient_accumulation_steps"] = training.pop("gradient_accumulation_steps")
+        said[accumulation] = training.pop(accumulation)
         read |= {"global_batch": size * steps, "framework": training.pop("framework", "ddp")}
     sections["training"] = {**training, **read}
     lines = (", ".join(format_toml_lines(one)) for one in (said, read))

@@ -261,6 +261,16 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} \\
 """
 
 
+def test_the_program_of_torchrun_belongs_to_no_flag(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.sh"
+    script.write_text(
+        "NNODES=4\ntorchrun --nproc_per_node 8 --nnodes $NNODES pretrain_gpt.py --num-layers 32"
+        " --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1"
+        " --global-batch-size 64 --vocab-size 32000 --tensor-model-parallel-size 4\n"
+    )
+    assert read_job(script, settings=["gpu=h100"]).parallel.world_size == 32
+
+
 def test_a_script_of_megatron_is_read_and_never_run(tmp_path: Path) -> None:
     job = read_job(write(tmp_path, "train.sh", SCRIPT), settings=["gpu=h100"])
     assert replace(job.model, name="llama-3.1-8b") == load_model("llama-3.1-8b")

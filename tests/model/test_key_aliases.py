@@ -845,3 +845,52 @@ def test_keys_before_the_tables_do_not_override_those_of_another_program(tmp_pat
     file.write_text("tp = 4\n" + TORCHTITAN)
     assert read_job(file).parallel.tp == 4
     assert read_job(file, settings=("tp=2", "dp_shard=8")).parallel.tp == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "link"),
+    [
+        ("400G InfiniBand", "ib-ndr-400"),
+        ("IB NDR", "ib-ndr-400"),
+        ("NDR200", "ib-hdr-200"),
+        ("RoCE 200 Gb/s", "roce-200"),
+        ("efa-p5", "efa-p5"),
+    ],
+)
+def test_a_network_by_its_kind_and_rate(words: str, link: str) -> None:
+    batch = "micro_batch = 1\nmicrobatches = 1"
+    plain = BESIDE.format(layout="", training=batch)
+    for key in ("network", "nodes_link"):
+        job = parse_job(f'{plain}{key} = "{words}"\n')
+        assert job.hardware.inter.name == link
+
+
+def test_a_network_without_a_rate_is_asked_for() -> None:
+    text = BESIDE.format(layout="", training="micro_batch = 1\nmicrobatches = 1")
+    with pytest.raises(DataError, match="'infiniband' is unknown; write ib-ndr-400"):
+        parse_job(f'{text}network = "infiniband"\n')
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "batch_size = 2\ngrad_accum = 4",
+        "batch_size_per_gpu = 2\ngrad_accum_steps = 4",
+        "per_gpu_batch_size = 2\naccumulate_grad_batches = 4",
+    ],
+)
+def test_microbatches_as_other_trainers_count_them(lines: str) -> None:
+    words = 'mixed_precision = "bf16-mixed"\ntorch_compile = true\ncheckpoint_activations = true'
+    training = parse_job(BESIDE.format(layout="", training=f"{lines}\n{words}")).training
+    assert (training.micro_batch, training.global_batch) == (2, 2 * 4 * 64)
+    assert (training.dtype, training.compile, training.recompute) == ("bf16", True, "full")
+
+
+def test_a_missing_size_is_named_once() -> None:
+    text = BESIDE.format(layout="", training="micro_batch = 1\nmicrobatches = 1")
+    sizes = "layers = 24\nheads = 16\nvocab = 50304\nhidden_dim = 2048"
+    with pytest.raises(DataError) as raised:
+        parse_job(text.replace('preset = "llama-3.1-70b"', sizes))
+    assert "write hidden (width of the model) or ffn (of an MLP)" in str(raised.value)
+    assert str(raised.value).count("hidden") == 4
+    assert "divisible" not in str(raised.value)

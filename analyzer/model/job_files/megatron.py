@@ -219,6 +219,9 @@ def _list_flags(words: list[str]) -> Iterator[tuple[str, Any]]:
         while not equals and position < len(words) and not words[position].startswith("--"):
             if words[position] in ("&&", "||", "|", ";", "&"):
                 break
+            if values and words[position].endswith(".py"):
+                # torchrun --nnodes 4 pretrain_gpt.py: the program, which no flag takes.
+                break
             values.append(words[position])
             position += 1
         yield _normalize(name), True if not values else values[0] if len(values) == 1 else values

@@ -355,6 +355,7 @@ ORDER = (
     layer_time.BUCKET_COPIES,
     layer_time.SEQUENCE_COPIES, layer_time.EARLY_STOP, layer_time.SELECTIVE_OPS,
     step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
+    step_time.NETWORK_SHARE,
     optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,
     offload.HOST_UPDATE, offload.TRANSFERS,
     host_time.HOST, host_time.HOST_CALLS, host_time.EXPERT_LAUNCH, step_time.STRAGGLERS, BOUND,

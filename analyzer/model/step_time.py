@@ -40,7 +40,7 @@ from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns, list_o
 from stepsplit.analyzer.model.parameters import StageParameters, select_trained
 from stepsplit.analyzer.model.prediction import Band, Communication
 from stepsplit.analyzer.model.profile import load_device
-from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_rank_chunks
+from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_rank_chunks, place_group
 from stepsplit.analyzer.model.schedule_graph import Costs
 from stepsplit.analyzer.model.schedule_time import (
     FRACTION,
@@ -51,6 +51,14 @@ from stepsplit.analyzer.model.schedule_time import (
 
 # The pipeline's window, bubbles and messages, from the times of its stages.
 
+NETWORK_SHARE = Formula(
+    "pipeline.network_share",
+    "a message between stages on different nodes takes 1 + u as long; u: for how much of the"
+    " filling and draining of the pipeline gathers of weights or reductions of gradients run over"
+    " nodes, too",
+    "two streams of data have half of a link each; own",
+)
+
 PIPELINE_STRATEGY = "pp"
 """The strategy of messages between pipeline stages."""
 
@@ -59,14 +67,17 @@ def compute_pipeline(
     job: JobConfig, stages: tuple[StageTime, ...], timed: dict[int, tuple[TimedMessage, ...]]
 ) -> PipelineResult:
     """Time the schedule with the stages' times, with and without its messages."""
-    real = time_pipeline(job, stages, compute_transfer_ns(timed))
+    shared = _compute_network_share(job, stages)
+    # Both get half of the link for as long as both use it.
+    real = time_pipeline(job, stages, compute_transfer_ns(timed) * (1 + shared))
     if job.parallel.pp == 1:
         return PipelineResult(real, 0.0, (0.0,))
     messages_ns = tuple(
         sum(e.time.ns for e in timed[s] if _is_pipeline_message(e)) for s in range(job.parallel.pp)
     )
     transfers_ns = real.makespan_ns - time_pipeline(job, stages, 0.0).makespan_ns
-    return PipelineResult(real, transfers_ns, messages_ns, (FRACTION, OVERHEAD))
+    formulas = (FRACTION, OVERHEAD, *(NETWORK_SHARE,) * bool(shared))
+    return PipelineResult(real, transfers_ns, messages_ns, formulas)
 
 
 def time_pipeline(
@@ -97,6 +108,26 @@ def compute_transfer_ns(timed: dict[int, tuple[TimedMessage, ...]]) -> float:
         (each.call.ns for stage in timed.values() for each in stage if _is_pipeline_message(each)),
         default=0.0,
     )
+
+
+def _compute_network_share(job: JobConfig, stages: tuple[StageTime, ...]) -> float:
+    """For how much of the pipeline's messages collectives of the gradients or weights use the same
+    link between nodes (NETWORK_SHARE), 0..1."""
+    if job.parallel.pp == 1 or place_group(job, "pp").nodes == 1:
+        return 0.0
+    last = _count_last_microbatches(job)
+    busy = 0.0
+    for stage in stages:
+        overlapped_ns = sum(
+            each.time.ns - each.exposed_ns
+            for each in stage.communication
+            if each.message.axis in DATA_AXES
+            and each.message.phase in ONCE_A_STEP
+            and place_group(job, each.message.axis).nodes > 1
+        )
+        busy = max(busy, min(1.0, overlapped_ns / (last * stage.compute_ns)))
+    # The schedule waits for messages while it fills and drains, for up to pp microbatches.
+    return busy * min(1.0, last / min(job.parallel.pp, job.microbatches))
 
 
 def list_pipeline_messages(
@@ -429,8 +460,9 @@ def _time_unit_copies(
 
 EXPOSED = Formula(
     "step.exposed",
-    "overlapped: max(first or last call, t_comm - concurrent compute), for what runs once per step"
-    " the compute of one microbatch, interleaved of pp (1 - 1/v); else all of t_comm",
+    "overlapped: max(first or last call + 16/multiprocessors of t_comm for gradients and weights,"
+    " t_comm - concurrent compute), for what runs once per step the compute of one microbatch,"
+    " interleaved of pp (1 - 1/v); else all of t_comm",
     "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7; Zhao et al., PyTorch FSDP,"
     " arXiv:2304.11277, section 3.3",
 )
@@ -443,6 +475,12 @@ DISPATCHER_PROCESSORS = {"all-to-all": 0, "deepep": 20, "hybridep": 16}
 """Multiprocessors that a dispatcher takes from the compute that overlaps it, which loses as much of
 the time: 20 of 132 in DeepSeek-V3 (arXiv:2412.19437, section 3.2.2), 16 by default in HybridEP
 (deepseek-ai/DeepEP, branch hybrid-ep)."""
+
+COLLECTIVE_PROCESSORS = 16
+"""The same of NCCL's collectives: one for each of the 16 channels that its log names on nodes of
+eight GPUs and NICs ("16 coll channels", NVIDIA/nccl issue 892; up to 24 in one node). It is not
+fitted: with 8 or 32 the published runs on 1,024 GPUs and more are 6.9 and 6.3 % off instead of 6.7,
+recipes of FSDP 3.6 and 3.9 % instead of 3.6."""
 
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
 
@@ -489,8 +527,11 @@ class OverlapCompute:
         step)."""
         pool = _find_pass(phase)
         pass_ns = self.backward_ns if pool == "backward" else self.forward_ns
-        last_share = self.last_microbatches / self.microbatches
-        return pool, pass_ns * last_share if phase in ONCE_A_STEP else pass_ns
+        return pool, pass_ns * self.find_window_share(phase)
+
+    def find_window_share(self, phase: str) -> float:
+        """The share of a pass that a phase can overlap."""
+        return self.last_microbatches / self.microbatches if phase in ONCE_A_STEP else 1.0
 
 
 def _find_pass(phase: str) -> str:
@@ -508,7 +549,8 @@ def compute_exposed_time(
     messages = tuple(timed)
     # Compute the exposed share of each group's time.
     groups = _group_by_overlap(job, messages)
-    used_ns: defaultdict[str, float] = defaultdict(float)
+    # By pass, and whether it runs once per step.
+    used_ns: defaultdict[tuple[str, bool], float] = defaultdict(float)
     shares = {}
     for key in sorted(groups, key=lambda each: OVERLAP_ORDER.index(each[0])):
         group = groups[key]
@@ -519,8 +561,11 @@ def compute_exposed_time(
             # Compute available for overlap: for context parallelism only attention's core, in a
             # ring without its last step, after which no message follows; in torch's forward only
             # the first.
-            free_ns = pass_ns - used_ns[pool]
             axis, phase = key
+            # What overlaps another axis in every microbatch is in this window for its share.
+            is_once = phase in ONCE_A_STEP
+            free_ns = pass_ns - used_ns[pool, True]
+            free_ns -= used_ns[pool, False] * compute.find_window_share(phase)
             if axis in ("cp", "ulysses"):
                 core_ns = compute.core_backward_ns if phase == "backward" else compute.core_ns
                 free_ns = min(
@@ -531,7 +576,7 @@ def compute_exposed_time(
                 1.0,
                 max(_compute_min_exposed_share(job, key, group, total_ns), 1 - room_ns / total_ns),
             )
-            used_ns[pool] += total_ns * (1 - shares[key])
+            used_ns[pool, is_once] += total_ns * (1 - shares[key])
     return tuple(
         Communication(
             each.message,
@@ -594,9 +639,10 @@ def _is_ring(job: JobConfig) -> bool:
 def _compute_min_exposed_share(
     job: JobConfig, key: OverlapGroup, group: list[TimedMessage], total_ns: float
 ) -> float:
-    """The share of the calls that cannot overlap: the first or last of a phase; in a ring the last
-    hop of the gradients of keys and values, one of 2 (c-1) calls in the backward, with torch one of
-    its c all_to_alls."""
+    """The share of the calls' time that cannot overlap: the first or last of a phase, and what the
+    compute beside the others loses by the multiprocessors that they take; in a ring the last hop of
+    the gradients of keys and values, one of 2 (c-1) calls in the backward, with torch one of its c
+    all_to_alls."""
     axis, phase = key
     if axis == "tp":
         return TENSOR_EXPOSED_SHARE
@@ -611,9 +657,7 @@ def _compute_min_exposed_share(
         return 0.0
     largest_ns = max(each.call.ns for each in group if each.message.count)
     # How often per step such calls start without concurrent compute.
-    return min(
-        1.0,
-        (1 if phase in ONCE_A_STEP or is_kept_gathered(job) else job.microbatches)
-        * largest_ns
-        / total_ns,
-    )
+    alone = 1 if phase in ONCE_A_STEP or is_kept_gathered(job) else job.microbatches
+    processors = job.hardware.multiprocessors
+    taken = COLLECTIVE_PROCESSORS / processors if processors else 0.0
+    return min(1.0, alone * largest_ns / total_ns + taken)

@@ -195,6 +195,43 @@ MIDDLE = ParallelConfig(pp=4, layers_per_stage=(0, 2, 2, 0))
 """Two layers on the second stage, and neither embedding nor head."""
 
 
+def test_collectives_take_processors_from_the_compute_that_overlaps_them() -> None:
+    """Beyond the last bucket, 16 of 132 processors compute nothing while gradients are reduced."""
+    found = overlapping()
+    device = replace(found.hardware, multiprocessors=132)
+    gradients = timed("ddp", "dp", "grad_sync", 10, 50.0)
+    assert left(replace(found, hardware=device), gradients) == [50 + round(500 * 16 / 132)]
+
+
+def test_what_overlaps_all_step_long_leaves_the_last_microbatch_its_share() -> None:
+    """2,400 of 8,000 ns of backward overlap tensor parallelism: 600 of the last 2,000 ns."""
+    products = timed("sp", "tp", "backward", 80, 40.0)
+    gradients = timed("ddp", "dp", "grad_sync", 10, 160.0)
+    assert left(overlapping(tp=2), products, gradients) == [800, 1600 - (2000 - 600)]
+
+
+def test_messages_between_stages_share_the_network_with_gradients() -> None:
+    """Reductions over nodes that overlap the compute take half of the link, of 2 microbatches."""
+    layout = ParallelConfig(tp=8, pp=2, dp_replicate=4, schedule="interleaved", chunks=4, zero=1)
+    training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=8)
+    alone, beside = (
+        predict(
+            JobConfig(
+                load_model("llama-2-13b"),
+                replace(layout, overlap=overlap),
+                training,
+                load_hardware("h100-sxm"),
+            )
+        )
+        for overlap in (frozenset[Any](), frozenset({"dp"}))
+    )
+    assert alone.split.p2p_ns < beside.split.p2p_ns <= 2 * alone.split.p2p_ns
+    with_rule = [
+        "pipeline.network_share" in {f.id for f in one.formulas} for one in (alone, beside)
+    ]
+    assert with_rule == [False, True]
+
+
 def middle(one: JobConfig, *calls: TimedMessage) -> StageTime:
     """That stage with these messages."""
     return compute_stage_time(one, UNIT, list_stages(one)[1], count_stage_parameters(one)[1], calls)

@@ -65,10 +65,13 @@ def compute_bound(
     own = {
         first: tuple(islice(passes, len(each))) for first, each in zip(firsts, chunks, strict=True)
     }
-    costs = list_chunk_costs(
-        job,
-        tuple(_without_waits(one, own[first]) for one, first in zip(stages, equal, strict=True)),
+    # The compute alone: a bound waits neither for messages nor for the host.
+    nothing = LayerPass(0.0, 0.0, 0.0)
+    computing = tuple(
+        replace(one, passes=passes, comm=(nothing,) * len(passes), idle=(nothing,) * len(passes))
+        for one, passes in zip(stages, (own[first] for first in equal), strict=True)
     )
+    costs = list_chunk_costs(job, computing)
     if layout.pp == 1:
         compute_ns = job.microbatches * sum(map(sum, costs))
     else:
@@ -118,11 +121,6 @@ def _build_ideal_speed(job: JobConfig) -> DeviceSpeed:
     attention = peak if kernel.endswith("fp8") else wide
     backward = attention * FUSED_BACKWARD / 2 if job.training.flash_attention else attention
     return DeviceSpeed(peak, wide, attention, backward, math.inf, 0.0)
-
-
-def _without_waits(stage: StageTime, passes: tuple[LayerPass, ...]) -> StageTime:
-    nothing = (LayerPass(0.0, 0.0, 0.0),) * len(passes)
-    return replace(stage, passes=passes, comm=nothing, idle=nothing)
 
 
 def time_at_link_rate(job: JobConfig, message: CommOp) -> tuple[float, float]:

@@ -90,9 +90,16 @@ class Rates:
         if closed.ns == 0:
             return closed
         name = "send" if op == "recv" else op
-        # Finds the op's sweep with the closest number of ranks, also within or across nodes.
+        # Finds the op's sweep with the closest number of ranks, then of ranks per node (by their
+        # log ratios), also within or across nodes.
         candidates = [
-            (_measure_distance(sweep, group), i)
+            (
+                (
+                    abs(math.log(sweep.ranks / group.ranks)),
+                    abs(math.log(sweep.ranks_per_node / group.ranks_per_node)),
+                ),
+                i,
+            )
             for i, sweep in enumerate(self.sweeps)
             if sweep.op == name and (sweep.ranks > sweep.ranks_per_node) == (group.nodes > 1)
         ]
@@ -118,12 +125,6 @@ class Rates:
     def _sources(self) -> tuple[Formula, ...]:
         """The formulas of the available measurements, whether or not one applies to a call."""
         return (SWEEP,) * bool(self.sweeps) + (TUNER,) * bool(self.tables)
-
-
-def _measure_distance(sweep: TransferSweep, group: GroupPlacement) -> tuple[float, float]:
-    """Log ratio of the numbers of ranks, and of the ranks per node."""
-    per_node = abs(math.log(sweep.ranks_per_node / group.ranks_per_node))
-    return abs(math.log(sweep.ranks / group.ranks)), per_node
 
 
 def _estimate_from_sweep(

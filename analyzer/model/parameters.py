@@ -134,7 +134,12 @@ def _count_stages(counted: _Counted) -> tuple[StageParameters, ...]:
 def _count_stage(
     job: JobConfig, stage: StageConfig, dense: LayerParameters, experts: LayerParameters | None
 ) -> StageParameters:
-    embedding, head = _count_embedding(job, stage), _count_head(job, stage)
+    vocabulary = count_vocabulary_parameters(job)
+    # Every tensor-parallel rank has all learned positions.
+    embedding = vocabulary + job.model.positions * job.model.hidden if stage.embedding else 0
+    # A tied head on the stage of the embedding is the embedding.
+    has_head = stage.head and not (job.model.tied and stage.embedding)
+    head = vocabulary if has_head else 0
     norm = count_norm_parameters(job.model) * sum(chunk.head for chunk in stage.chunks)
     # Counts a module of multi-token prediction without its layer: a projection of two hidden
     # states and three norms; embedding and head are the model's (DeepSeek-V3, section 2.2).
@@ -160,19 +165,6 @@ def _count_stage(
 def count_vocabulary_parameters(job: JobConfig) -> int:
     """Counts the embedding (or head) parameters of one tensor-parallel rank: V'h/t."""
     return divide_ceil(job.padded_vocab, job.parallel.vocab_split) * job.model.hidden
-
-
-def _count_embedding(job: JobConfig, stage: StageConfig) -> int:
-    """Counts the embedding of a rank; learned positions are replicated over tp."""
-    if not stage.embedding:
-        return 0
-    return count_vocabulary_parameters(job) + job.model.positions * job.model.hidden
-
-
-def _count_head(job: JobConfig, stage: StageConfig) -> int:
-    if not stage.head or (job.model.tied and stage.embedding):
-        return 0
-    return count_vocabulary_parameters(job)
 
 
 def _count_outside_layers(model: ModelConfig, vocab: int | None) -> int:

@@ -460,9 +460,9 @@ def _time_unit_copies(
 
 EXPOSED = Formula(
     "step.exposed",
-    "overlapped: max(first or last call + 16/multiprocessors of t_comm for gradients and weights,"
-    " t_comm - concurrent compute), for what runs once per step the compute of one microbatch,"
-    " interleaved of pp (1 - 1/v); else all of t_comm",
+    "overlapped: max(first or last call + channels/multiprocessors of t_comm for gradients and"
+    " weights, t_comm - concurrent compute), for what runs once per step the compute of one"
+    " microbatch, interleaved of pp (1 - 1/v); else all of t_comm",
     "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7; Zhao et al., PyTorch FSDP,"
     " arXiv:2304.11277, section 3.3",
 )
@@ -477,10 +477,12 @@ the time: 20 of 132 in DeepSeek-V3 (arXiv:2412.19437, section 3.2.2), 16 by defa
 (deepseek-ai/DeepEP, branch hybrid-ep)."""
 
 COLLECTIVE_PROCESSORS = 16
-"""The same of NCCL's collectives: one for each of the 16 channels that its log names on nodes of
-eight GPUs and NICs ("16 coll channels", NVIDIA/nccl issue 892; up to 24 in one node). It is not
-fitted: with 8 or 32 the published runs on 1,024 GPUs and more are 6.9 and 6.3 % off instead of 6.7,
-recipes of FSDP 3.6 and 3.9 % instead of 3.6."""
+"""The same of NCCL's collectives in a node, one for each channel that its logs name there ("16 coll
+channels", NVIDIA/nccl issue 892; up to 24)."""
+
+NETWORK_PROCESSORS = 2
+"""The same over nodes, for each rank of the group in a node: "16 coll channels" with eight GPUs and
+network cards, 2 with one (NVIDIA/nccl-tests issue 133). Neither is fitted."""
 
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
 
@@ -659,5 +661,10 @@ def _compute_min_exposed_share(
     # How often per step such calls start without concurrent compute.
     alone = 1 if phase in ONCE_A_STEP or is_kept_gathered(job) else job.microbatches
     processors = job.hardware.multiprocessors
-    taken = COLLECTIVE_PROCESSORS / processors if processors else 0.0
-    return min(1.0, alone * largest_ns / total_ns + taken)
+    taken_ns = 0.0
+    for each in group:
+        span = place_group(job, each.message.axis)
+        over_nodes = min(COLLECTIVE_PROCESSORS, NETWORK_PROCESSORS * span.ranks_per_node)
+        channels = COLLECTIVE_PROCESSORS if span.nodes == 1 else over_nodes
+        taken_ns += each.time.ns * channels / processors if processors else 0.0
+    return min(1.0, (alone * largest_ns + taken_ns) / total_ns)

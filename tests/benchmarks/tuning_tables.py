@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.plan import plan
+from stepsplit.analyzer.model.plan_space import KEYS
 from stepsplit.analyzer.validation.predictions import NANOTRON
 from stepsplit.analyzer.validation.published_runs import build_nanotron, list_published_cases
 from stepsplit.analyzer.validation.tables import Published
@@ -78,6 +79,11 @@ def split_of(job: JobConfig) -> Split:
     return layout.tp, layout.pp, layout.cp, layout.ep
 
 
+def find_setting(job: JobConfig, key: str) -> object:
+    """The value of a key that plan can keep."""
+    return getattr(job.training if hasattr(job.training, key) else job.parallel, key)
+
+
 def list_jobs() -> Iterator[TunedJob]:
     cases = list_published_cases().cases
     for table in TABLES:
@@ -100,13 +106,14 @@ def list_jobs() -> Iterator[TunedJob]:
             if len(steps_ns) < table.least or first.training.lora_rank:
                 continue
             name = f"{model.name or f'{model.layers}x{model.hidden}'}, {first.training.seq_len:,}"
-            recomputed = {run.job.training.recompute for run in runs}
-            # With a single split nothing says what its authors tried.
-            is_kept = table.least > 1 and len(recomputed) == 1
+            keep = table.keep
+            if table.least > 1:  # With a single split nothing says what its authors tried.
+                keep |= {
+                    key for key in KEYS if len({find_setting(run.job, key) for run in runs}) < 2
+                }
             yield TunedJob(
                 table.title, f"{name} on {first.parallel.world_size} {first.hardware.name}", first,
-                table.keep | {"recompute"} if is_kept else table.keep, split_of(first), steps_ns,
-                table.out_of_memory,
+                keep, split_of(first), steps_ns, table.out_of_memory,
             )  # fmt: skip
     for row in Published().read_records(NANOTRON):
         job = build_nanotron(row)

@@ -196,11 +196,13 @@ MIDDLE = ParallelConfig(pp=4, layers_per_stage=(0, 2, 2, 0))
 
 
 def test_collectives_take_processors_from_the_compute_that_overlaps_them() -> None:
-    """Beyond the last bucket, 16 of 132 processors compute nothing while gradients are reduced."""
-    found = overlapping()
-    device = replace(found.hardware, multiprocessors=132)
+    """Beyond the last bucket, 16 of 132 processors compute nothing while gradients are reduced in a
+    node; over nodes two for each rank of the group in one, for it has as many network cards."""
     gradients = timed("ddp", "dp", "grad_sync", 10, 50.0)
-    assert left(replace(found, hardware=device), gradients) == [50 + round(500 * 16 / 132)]
+    for layout, taken in (({}, 16), ({"dp_replicate": 32}, 16), ({"tp": 4, "dp_replicate": 8}, 4)):
+        found = overlapping(**layout)
+        device = replace(found.hardware, multiprocessors=132, gpus_per_node=8)
+        assert left(replace(found, hardware=device), gradients) == [50 + round(500 * taken / 132)]
 
 
 def test_what_overlaps_all_step_long_leaves_the_last_microbatch_its_share() -> None:

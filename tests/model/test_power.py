@@ -8,7 +8,7 @@ import pytest
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config_file import parse_job
-from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.hardware_config import load_efficiency, load_hardware
 from stepsplit.analyzer.model.predict import predict
 
 JOB = """
@@ -55,7 +55,7 @@ def test_a_measured_clock_sets_what_gemms_reach() -> None:
     assert 0.8 * 0.95 * 1400 / 1830 < rate / peak < 0.95 * 1400 / 1830
     assert gemm_of("h100-sxm", "clock_mhz = 1400\nclock = 0.9")[2] == 0.9
     slower = gemm_of("h100-sxm", "clock_mhz = 1400\npeak_mhz = 2000")[2]
-    assert slower == pytest.approx(0.95 * 1400 / 2000 / 0.7567)
+    assert slower == pytest.approx(0.95 * 1400 / 2000 / load_efficiency("hopper").gemm)
 
 
 def test_a_clock_says_nothing_where_the_gemms_at_one_are_not_known() -> None:

@@ -51,6 +51,7 @@ from stepsplit.analyzer.report.report import (
     MemoryRow,
     Report,
     WarningRow,
+    describe_ideal_bubble,
 )
 from stepsplit.analyzer.report.step_rows import list_full_steps, select_full_steps
 from stepsplit.analyzer.split.mesh import RankLayout
@@ -490,9 +491,10 @@ def build_waterfall(sides: StageComparison) -> tuple[GapRow, ...]:
     )
     if grid := report.pipeline:
         waiting += f"; measured bubble {units.format_percent(grid.bubble_fraction)}"
-        if grid.ideal_bubble_fraction is not None:
+        ideal = grid.ideal_bubble_fraction
+        if ideal is not None:
             name = SCHEDULE_NAMES.get(grid.schedule or "", grid.schedule)
-            waiting += f", ideal {name} bubble {units.format_percent(grid.ideal_bubble_fraction)}"
+            waiting += f", {describe_ideal_bubble(grid.bubble_fraction, ideal)} ({name})"
         waiting += f", predicted {units.format_percent(sides.prediction.bubble_fraction)}"
     copies = "memory copies that the model does not include"
     if stage.predicted.copy_ns:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from statistics import median
 
-import numpy as np
 from msgspec import UNSET, Struct
 
 from stepsplit.analyzer import units
@@ -231,7 +230,7 @@ def _build_exposed(rank: RankSplit) -> Iterable[ExposedRow]:
 
 
 def _build_pipeline(split: RunSplit) -> Pipeline | None:
-    """Medians over the full steps, of the mean over the pipelines and stages of each step."""
+    """Sums over the full steps, so that the share of all lies between those of the stages."""
     holes = list_full_bubbles(split)
     if not holes or split.schedule is None:
         return None
@@ -239,7 +238,7 @@ def _build_pipeline(split: RunSplit) -> Pipeline | None:
     rows = []
     for stage in stages:
         own = [hole for hole in holes if hole.stage == stage]
-        bubble_ns = int(median(hole.bubble_ns for hole in own))
+        bubble_ns = round(sum(hole.bubble_ns for hole in own) / len(own))
         rows.append(StageRow(stage, bubble_ns, compute_bubble_fraction(own)))
     fraction, ideal = compute_bubble_fraction(holes), split.schedule.ideal_bubble_fraction
     return Pipeline(
@@ -260,16 +259,8 @@ def list_full_bubbles(split: RunSplit) -> list[StageBubble]:
 
 
 def compute_bubble_fraction(holes: Sequence[StageBubble]) -> float:
-    """The median over the steps of the share of the bubble in the pipeline's time."""
-    steps = sorted({hole.step for hole in holes})
-    sums = [
-        (
-            sum(h.bubble_ns for h in holes if h.step == step),
-            sum(h.window_ns for h in holes if h.step == step),
-        )
-        for step in steps
-    ]
-    return float(np.median([part / whole for part, whole in sums]))
+    """The share of the bubble in the pipeline's time, over all of these."""
+    return sum(hole.bubble_ns for hole in holes) / sum(hole.window_ns for hole in holes)
 
 
 # Detail -> the rows of a report: sums over the full steps, and times from the report's t0.

@@ -377,12 +377,20 @@ SCHEDULE_NAMES = {
 """Display names of schedules, if different from the identifier."""
 
 
+def describe_ideal_bubble(measured: float, ideal: float) -> str:
+    """What stages of equal length would leave, such as "ideal 25.0 %".
+
+    Those of unequal length may leave less, and what is worse than the measurement is no ideal.
+    """
+    return f"ideal {units.format_percent(ideal)}" if ideal < measured else "not above its ideal"
+
+
 class StageRow(Struct, frozen=True):
-    """The bubble of one pipeline stage, as medians over the full steps.
+    """The bubble of one pipeline stage over the full steps.
 
     Attributes:
         stage: pp coordinate.
-        bubble_ns: bubble per step.
+        bubble_ns: bubble per step, the mean.
         bubble_fraction: bubble / pipeline time.
     """
 

@@ -14,7 +14,13 @@ from plotly.graph_objects import Figure
 from stepsplit.analyzer.bucket_styles import BUCKET_STYLES, BucketStyle
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.headline import round_parts, round_shares, summarize
-from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Report, find_world_size, format_hosts
+from stepsplit.analyzer.report.report import (
+    SCHEDULE_NAMES,
+    Report,
+    describe_ideal_bubble,
+    find_world_size,
+    format_hosts,
+)
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
@@ -103,10 +109,9 @@ def build_cards(report: Report) -> html.Div:
     if report.pipeline is not None:
         ideal = report.pipeline.ideal_bubble_fraction
         note = "of the pipeline window"
-        note += "" if ideal is None else f"; ideal {format_percent(ideal)}"
-        shown.append(
-            build_card("pipeline bubble", format_percent(report.pipeline.bubble_fraction), note)
-        )
+        measured = report.pipeline.bubble_fraction
+        note += "" if ideal is None else f"; {describe_ideal_bubble(measured, ideal)}"
+        shown.append(build_card("pipeline bubble", format_percent(measured), note))
     if report.mfu is not None:
         shown.append(build_card("MFU", format_percent(report.mfu), "of the dense peak"))
     return html.Div(shown, className="cards")

@@ -34,6 +34,7 @@ from stepsplit.analyzer.report.report import (
     Report,
     WarningRow,
     compute_token_rate,
+    describe_ideal_bubble,
     find_world_size,
     format_hosts,
     merge_groups,
@@ -396,7 +397,8 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
         f"pipeline {schedule}, {units.format_microbatches(pipeline.microbatches)}: bubble fraction "
     )
     line += units.format_percent(pipeline.bubble_fraction)
-    line += f", ideal {units.format_percent(ideal)}" if ideal is not None else ""
+    if ideal is not None:
+        line += f", {describe_ideal_bubble(pipeline.bubble_fraction, ideal)}"
     # The first, the last and the stages with the largest bubbles, then the others in order.
     count = len(pipeline.stages)
     by_bubble = sorted(range(count), key=lambda at: -pipeline.stages[at].bubble_ns)

@@ -47,9 +47,20 @@ SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/diagnose", "anal
 def check(report: Report) -> None:
     """One report says one thing: findings, blame, path, steps, axes, screen and page agree."""
     check_findings(report)
+    check_stages(report)
     check_blame(report)
     check_sums(report)
     check_text(report)
+
+
+def check_stages(report: Report) -> None:
+    """The bubble of a pipeline lies between those of its stages, and its ideal not above it."""
+    pipeline = report.pipeline
+    if pipeline is None:
+        return
+    of_stages = [stage.bubble_fraction for stage in pipeline.stages]
+    assert min(of_stages) / MARGIN <= pipeline.bubble_fraction <= max(of_stages) * MARGIN
+    assert (pipeline.ideal_bubble_fraction or 0) <= pipeline.bubble_fraction
 
 
 def check_findings(report: Report) -> None:

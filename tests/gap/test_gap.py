@@ -302,7 +302,7 @@ def test_the_bubble_names_the_grid_its_ideal_and_the_models(tmp_path: Path) -> N
     found = waiting(tmp_path, 20, pipeline=Pipeline((), 4, "1f1b", 0.3, 0.2, 0.43))
     assert message(found, "bubble") == (
         "more waiting for other stages than predicted; measured bubble 30.0 %,"
-        " ideal 1F1B bubble 20.0 %, predicted 25.0 %"
+        " ideal 20.0 % (1F1B), predicted 25.0 %"
     )
 
 

@@ -11,7 +11,7 @@ from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.report.build import compute_bubble_fraction, list_full_bubbles
-from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Finding
+from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Finding, describe_ideal_bubble
 
 
 def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
@@ -45,8 +45,9 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
         events=(),
         message=(
             f"{SCHEDULE_NAMES.get(schedule.name, schedule.name)} bubble is "
-            f"{units.format_percent(measured)} of the pipeline window, ideal "
-            f"{units.format_percent(now)} with {units.format_microbatches(schedule.microbatches)}; "
+            f"{units.format_percent(measured)} of the pipeline window, "
+            f"{describe_ideal_bubble(measured, now)} with "
+            f"{units.format_microbatches(schedule.microbatches)}; "
             f"{2 * schedule.microbatches} would reduce the ideal to {units.format_percent(then)}"
         ),
     )

@@ -1,0 +1,1 @@
+../dashboard/__main__.py

@@ -13,7 +13,8 @@ from griffe import Docstring, DocstringSectionParameters
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("analyzer", "collectors", "dashboard")
-FOLDERS = {path.name for path in ROOT.rglob("*") if path.is_dir() and ".venv" not in path.parts}
+TOPS = (*ROOMS, "docs", "examples", "sample_traces", "tests")
+FOLDERS = {*TOPS, *(path.name for top in TOPS for path in (ROOT / top).rglob("*/"))}
 
 OTHERS = {
     "adamw_torch_fused": "an optimizer's name in transformers",

@@ -25,8 +25,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.published_checks import validate_published
 from support.reading import rounded
 
+from stepsplit.analyzer import validation
 from stepsplit.collectors.safe_io.atomic_file import write_whole
 from stepsplit.dashboard import cli
 
@@ -239,10 +241,24 @@ def points(trace: dict[str, Any]) -> str:
     return digest(json.dumps(values, sort_keys=True).encode())[:16]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Five seconds; the other plan is as good for words and columns.
+        pytest.param(name, marks=(pytest.mark.slow, pytest.mark.in_turn("analyzer/model")))
+        if name == "plan" else name
+        for name in COMMANDS
+    ],
+)  # fmt: skip
 def test_a_command_prints_and_writes_what_it_did(
-    name: str, desk: Path, keep: Keep, capsys: pytest.CaptureFixture[str]
+    name: str,
+    desk: Path,
+    keep: Keep,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Tests of validation compute the same checks.
+    monkeypatch.setattr(validation, "validate", lambda _: validate_published())
     before = {path.name for path in desk.iterdir()}
     keep(f"screens/{name}.txt", session(COMMANDS[name].split(" "), capsys))
     for path in sorted(desk.iterdir()):

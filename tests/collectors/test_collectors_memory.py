@@ -171,11 +171,10 @@ def test_the_record_gets_the_activations_when_the_trace_is_packed(tmp_path: Path
 
     # The gradient of the step before is freed without an event of its allocation.
     assert memory.activations_bytes == pytest.approx(4 << 22, abs=64)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "rank0_record.json",
-        "rank0_trace.json.gz",
-        "run.json",
-    ]
+    # A test before may have communicated in this process: the Flight Recorder keeps its calls.
+    assert {path.name for path in tmp_path.iterdir()} - {"rank0_flight.json.gz"} == {
+        "rank0_record.json", "rank0_trace.json.gz", "run.json",
+    }  # fmt: skip
 
 
 class NoEvents:

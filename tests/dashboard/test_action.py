@@ -86,6 +86,8 @@ def test_recordings_are_judged_by_a_named_baseline(
     assert comment.startswith("<!-- stepsplit check -->\n### stepsplit")
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("action.yml", ".github/action", "dashboard/commands", "analyzer/regression")
 def test_a_pull_request_is_judged_by_the_newest_push_to_its_branch(
     actions: ActionRunner, tmp_path: Path
 ) -> None:

@@ -119,6 +119,8 @@ def assert_band_is_possible(one: JobConfig) -> None:
     assert least_ns <= found.low_ns <= found.split.step_ns <= found.high_ns
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
 def test_no_band_reaches_below_its_bound(subtests: pytest.Subtests) -> None:
     jobs = {file.name: read_job(file) for file in sorted(JOBS.glob("*.toml"))}
     for name in list_model_names():

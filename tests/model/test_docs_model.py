@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.published_checks import validate_published
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS, SCHEDULES
@@ -31,7 +32,6 @@ from stepsplit.analyzer.model.hardware_config import (
 from stepsplit.analyzer.model.parameters import CONVENTIONS
 from stepsplit.analyzer.model.preset_names import list_hardware_names, list_model_names
 from stepsplit.analyzer.model.profile import list_frameworks, load_frameworks
-from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.tables import Check
 
 ROOT = Path(__file__).parents[2]
@@ -200,7 +200,7 @@ OF_VALIDATION = pytest.mark.in_turn(
 
 @pytest.fixture(scope="module")
 def checks() -> tuple[Check, ...]:
-    return validate()
+    return validate_published()
 
 
 @pytest.mark.slow

@@ -90,6 +90,8 @@ def test_a_model_too_big_for_one_gpu_uses_tp_inside_a_node() -> None:
     assert [(place.axis, place.nodes) for place in found.places] == [("tp", 1)]
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
 def test_pp_crosses_slow_links_and_tp_stays_in_the_node() -> None:
     found = plan(slow_network(NODE), 32)
     best = found.best.choice
@@ -100,10 +102,10 @@ def test_pp_crosses_slow_links_and_tp_stays_in_the_node() -> None:
 
 
 def test_the_decision_tree_ends_at_the_first_fit() -> None:
-    found = plan(NODE, 64)
-    assert [trial.fits for trial in found.tree] == [False] * (len(found.tree) - 1) + [True]
-    assert found.tree[0].ranks == 1
-    assert found.tree[0].peak_bytes > 80 * 2**30
+    tree = build_decision_tree(NODE, 64)
+    assert [trial.fits for trial in tree] == [False] * (len(tree) - 1) + [True]
+    assert tree[0].ranks == 1
+    assert tree[0].peak_bytes > 80 * 2**30
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
 @pytest.mark.parametrize(
     ("workers", "most_queued", "timed_first"),
     [
-        (2, 4_000, 0),
+        pytest.param(2, 4_000, 0, marks=SLOW_IN_TURN),
         pytest.param(2, 4_000, 100, marks=SLOW_IN_TURN),
         pytest.param(3, 10, 5, marks=SLOW_IN_TURN),
     ],
@@ -170,7 +172,7 @@ def test_several_processes_say_too_that_nothing_fits(monkeypatch: pytest.MonkeyP
         plan(MIDDLE, 1, workers=2)
 
 
-@pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
+@pytest.mark.parametrize("framework", ["megatron", pytest.param("fsdp2", marks=SLOW_IN_TURN)])
 def test_the_fitting_layouts_are_all_that_fit(framework: Framework) -> None:
     one = replace(MIDDLE, training=replace(MIDDLE.training, framework=framework))
     assert plan(one, 8, top=1).searched.fit == len(jobs_that_fit(one, 8))
@@ -235,6 +237,8 @@ def test_no_step_is_below_its_lower_bound(one: JobConfig, gpus: int) -> None:
         assert floor.compute_step_ns(each) <= predict(each).split.step_ns
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
 def test_the_pareto_list_is_that_of_timing_every_layout() -> None:
     """On 1, 2 and 4 GPUs: no layout of any is faster than a listed one of at most as many GPUs with
     at least 5 % of the device's memory less."""
@@ -310,10 +314,10 @@ def test_kept_settings_are_those_of_the_job() -> None:
     "stated",
     [
         {"training.framework": "megatron"},
-        {"parallel": {"tp": 2, "pp": 4, "dp_replicate": 2, "schedule": "zb-h1"}},
         *(
             pytest.param(stated, marks=SLOW_IN_TURN)
             for stated in (
+                {"parallel": {"tp": 2, "pp": 4, "dp_replicate": 2, "schedule": "zb-h1"}},
                 {"training.framework": "fsdp2"},
                 {"parallel": {"dp": 16, "zero": 3}},
                 {"parallel": {"tp": 8, "dp": 2, "overlap": ["tp", "dp"], "dispatcher": "deepep"}},
@@ -360,6 +364,8 @@ global_batch = 16
 """
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/model")
 def test_experts_are_split_over_ranks() -> None:
     found = plan(EXPERTS, 16)
     experts = EXPERTS.model.experts
@@ -414,8 +420,7 @@ def test_ulysses_follows_from_each_cp() -> None:
         for each in family
     }
     assert layouts == {(1, 1), (2, 2), (4, 4), (8, 4), (16, 4)}
-    found = plan(replace(MIDDLE, parallel=own), 16)
-    assert found.tree
+    assert build_decision_tree(replace(MIDDLE, parallel=own), 16)
 
 
 def test_a_planned_layout_keeps_the_order_of_ranks() -> None:

@@ -174,6 +174,8 @@ def test_a_cancelled_analysis_removes_its_store(tmp_path: Path) -> None:
     assert not list_stores(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("analyzer/readers/event_store.py")
 def test_the_store_of_a_killed_process_is_removed_by_the_next(
     temporary: Path, in_memory: dict[str, bytes], fleet: Path, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ REFUSED = {
     "trainlog_bigscience_v100/*.slurm",
 }
 """Notes of people, settings, results and scripts: no traces, logs or dumps."""
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("analyzer/readers")]
 _ROW = re.compile(r"^\| S \| (kineto_\S+) \| [\d.]+ \| (\d+) \|", re.M)
 
 

@@ -38,6 +38,8 @@ from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())
+SMALL = ("built_fsdp_four_hosts", "pp2_m2")
+SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/redact"))
 PRIVATE_IN_SAMPLES = re.compile(
     rb"\bvm\b|\bnode\d|/tmp/|gemm_(?:qkv|out|fc\d)|\bflash_attention|silu_and_mul|blocks\.\d"
 )
@@ -54,7 +56,10 @@ def unpack(folder: Path) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SMALL else pytest.param(name, marks=SLOW_IN_TURN) for name in NAMES],
+)
 def test_a_redacted_sample_has_the_same_split_and_no_private_word(
     name: str, tmp_path: Path
 ) -> None:

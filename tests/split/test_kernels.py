@@ -38,6 +38,8 @@ TRIMMED = (
 )
 """Traces without kernels: of their ops record_param_comms has no family."""
 PAIR = [("0", "", [0, 1])]
+FAMILIES = ("analyzer/parts", "analyzer/readers/kernel_rules.py", "analyzer/readers/rules.toml")
+"""What gives kernels their families."""
 
 
 def analyzed(folder: Path, *traces: GpuTrace | CpuTrace) -> Report:
@@ -122,7 +124,12 @@ def test_kernel_names_map_to_the_intended_family(
 
 @pytest.mark.parametrize(
     "folder",
-    ["kineto_hta", "kineto_tracelens", "kineto_pytorch_samples", "kineto_megatron_tp2_v100"],
+    [
+        pytest.param("kineto_hta", marks=(pytest.mark.slow, pytest.mark.in_turn(*FAMILIES))),
+        "kineto_tracelens",
+        "kineto_pytorch_samples",
+        "kineto_megatron_tp2_v100",
+    ],
 )
 def test_nearly_all_compute_of_real_traces_has_a_family(folder: str) -> None:
     for file in sorted(shared_trace(folder).glob("*.json.gz")):

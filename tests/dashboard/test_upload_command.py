@@ -35,6 +35,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def usual_parts(small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample's trace is hundreds of small parts."""
+    monkeypatch.setattr(upload, "PART_BYTES", 100_000)
+
+
+@pytest.fixture
 def recording(tmp_path: Path) -> Path:
     folder = tmp_path / "exp1"
     (folder / "nccl").mkdir(parents=True)
@@ -60,6 +66,7 @@ def test_a_folder_arrives_whole(
     assert store.files.sum_size(run.id).files == 2
 
 
+@pytest.mark.usefixtures("usual_parts")
 def test_a_redacted_upload_names_neither_the_folder_nor_the_host(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +136,7 @@ def test_giving_up_prints_how_to_resume(
     assert store.files.sum_size(run.id).bytes == 2500
 
 
+@pytest.mark.usefixtures("usual_parts")
 def test_the_mesh_of_the_job_may_be_stated(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.fleet import TP, Fleet, FleetRun, run_fleet, write_fleet
 from stepsplit.analyzer import BUCKETS, analyze, examine
 
+IN_TURN = pytest.mark.in_turn("analyzer/diagnose", "analyzer/split")
 OF_THE_FLEET = {"few_microbatches", "no_overlap"}
 
 SMALL = Fleet(pp=2, dp=2, microbatches=4, layers=1)
@@ -55,6 +56,8 @@ def test_what_a_fleet_was_given_is_found(
     assert mean_ns == pytest.approx(run.step_ns, rel=0.005)
 
 
+@pytest.mark.slow
+@IN_TURN
 def test_the_ranks_of_a_slow_host_are_one_finding_behind_a_slower_link(tmp_path: Path) -> None:
     """One rank of them alone gains nothing, and all of them hardly before the link is as fast as
     the others: it slows the stage that is slowest."""
@@ -86,7 +89,9 @@ def test_a_microbatch_is_passed_on_when_both_stages_are_ready() -> None:
     assert run.begins_ns[1][1].tolist() == [[expected] * 8]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize(
+    "microbatches", [2, *(pytest.param(n, marks=(pytest.mark.slow, IN_TURN)) for n in (1, 4))]
+)
 def test_without_autograds_ranges_the_last_backward_ends_before_the_gradients_are_reduced(
     tmp_path: Path, microbatches: int
 ) -> None:

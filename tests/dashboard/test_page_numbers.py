@@ -212,13 +212,21 @@ def check_sums(report: Report, pages: dict[str, object]) -> None:
             assert set(headings) == {str(len(own))}, (rank, shown)
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = ("built_ddp_host_stall", "dp4", "h100_pp2", "tp2_pp2")
+IN_TURN = pytest.mark.in_turn("dashboard/pages", "dashboard/figures", "analyzer")
+SLOW_IN_TURN = (pytest.mark.slow, IN_TURN)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=SLOW_IN_TURN) for name in NAMES],
+)
 def test_every_page_of_a_sample(name: str) -> None:
     made = examine([SAMPLES / name])
     check(made.report, made.tables)
 
 
-@pytest.mark.parametrize("name", ["tp2_pp2", "h100_pp2"])
+@pytest.mark.parametrize("name", ["tp2_pp2", pytest.param("h100_pp2", marks=SLOW_IN_TURN)])
 def test_every_page_of_a_sample_that_is_compared_with_the_model(name: str) -> None:
     made = examine([SAMPLES / name], job="auto")
     check(made.report, made.tables)
@@ -237,7 +245,7 @@ def test_every_page_of_a_simulated_job(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn("dashboard/pages", "dashboard/figures", "analyzer")
+@IN_TURN
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
 @pytest.mark.parametrize("name", PLANTED)
 def test_every_page_of_many_simulated_jobs(name: str, seed: int, tmp_path: Path) -> None:

@@ -238,7 +238,9 @@ def damage(sample: str, folder: Path, rank: int, share: float) -> Report:
     return analyze(folder)
 
 
-@pytest.mark.parametrize("share", [0, 0.3, 0.6, 0.9, 0.97])
+@pytest.mark.parametrize(
+    "share", [0, 0.6, *(pytest.param(share, marks=SLOW_IN_TURN) for share in (0.3, 0.9, 0.97))]
+)
 @pytest.mark.parametrize(
     ("sample", "rank"), [("h100_fsdp2", 0), ("h100_fsdp2", 1), ("dp4", 1), ("tp2_pp2", 0)]
 )

@@ -306,7 +306,13 @@ UNTRUE = DAMAGES[:4]
 """Nothing is true of what is left of the calls."""
 
 
-@pytest.mark.parametrize("groups", ["all", "none"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param("all", marks=(pytest.mark.slow, pytest.mark.in_turn("analyzer/split"))),
+        "none",
+    ],
+)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__qualname__.partition(".")[0])
 def test_damaged_recordings_are_not_separated_wrongly(
     damage: Callable[[int, Trace], Trace | None], groups: str, tmp_path: Path

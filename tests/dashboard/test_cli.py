@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -18,6 +19,7 @@ from stepsplit.collectors.formats.watch_notes import NoteFile, RankStarted
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
+TRAINS = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def test_out_writes_the_report_and_its_tables(trace: Path, tmp_path: Path) -> No
         (["analyse"], ["analyse"]),
         (["analyze", "x", "--mesh", "tp"], ["--mesh", "'tp'", "tp=2,pp=2"]),
         (["record", "--mesh", "ep=2", "--", "true"], ["'ep=2'", "tp=2,pp=2"]),
-        (["demo", "--parallel", "tp=two", "--no-serve"], ["tp=two"]),
+        pytest.param(["demo", "--parallel", "tp=two", "--no-serve"], ["tp=two"], marks=TRAINS),
         (["dashboard", "--host", "0.0.0.0"], ["0.0.0.0", "--password-file", "--open-to-anyone"]),
         (["dashboard", "--trusted-proxy", "10.0.0.1"], ["--trusted-proxy-header"]),
         (["dashboard", "--password-file", "nowhere"], ["nowhere"]),
@@ -96,7 +98,11 @@ def test_out_writes_the_report_and_its_tables(trace: Path, tmp_path: Path) -> No
         (["edit", "0123456789ab", "--tag", "main"], ["--tag main", "KEY=VALUE"]),
         (["edit", "0123456789ab", "--name", "x"], ["no run has the id 0123456789ab"]),
         (["retry", "0123456789ab"], ["no run has the id 0123456789ab"]),
-        (["calibrate", "--quick", "--ranks", "9999"], ["--ranks 9999: too many", "use up to"]),
+        pytest.param(
+            ["calibrate", "--quick", "--ranks", "9999"],
+            ["--ranks 9999: too many", "use up to"],
+            marks=TRAINS,
+        ),
         (["runs", "--store", "sqlite:///nosuch/x.db"], ["nosuch/x.db: no such store", "--store"]),
         (["runs", "--store", "sqlite:///nosuch/x.db?timeout=3"], ["nosuch/x.db: no such store"]),
         (["delete", "0123456789ab"], ["no run has the id 0123456789ab"]),
@@ -107,7 +113,7 @@ def test_out_writes_the_report_and_its_tables(trace: Path, tmp_path: Path) -> No
         (["dashboard", "--alert-secret-file", "nowhere"], ["nowhere"]),
         (["dashboard", "--public-url", "stepsplit.example"], ["--public-url", "https://"]),
         (["dashboard", "--artifacts", "/proc/nowhere"], ["/proc/nowhere", "--artifacts"]),
-        (["demo", "--parallel", "tp=2000"], ["tp (2000)"]),
+        pytest.param(["demo", "--parallel", "tp=2000"], ["tp (2000)"], marks=TRAINS),
         (["export", "nowhere.json", "--perfetto", "x.gz"], ["nowhere.json", "check the path"]),
         (["export", "nowhere.json"], ["--perfetto"]),
     ],

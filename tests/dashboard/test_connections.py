@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from stepsplit.dashboard.connection import Connection
 from stepsplit.dashboard.upload import Sender
 from stepsplit.dashboard.upload_files import FileToSend
 
+# Python 3.13 has another phrase for it.
+TOO_LARGE = f"413 {HTTPStatus(413).phrase}".encode()
 _SERVER = """
 import json, sys
 from pathlib import Path
@@ -234,11 +237,8 @@ def test_bodies_of_all_sizes_arrive(size: int, patient: Server) -> None:
     [
         (["PUT /private/length", "Content-Length: 9999999"], b"401 Unauthorized"),
         (["PUT /private/length", CHUNKED], b"401 Unauthorized"),
-        (["POST /length", "Content-Length: 9999999"], b"413 Request Entity Too Large"),
-        (
-            ["PUT /private/length", LOGIN, "Content-Length: 9999999999999"],
-            b"413 Request Entity Too Large",
-        ),
+        (["POST /length", "Content-Length: 9999999"], TOO_LARGE),
+        (["PUT /private/length", LOGIN, "Content-Length: 9999999999999"], TOO_LARGE),
     ],
 )
 def test_a_large_body_is_refused_before_it_arrives(

@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 _INITS = ("systemd", "init")
+"""The first process of a host or of a container that people log in to, as those of LXC."""
+
+_CONTAINER_FILES = (".dockerenv", "run/.containerenv")
+_CONTAINER_VARIABLES = ("KUBERNETES_SERVICE_HOST", "container")
+"""What Docker, Podman and Kubernetes leave in a container."""
 
 _DIRECTORIES = {"sss", "ldap", "winbind", "nis"}
 """Sources of accounts in nsswitch.conf that list none of them."""
@@ -25,7 +30,10 @@ def has_other_users(root: Path = Path("/")) -> bool:
                 return True
         except OSError:
             continue
-    if _read(root / "proc/1/comm").strip() not in _INITS:
+    is_container = any((root / name).exists() for name in _CONTAINER_FILES) or any(
+        name in os.environ for name in _CONTAINER_VARIABLES
+    )
+    if is_container and _read(root / "proc/1/comm").strip() not in _INITS:
         return False
     switch = _read(root / "etc/nsswitch.conf").splitlines()
     sources = next((line.split()[1:] for line in switch if line.startswith("passwd:")), [])

@@ -159,21 +159,37 @@ def test_others_on_the_host_make_a_login(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("init", "line", "switch", "expected"),
     [
+        ("runit", f"eve:x:{ANOTHER}:100::/home/eve:/bin/bash", "files", True),
         ("systemd", f"eve:x:{ANOTHER}:100::/home/eve:/bin/bash", "files", True),
         ("systemd", f"eve:x:{ANOTHER}:100::/home/eve:/usr/sbin/nologin", "files", False),
         ("systemd", "www-data:x:33:33::/var/www:/bin/sh", "files systemd", False),
         ("systemd", "spare:x:65534:65534::/:/bin/sh", "files", False),
         ("systemd", f"me:x:{os.getuid()}:100::/home/me:/bin/bash", "files", False),
         ("systemd", "torn:x", "files sss", True),
-        # A container: its image names an account without logins.
-        ("bash", f"ubuntu:x:{ANOTHER}:100::/home/ubuntu:/bin/bash", "files", False),
     ],
 )
 def test_a_host_is_shared_if_others_may_log_in(
-    tmp_path: Path, init: str, line: str, switch: str, expected: bool
-) -> None:
+    tmp_path: Path, init: str, line: str, switch: str, expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("KUBERNETES_SERVICE_HOST", "container"):
+        monkeypatch.delenv(name, raising=False)
     for name, text in {
         "proc/1/comm": init, "etc/passwd": f"{line}\n", "etc/nsswitch.conf": f"passwd: {switch}\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert shared_host.has_other_users(tmp_path) is expected
+
+
+@pytest.mark.parametrize(("init", "expected"), [("bash", False), ("systemd", True)])
+def test_accounts_of_an_image_count_where_an_init_lets_them_log_in(
+    tmp_path: Path, init: str, expected: bool
+) -> None:
+    for name, text in {
+        ".dockerenv": "", "proc/1/comm": init,
+        "etc/passwd": f"ubuntu:x:{ANOTHER}:100::/home/ubuntu:/bin/bash\n",
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

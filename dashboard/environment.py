@@ -178,7 +178,7 @@ _LEAST = re.compile(r">=\s*([\w.]+)")
 
 _EXTRA = re.compile(r"""extra\s*==\s*['"](\w+)['"]""")
 
-_OTHER_EXTRAS = ("dev", "test")
+_OTHER_EXTRAS = ("dev", "test", "test-without-torch")
 """What only contributors need."""
 
 

@@ -144,7 +144,7 @@ def test_a_pipeline_of_an_unknown_schedule_has_its_measured_bubble_only() -> Non
     report = msgspec.structs.replace(view.report, pipeline=pipeline)
     assert measure_pipeline(report, view.tables.boxes) is None
     words = read_text(build_verdict(pipeline, None))
-    assert "50.2 % of the pipeline window is bubble; the schedule is unknown" in words
+    assert "48.3 % of the pipeline window is bubble; the schedule is unknown" in words
     assert "Verdict" in read_text(build_pipeline_page(replace(view, report=report), AddressQuery()))
 
 

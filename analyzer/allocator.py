@@ -20,7 +20,8 @@ def reuse_freed_memory() -> None:
     """Lets the next arrays have the memory of freed ones, for the whole process.
 
     By default glibc gives each large array back, and the next one costs a page fault for every
-    4 KiB: a twentieth of an analysis. For a process of our own, not for one that calls the library.
+    4 KiB: 1 to 5 % of an analysis in single runs. For a process of our own, not for one that calls
+    the library.
     """
     with suppress(AttributeError, OSError, TypeError):
         libc = ctypes.CDLL(None)
@@ -30,6 +31,10 @@ def reuse_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Gives memory of freed arrays back to the system: glibc keeps what lies between others, a
-    quarter of the memory at 1,024 ranks."""
+    quarter of the memory at 1,024 ranks.
+
+    Also what is kept for reuse: between two phases the peak counts for more than the faults of the
+    next arrays, which come once a phase.
+    """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

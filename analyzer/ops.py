@@ -95,6 +95,9 @@ _MAX_NAMES = 4096
 MAX_CALL_BYTES = 1 << 50
 """The largest plausible size of a call; a larger one is treated as unknown."""
 
+MAX_DIMS = 64
+"""Of a tensor: PyTorch reduces no more, as it keeps a bit for each in one word."""
+
 _EIGHT_BIT = re.compile(r"float8|fp8", re.I)
 
 

@@ -49,10 +49,12 @@ def build_calls(rows: Sequence[Call]) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class CallsWithGroups:
-    """The calls of a rank, and the process groups they refer to."""
+    """The calls of a rank, the process groups they refer to, and the ranks of the largest group
+    whose size a call names, which may be of unknown ranks."""
 
     calls: Calls
     groups: tuple[Group, ...]
+    largest: int = 0
 
 
 Int32 = npt.NDArray[np.int32]
@@ -390,6 +392,11 @@ class Group:
     ranks: tuple[int, ...]
     description: str
 
+    @property
+    def is_default(self) -> bool:
+        """Whether it is torch's group of all ranks, the first that a job makes."""
+        return self.description == "default_pg" or self.name == "0"
+
 
 @dataclass(frozen=True, slots=True)
 class Calls:
@@ -498,9 +505,13 @@ class Note:
 
 
 UNKNOWN_CATEGORIES = "unknown_categories"
+"""Code of the note on a trace without events of torch.profiler's categories."""
+
+RANKS_MISSING = "ranks_missing"
+"""Code of the note on the ranks that are certainly missing from a recording."""
 
 WORLD_SIZE_UNKNOWN = "world_size_unknown"
-"""Code of the note on a trace without events of torch.profiler's categories."""
+"""Code of the note on a recording that does not say how many ranks the job has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,6 +548,8 @@ class RankTrace:
         visible_devices: Number of accelerators that the process saw on its node, 0 if unknown.
         probed_clock: How far its host's clock is from that of rank 0's host, if that was probed.
         role: What the rank does in a job of several roles, "" if it is of none.
+        states_size: Whether the trace says the number of ranks; otherwise world_size is the least
+            that its rank and its groups allow.
         on_device: Whether there are events of an accelerator; otherwise it is a CPU run.
     """
 
@@ -559,6 +572,7 @@ class RankTrace:
     visible_devices: int = 0
     probed_clock: ProbedClock | None = None
     role: str = ""
+    states_size: bool = True
     on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:

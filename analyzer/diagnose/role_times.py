@@ -161,7 +161,7 @@ def explain_other_roles(
     split: RunSplit, role: str, others: Mapping[str, Sequence[int]]
 ) -> RunSplit:
     """The split of one role, in which ranks of other roles are not said to be missing."""
-    missing = set(range(max(rank.trace.world_size for rank in split.ranks)))
+    missing = set(range(split.size.ranks))
     missing -= {rank.trace.rank for rank in split.ranks}
     # Those that are left out have a note of their own.
     missing -= {note.rank for note in split.notes if note.rank is not None}

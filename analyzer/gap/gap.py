@@ -347,15 +347,18 @@ def check_layout(
 
     Raises UsageError for a different number of ranks or stages, which cannot be compared.
     """
-    ran = spec.world_size if spec else max(rank.trace.world_size for rank in split.ranks)
+    size = split.size
     # A single trace with communication but without rank numbers may be of any world size.
     communicates = any(len(rank.trace.calls) for rank in split.ranks)
-    if layout.world_size != ran and not (spec is None and ran == 1 and communicates):
+    is_open = not size.is_known or (spec is None and size.ranks == 1 and communicates)
+    if layout.world_size < size.ranks or (layout.world_size != size.ranks and not is_open):
+        least = "" if size.is_known else "at least "
         ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
         sizes = {axis: int(getattr(layout, axis)) for axis in ("tp", "pp", "cp", "dp")}
         axes = _format_sizes(sizes, [axis for axis in sizes if sizes[axis] > 1 or axis == "dp"])
         raise UsageError(
-            f"{where} describes {ranks} ({axes}) but the recording has {ran}; fix [parallel]"
+            f"{where} describes {ranks} ({axes}) but the recording has {least}{size.ranks};"
+            " fix [parallel]"
         )
     stages = 1 + max(split.layout.stage_of.values(), default=0)
     if layout.pp != stages:

@@ -124,17 +124,18 @@ _WAITS = ("correlation", "stream", "on_stream", "recorded")
 
 
 class PackedCalls(Struct):
-    """Calls as bytes per column, and their process groups."""
+    """Calls as bytes per column, their process groups and the size of the largest one."""
 
     columns: dict[str, bytes]
     dtypes: tuple[str, ...]
     groups: tuple[Group, ...]
+    largest: int = 0
 
 
 def pack_calls(calls: CallsWithGroups) -> PackedCalls:
     """The calls as bytes."""
     columns = {name: getattr(calls.calls, name).tobytes() for name in _CALLS}
-    return PackedCalls(columns, calls.calls.dtypes, calls.groups)
+    return PackedCalls(columns, calls.calls.dtypes, calls.groups, calls.largest)
 
 
 def unpack_calls(packed: PackedCalls) -> CallsWithGroups:
@@ -142,7 +143,8 @@ def unpack_calls(packed: PackedCalls) -> CallsWithGroups:
     columns = {name: np.frombuffer(packed.columns[name], kind) for name, kind in _CALLS.items()}
     if len({len(column) for column in columns.values()}) > 1:
         raise ValueError("columns of calls of different lengths")
-    return CallsWithGroups(Calls(**columns, dtypes=packed.dtypes), packed.groups)
+    calls = Calls(**columns, dtypes=packed.dtypes)
+    return CallsWithGroups(calls, packed.groups, packed.largest)
 
 
 def pack_waits(waits: EventWaits) -> tuple[bytes, ...]:

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.ops import (
     MAX_CALL_BYTES,
+    MAX_DIMS,
     compute_element_bytes,
     compute_message_bytes,
     normalize_dtype,
@@ -184,14 +185,10 @@ def _build_calls(
     t0_unix_ns = min((e.created_unix_ns for e in entries if e.created_unix_ns >= 0), default=0)
     rows = [_build_call(e, positions.get(e.group_name, -1), groups, t0_unix_ns) for e in entries]
     dur_ns = np.array([entry.dur_ns for entry in entries], dtype=np.int64)
-    world_size = next((len(g.ranks) for g in listed if g.ranks and _is_default(g)), -1)
+    world_size = next((len(g.ranks) for g in listed if g.ranks and g.is_default), -1)
     return RankCalls(
         where, rank, world_size, "", t0_unix_ns, build_calls(rows), dur_ns, groups, notes
     )
-
-
-def _is_default(group: Group) -> bool:
-    return group.description == "default_pg" or group.name == "0"
 
 
 def _build_call(
@@ -254,9 +251,6 @@ def _name_groups(
 
 
 # Entries of a dump.
-
-_MAX_DIMS = 64
-"""Of a tensor: PyTorch reduces no more, as it keeps a bit for each in one word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +388,7 @@ def _compute_bytes(sizes: Any, dtypes: Sequence[str]) -> int:
 
 def _count_elements(shape: Any) -> int:
     """The number of elements of a shape; -1 if it is not a shape."""
-    if not isinstance(shape, (list, tuple)) or len(shape) > _MAX_DIMS:
+    if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMS:
         return -1
     is_shape = all(isinstance(dim, int) and 0 <= dim <= MAX_CALL_BYTES for dim in shape)
     return math.prod(shape) if is_shape else -1

@@ -107,8 +107,9 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
             if values:
                 payloads[row] = Payload(**values)
     groups = build_communicators(processes, ranks.of_process, payloads)
-    # An export of one host may know the size only by the ranks in it.
-    world_size = max(session.world_size, 1 + max(ranks.of_process))
+    # An export of one host may know the size only by the ranks in it and their communicators.
+    sizes = [one.size for one in groups.values() if one.size <= MAX_RANKS]
+    least = max([1 + max(ranks.of_process), *sizes])
     traces, classifier = [], EventClassifier(rules)
     for process, rank in zip(processes, ranks.of_process, strict=True):
         rank_calls = match_calls(process, payloads, groups, rules)
@@ -117,7 +118,7 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
             RankTrace(
                 source=Path(source.where),
                 rank=rank,
-                world_size=world_size,
+                world_size=max(session.world_size, least),
                 host=session.host,
                 device=session.device,
                 backend="nccl" if any(n.startswith("nccl") for n in process.events.names) else "",
@@ -127,6 +128,7 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
                 groups=rank_calls.groups,
                 kinds=classifier.classify(process.events, rank_calls.calls),
                 notes=notes,
+                states_size=session.world_size >= least,
             )
         )
     return tuple(sorted(traces, key=lambda trace: trace.rank))

@@ -57,6 +57,7 @@ class _RankData(Struct):
     shapes: tuple[str, ...]
     waits: tuple[bytes, ...]
     visible_devices: int = 0
+    states_size: bool = True
 
 
 def name_table(rank: int) -> str:
@@ -82,6 +83,7 @@ def write_table(path: Path, trace: RankTrace) -> None:
         shapes=trace.shapes.texts,
         waits=pack_waits(trace.waits),
         visible_devices=trace.visible_devices,
+        states_size=trace.states_size,
     )
     write_events(path, trace.events, trace.shapes, msgspec.msgpack.encode(data), packed=True)
 
@@ -125,6 +127,7 @@ def _read(path: Path, classifier: EventClassifier) -> RankTrace | None:
         shapes=shapes,
         waits=unpack_waits(data.waits),
         visible_devices=data.visible_devices,
+        states_size=data.states_size,
     )
 
 

@@ -155,8 +155,8 @@ def _check_mixed_runs(traces: Sequence[RankTrace]) -> list[Note]:
         notes.append(Note("mixed_devices", text))
     by_size: dict[int, list[RankTrace]] = defaultdict(list)
     for trace in traces:
-        # A trace without a stated world size has the smallest one that its rank allows.
-        if trace.world_size > trace.rank + 1:
+        # Without one of them, a size is the smallest that the rank and its groups allow.
+        if trace.states_size and trace.world_size > trace.rank + 1:
             by_size[trace.world_size].append(trace)
     # The ranks of the groups on which each trace has calls.
     called = {

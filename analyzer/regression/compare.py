@@ -16,7 +16,14 @@ from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.regression.part_kernels import explain_part
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import Document
-from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, AxisSize, Report, compute_token_rate
+from stepsplit.analyzer.report.report import (
+    MIN_GAIN_SHARE,
+    AxisSize,
+    Report,
+    compute_token_rate,
+    find_world_size,
+    format_world_size,
+)
 from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.collectors.formats.run_spec import Mesh
@@ -384,7 +391,7 @@ def _list_settings(report: Report) -> Mapping[str, str | None]:
     """The settings of one run as text, in display order; None if unknown."""
     run, pipeline = report.run, report.pipeline
     return {
-        "world size": f"{run.world_size:,}",
+        "world size": None if find_world_size(report) is None else format_world_size(report),
         "ranks recorded": f"{len(run.ranks):,}",
         "hosts": f"{len(run.hosts):,}",
         "device": run.device,

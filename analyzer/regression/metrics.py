@@ -28,7 +28,7 @@ from stepsplit.analyzer.regression.compare import (
 )
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import extract_prediction, has_head
-from stepsplit.analyzer.report.report import INCOMPLETE, JOB_MISMATCH, Report
+from stepsplit.analyzer.report.report import INCOMPLETE, JOB_MISMATCH, Report, count_devices
 from stepsplit.analyzer.report.rl_step import PhaseRow, RlStep
 from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps, select_full_steps
@@ -44,7 +44,7 @@ class Setup(Struct, frozen=True):
     """The configuration of a run; None means unknown.
 
     Attributes:
-        world_size: number of ranks of the job.
+        world_size: number of ranks of the job; of the recorded ones if it is unknown.
         ranks: recorded ranks.
         hosts: number of hosts.
         device: device name.
@@ -247,7 +247,7 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
     return RunMetrics(
         name=run.name,
         setup=Setup(
-            world_size=run.world_size,
+            world_size=count_devices(report),
             ranks=run.ranks,
             hosts=len(run.hosts),
             device=run.device,

@@ -10,7 +10,7 @@ import msgspec
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.compare import build_side
-from stepsplit.analyzer.report.report import AxisSize, Report
+from stepsplit.analyzer.report.report import AxisSize, Report, count_devices
 
 SCHEMA = "stepsplit.scaling/1"
 
@@ -88,7 +88,7 @@ def build_scaling(reports: Sequence[Report], work: Work | None = None) -> Scalin
     Raises:
         UsageError: A run has no full step, or "tokens" are asked for and a run has no job.
     """
-    ordered = sorted(reports, key=lambda report: report.run.world_size)
+    ordered = sorted(reports, key=count_devices)
     sides = [build_side(report) for report in ordered]
     tokens = [_count_tokens(report) for report in ordered]
     if work is None and all(tokens):
@@ -98,7 +98,7 @@ def build_scaling(reports: Sequence[Report], work: Work | None = None) -> Scalin
         raise UsageError(f"{unknown}: no job, so the tokens of its step are unknown; give --work")
     amounts = tokens
     if work == "gpu":
-        amounts = [float(report.run.world_size) for report in ordered]
+        amounts = [float(count_devices(report)) for report in ordered]
     elif work != "tokens":
         amounts = [1.0 if work == "step" else None] * len(ordered)
     first, base, unit = ordered[0], sides[0], amounts[0]
@@ -107,7 +107,7 @@ def build_scaling(reports: Sequence[Report], work: Work | None = None) -> Scalin
         # 1 / efficiency - 1, by bucket; empty if the work is unknown.
         costs: tuple[BucketCost, ...] = ()
         if amount is not None and unit is not None:
-            scale = (report.run.world_size / amount) / (first.run.world_size / unit)
+            scale = (count_devices(report) / amount) / (count_devices(first) / unit)
             buckets = zip(BUCKETS, side.mean.buckets_ns, base.mean.buckets_ns, strict=True)
             costs = tuple(
                 BucketCost(bucket, (own_ns * scale - base_ns) / base.mean.step_ns)
@@ -117,7 +117,7 @@ def build_scaling(reports: Sequence[Report], work: Work | None = None) -> Scalin
         runs.append(
             ScalingRun(
                 name=report.run.name,
-                gpus=report.run.world_size,
+                gpus=count_devices(report),
                 mesh=report.run.mesh,
                 step=side.mean,
                 median_ns=side.median_ns,
@@ -142,4 +142,4 @@ def _count_tokens(report: Report) -> float | None:
     if predicted is None:
         return None
     per_gpu = predicted.tokens_per_s_per_gpu * predicted.split.step_ns / 1e9
-    return per_gpu * report.run.world_size or None
+    return per_gpu * count_devices(report) or None

@@ -191,7 +191,7 @@ def build_run(recording: Recording, split: RunSplit, origin: int) -> Run:
     backend = traces[0].backend or (spec.backend if spec else "")
     return Run(
         name=recording.name,
-        world_size=spec.world_size if spec else max(trace.world_size for trace in traces),
+        world_size=split.size.ranks,
         ranks=tuple(trace.rank for trace in traces),
         hosts=tuple(Host(host, tuple(ranks)) for host, ranks in hosts.items()),
         backend=backend or None,

@@ -33,7 +33,7 @@ from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.overlap import Overlap
 from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
 from stepsplit.analyzer.split.strategy import Strategy
-from stepsplit.analyzer.trace import WORLD_SIZE_UNKNOWN
+from stepsplit.analyzer.trace import RANKS_MISSING, WORLD_SIZE_UNKNOWN
 
 if TYPE_CHECKING:
     pass
@@ -278,10 +278,25 @@ UNKNOWN_HOST = "unknown"
 
 
 def find_world_size(report: Report) -> int | None:
-    """The number of ranks of the job; None if the recording does not say it, and `run.world_size`
-    is only as large as the ranks that it has."""
-    is_unknown = any(row.code == WORLD_SIZE_UNKNOWN for row in report.warnings)
+    """The number of ranks of the job, at least where some are certainly missing; None if whether
+    others than the recorded ones exist is unknown."""
+    codes = {row.code for row in report.warnings}
+    is_unknown = WORLD_SIZE_UNKNOWN in codes and RANKS_MISSING not in codes
     return None if is_unknown else report.run.world_size
+
+
+def format_world_size(report: Report) -> str:
+    """The number of ranks of the job as far as it is known, such as "at least 16"."""
+    world_size = find_world_size(report)
+    if world_size is None:
+        return "an unknown number of"
+    is_known = all(row.code != WORLD_SIZE_UNKNOWN for row in report.warnings)
+    return f"{world_size:,}" if is_known else f"at least {world_size:,}"
+
+
+def count_devices(report: Report) -> int:
+    """The devices of the job; the recorded ones if the number of ranks is unknown."""
+    return find_world_size(report) or len(report.run.ranks)
 
 
 def format_hosts(run: Run) -> str:
@@ -867,7 +882,7 @@ class Report(ReportFrames, frozen=True, kw_only=True):
         from stepsplit.analyzer.report.notebook import build_html
 
         run = self.run
-        ranks = f"{len(run.ranks):,} of {run.world_size:,} ranks"
+        ranks = f"{len(run.ranks):,} of {format_world_size(self)} ranks"
         summary = self.summary or summarize(self.steps, self.exposed)
         found = [(one.gain_ns, one.message) for one in self.findings]
         return build_html((run.name, ranks, run.device), summary, found)

@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.split.call_purposes import find_call_purposes
+from stepsplit.analyzer.split.job_size import JobSize, find_job_size
 from stepsplit.analyzer.split.mesh_groups import (
     RankLine,
     build_mesh,
@@ -148,25 +148,15 @@ def infer_layout(
     Stated axes are compared with the names of the groups and the code that issued their calls; a
     contradiction is a note. Raises UsageError if the user states a mesh of other ranks.
     """
-    groups = _collect_groups(spec, traces)
-    world_size = _read_world_size(spec, traces)
-    if mesh is not None and mesh.world_size != world_size:
-        raise UsageError(
-            f"stated mesh {mesh.format()} has {mesh.world_size} ranks, but the job has"
-            f" {world_size}; state a mesh of {world_size}, or none"
-        )
+    groups, size = _collect_groups(spec, traces), find_job_size(spec, traces, mesh)
     stated, source = mesh, STATED
     if stated is None and spec is not None:
         stated, source = spec.mesh, RUN_JSON
     if stated is None:
-        return _shard_weights(_infer_unstated(spec, traces, groups), traces)
+        return _shard_weights(_infer_unstated(size, traces, groups), traces)
     known_axes = find_expert_axes(groups)
     layout = RankLayout.build(stated, source, _list_pipelines(stated), known_axes=known_axes)
     return replace(layout, notes=tuple(_find_contradictions(layout, traces, groups)))
-
-
-def _read_world_size(spec: RunSpec | None, traces: Sequence[RankTrace]) -> int:
-    return spec.world_size if spec else max(trace.world_size for trace in traces)
 
 
 def _find_contradictions(
@@ -224,18 +214,22 @@ def _note_contradiction(layout: RankLayout, ranks: Sequence[int], axis: str, evi
 
 
 def _infer_unstated(
-    spec: RunSpec | None, traces: Sequence[RankTrace], groups: Sequence[Group]
+    size: JobSize, traces: Sequence[RankTrace], groups: Sequence[Group]
 ) -> RankLayout:
     """The layout from group names, messages and usage."""
-    world_size = _read_world_size(spec, traces)
     lines = find_named_lines(groups)
-    if (mesh := build_mesh(lines, groups, world_size)) is not None:
+    if (mesh := _build_whole_mesh(lines, groups, size)) is not None:
         note = Note("mesh_inferred", f"{_NO_MESH}: inferred from process group names")
         known_axes = find_expert_axes(groups)
         return RankLayout.build(mesh, NAMES, _list_pipelines(mesh), note, known_axes=known_axes)
-    if world_size == 1:
+    if size.ranks == 1:
         return RankLayout.build(None, None, ())
-    return _infer_from_traffic(traces, groups, lines, world_size)
+    return _infer_from_traffic(traces, groups, lines, size)
+
+
+def _build_whole_mesh(lines: Lines, groups: Sequence[Group], size: JobSize) -> Mesh | None:
+    """The mesh of these axes; None if they do not cover the job, or its size is unknown."""
+    return build_mesh(lines, groups, size.ranks) if size.is_known else None
 
 
 def _shard_weights(layout: RankLayout, traces: Sequence[RankTrace]) -> RankLayout:
@@ -265,11 +259,11 @@ def parse_described_axis(group: Group) -> str | None:
 
 
 def _infer_from_traffic(
-    traces: Sequence[RankTrace], groups: Sequence[Group], lines: Lines, world_size: int
+    traces: Sequence[RankTrace], groups: Sequence[Group], lines: Lines, size: JobSize
 ) -> RankLayout:
     """The layout inferred from messages and group usage, if names do not cover the world."""
     traffic = find_exchanges(traces)
-    pipelines = find_named_pipelines(groups, lines, world_size) or traffic.pipelines
+    pipelines = find_named_pipelines(groups, lines, size.ranks) or traffic.pipelines
     stage = {rank: i for line in pipelines for i, rank in enumerate(line)}
     inferred = infer_axes(traces, traffic.rings, stage)
     used = inferred.axes
@@ -277,7 +271,7 @@ def _infer_from_traffic(
     known_axes |= inferred.spans
     present = {trace.rank for trace in traces}
     axis_lines = {**infer_lines(used, traffic, present), **inferred.lines, **lines}
-    mesh = build_mesh(axis_lines, groups, world_size)
+    mesh = _build_whole_mesh(axis_lines, groups, size)
     if (
         mesh is not None
         and set(_list_pipelines(mesh)) >= set(pipelines)
@@ -302,7 +296,7 @@ def _infer_from_traffic(
         return RankLayout.build(None, source, pipelines, note, known_axes=known_axes)
     some = units.format_number_list(traffic.doubtful)
     text = f"; messages between ranks {some} could be a pipeline or a ring"
-    doubt = (text if traffic.doubtful else "") + _format_tensor_layers(traces, world_size)
+    doubt = (text if traffic.doubtful else "") + _format_tensor_layers(traces, size)
     note = Note("mesh_unknown", _UNKNOWN + doubt)
     return RankLayout.build(None, USE if used else None, (), note, known_axes=known_axes)
 
@@ -315,7 +309,7 @@ def _is_unambiguous(traces: Sequence[RankTrace], traffic: Exchanges, lines: Line
     return "pp" in lines or not (traffic.doubtful or unknown)
 
 
-def _format_tensor_layers(traces: Sequence[RankTrace], world_size: int) -> str:
+def _format_tensor_layers(traces: Sequence[RankTrace], size: JobSize) -> str:
     """What the names of modules say of calls without a group: tp, but not of how many ranks."""
     unnamed = [
         find_call_purposes(trace).activations & (trace.calls.group_id < 0) for trace in traces
@@ -324,7 +318,7 @@ def _format_tensor_layers(traces: Sequence[RankTrace], world_size: int) -> str:
         return ""
     return (
         "; layers of tensor parallelism issued calls without a group: if all ranks are in one,"
-        f" state --mesh tp={world_size}"
+        f" state --mesh tp={size.ranks if size.is_known else 'N'}"
     )
 
 

@@ -24,6 +24,7 @@ from stepsplit.analyzer.split.copy_ends import extend_copy_ends
 from stepsplit.analyzer.split.coverage import Coverage, compute_coverage
 from stepsplit.analyzer.split.gaps import HeldGaps, find_held_gaps
 from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts, sum_idle_causes
+from stepsplit.analyzer.split.job_size import JobSize, find_job_size
 from stepsplit.analyzer.split.kernels import KernelFamily, KernelSums, sum_kernel_families
 from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
@@ -61,6 +62,7 @@ from stepsplit.analyzer.split.work import Work, collect_work
 from stepsplit.analyzer.split.world_group import assign_world_group, drop_lone_calls
 from stepsplit.analyzer.trace import (
     COMPILES,
+    RANKS_MISSING,
     WORLD_SIZE_UNKNOWN,
     Category,
     Group,
@@ -110,6 +112,7 @@ class RunSplit:
     """Result of split_run: the splits of all ranks and everything derived from them."""
 
     ranks: tuple[RankSplit, ...]
+    size: JobSize
     layout: RankLayout
     alignment: Alignment
     matched: MatchedCalls
@@ -139,6 +142,7 @@ def split_run(
     A rank without device data or steps is left out, with a note. Raises DataError if none is left.
     """
     usable = select_usable_ranks([drop_lone_calls(trace) for trace in traces])
+    size = find_job_size(spec, usable.traces, mesh)
     named, found = None, FoundGroups(usable.traces, ())
     if has_unnamed_calls(usable.traces):
         # By the clocks and the steps that the calls with arguments show.
@@ -147,7 +151,7 @@ def split_run(
         listed += dict.fromkeys(group for trace in usable.traces for group in trace.groups)
         found = find_unnamed_groups(
             usable.traces, unify_step_numbers(usable.steps, named[0]), *named, listed,
-            mesh if mesh is not None else spec.mesh if spec is not None else None,
+            mesh if mesh is not None else spec.mesh if spec is not None else None, size,
         )  # fmt: skip
     traces = assign_world_group(found.traces)
     layout = infer_layout(spec, traces, mesh)
@@ -169,7 +173,7 @@ def split_run(
     schedule = (
         _infer_schedule(layout, ranks, spec, ideal_bubble, stage_bubbles) if stage_bubbles else None
     )
-    notes = (*_collect_notes(usable, steps, layout, alignment, matched), *found.notes)
+    notes = (*_collect_notes(usable, size, steps, layout, alignment, matched), *found.notes)
     notes += tuple(note for rank in ranks if (note := _note_few_ops(rank)) is not None)
     complete = any({rank.trace.rank for rank in ranks} >= {*line} for line in layout.pipelines)
     inferred = stage_bubbles if complete else [grid for grid in grids.values() if grid.slots]
@@ -183,6 +187,7 @@ def split_run(
         notes += (_SPLIT_UNKNOWN,)
     return RunSplit(
         ranks=tuple(ranks),
+        size=size,
         layout=layout,
         alignment=alignment,
         matched=matched,
@@ -260,6 +265,7 @@ _SPLIT_UNKNOWN = Note(
 
 def _collect_notes(
     usable: UsableRanks,
+    size: JobSize,
     steps: Sequence[Steps],
     layout: RankLayout,
     alignment: Alignment,
@@ -267,17 +273,13 @@ def _collect_notes(
 ) -> tuple[Note, ...]:
     traces = usable.traces
     present = {trace.rank for trace in traces} | {note.rank for note in usable.left_out}
-    world_size = max(trace.world_size for trace in traces)
-    missing = [rank for rank in range(world_size) if rank not in present]
-    # A rank may be known by the name of a file alone: it is no size of a job, unless only some
-    # numbers below it are missing.
-    unsized = [any(note.code == WORLD_SIZE_UNKNOWN for note in trace.notes) for trace in traces]
-    is_unknown = all(unsized) and len(missing) >= len(present)
+    missing = [rank for rank in range(size.ranks) if rank not in present]
+    # The number in the name of a single file may be no rank: it does not show that others exist.
+    are_missing = bool(missing) and (size.is_known or len(present - {None}) > 1)
     rank_notes = [
         replace(note, rank=trace.rank)
         for trace, found in zip(traces, steps, strict=True)
         for note in (*trace.notes, *found.notes)
-        if note.code != WORLD_SIZE_UNKNOWN or is_unknown
     ]
     unmatched = []
     for i, trace in enumerate(traces):
@@ -290,17 +292,24 @@ def _collect_notes(
             )
             unmatched.append(Note("unmatched", text, trace.rank))
     absent = []
-    if missing and not is_unknown:
-        text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
-        absent.append(
-            Note("ranks_missing", text + units.format_number_list(missing), lack=Lack.RANKS)
-        )
+    if are_missing:
+        count = f"{len(missing)} of {size.ranks}" if size.is_known else f"at least {len(missing)}"
+        text = f"{count} ranks are missing from the recording: {units.format_number_list(missing)}"
+        absent.append(Note(RANKS_MISSING, text, lack=Lack.RANKS))
+    unsized = []
+    if not size.is_known:
+        text = "the recording does not say how many ranks the job has: "
+        if are_missing or size.ranks > 1 + max(trace.rank for trace in traces):
+            text += f"at least {size.ranks}, by the numbers and groups of those in it"
+        else:
+            text += "whether some are missing is unknown"
+        unsized.append(Note(WORLD_SIZE_UNKNOWN, text))
     # What a recording lacks comes before what follows from that: clocks and groups without a shared
     # call.
     lacking = [note for note in rank_notes if note.lack is not None]
     others = [note for note in rank_notes if note.lack is None]
     return (
-        *absent, *usable.left_out, *lacking, *layout.notes, *alignment.notes, *others,
+        *absent, *usable.left_out, *lacking, *unsized, *layout.notes, *alignment.notes, *others,
         *matched.notes, *unmatched,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace as replace_fields
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, sort_distinct
 from stepsplit.analyzer.split.clock import Alignment
+from stepsplit.analyzer.split.job_size import JobSize
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh_groups import parse_group_name, parse_single_axis
 from stepsplit.analyzer.split.protocols import PROTOCOLS, CallRoles, KernelRole, find_call_roles
@@ -76,6 +77,7 @@ def find_unnamed_groups(
     alignment: Alignment,
     listed: Sequence[Group],
     mesh: Mesh | None,
+    size: JobSize,
 ) -> FoundGroups:
     """Finds the groups of the calls without one.
 
@@ -86,9 +88,9 @@ def find_unnamed_groups(
         alignment: Their clocks, as far as those calls show them.
         listed: The process groups that the recording lists.
         mesh: The mesh, if it is stated.
+        size: The number of ranks of the job.
     """
     calls = [_RankCalls.build(*one) for one in zip(traces, steps, strict=True)]
-    world_size = max(trace.world_size for trace in traces)
     finder = _Assignments(traces)
     reasons = Counter[str]()
     classes: dict[object, list[int]] = defaultdict(list)
@@ -96,18 +98,18 @@ def find_unnamed_groups(
         if one.shape:
             classes[one.shape].append(i)
     candidates = _list_candidates(listed, mesh)
-    lists_more = mesh is not None or _lists_more(traces, listed, world_size)
+    lists_more = mesh is not None or _lists_more(traces, listed, size.ranks)
     linked = _find_linked_clocks(traces, matched, alignment)
     for members in classes.values():
         table = _CallTable.build(
             traces, members, [calls[i] for i in members], alignment, linked[members]
         )
         others = [one for i, one in enumerate(calls) if one.shape and i not in members]
-        lacking = world_size > len(traces)
+        lacking = size.ranks > len(traces)
         scopes = list(table.list_scopes())
         choices = [
             _choose_groups(
-                table, scope, candidates, others, world_size,
+                table, scope, candidates, others, size,
                 lacking=lacking, lists_more=lists_more,
             )
             for scope in scopes
@@ -510,7 +512,7 @@ def _choose_groups(
     scope: _Scope,
     candidates: Sequence[_Candidate],
     others: Sequence[_RankCalls],
-    world_size: int,
+    size: JobSize,
     *,
     lacking: bool,
     lists_more: bool,
@@ -524,10 +526,10 @@ def _choose_groups(
     if stated is not None:
         place = {rank: n for n, rank in enumerate(table.ranks)}
         return _weigh(table, scope, stated, place) or "the groups that calls name contradict them"
-    if scope.size == world_size:
+    if size.is_known and scope.size == size.ranks:
         if _is_shared(table, scope, others):
             return "the ranks make different calls"
-        ranks = tuple(range(world_size))
+        ranks = tuple(range(size.ranks))
         every = Group(scope.library, ranks, scope.axis)
         return _choose_only(table, scope, every)
     if len(table.recorded) == 1:

@@ -18,8 +18,8 @@ from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
     Report,
     describe_ideal_bubble,
-    find_world_size,
     format_hosts,
+    format_world_size,
 )
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import (
@@ -119,12 +119,11 @@ def build_cards(report: Report) -> html.Div:
 
 def format_subtitle(report: Report) -> str:
     """One line on the run: ranks, hosts, mesh, versions; unknown values are left out."""
-    run, world_size = report.run, find_world_size(report)
-    of_all = "an unknown number of" if world_size is None else f"{world_size:,}"
+    run = report.run
     schedule = (report.pipeline.schedule if report.pipeline else None) or ""
     mesh = None if run.mesh is None else " ".join(f"{part.axis}{part.size}" for part in run.mesh)
     parts = [
-        f"{len(run.ranks):,} of {of_all} ranks",
+        f"{len(run.ranks):,} of {format_world_size(report)} ranks",
         format_hosts(run),
         run.device,
         mesh if mesh is None else f"mesh {mesh} (from {run.mesh_source or 'unknown'})",

@@ -29,6 +29,7 @@ from stepsplit.analyzer.report.report import (
     Report,
     SameCalls,
     find_world_size,
+    format_world_size,
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
@@ -556,7 +557,9 @@ def build_coverage(report: Report) -> list[html.Section]:
         )
         left = sum(len(run) for run in runs[MAX_RANGES:])
         named += f" and {left:,} more" if left else ""
-        missing = f"{len(absent):,} of {run.world_size:,} ranks were not recorded: {named}."
+        missing = (
+            f"{len(absent):,} of {format_world_size(report)} ranks were not recorded: {named}."
+        )
     if not missing and all(one.holds == "measured" for one in report.coverage):
         return []
     parts: list[html.P | DataTable] = [html.P(missing)] if missing else []

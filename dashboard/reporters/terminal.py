@@ -34,9 +34,10 @@ from stepsplit.analyzer.report.report import (
     Report,
     WarningRow,
     compute_token_rate,
+    count_devices,
     describe_ideal_bubble,
-    find_world_size,
     format_hosts,
+    format_world_size,
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
@@ -76,10 +77,10 @@ def build_report_screen(report: Report, all_parts: bool = False) -> RenderableTy
     """The whole screen of a report, for a rich console of any width from 80 columns; with all_parts
     also the parts by layer and the kernels."""
     summary = report.summary or summarize(report.steps, report.exposed)
-    run, world_size = report.run, find_world_size(report)
+    run = report.run
     known = (
         f"run {run.name}",
-        f"{world_size or len(run.ranks)} x {run.device} ({format_hosts(run)})",
+        f"{count_devices(report)} x {run.device} ({format_hosts(run)})",
         " ".join(f"{a.axis} {a.size}" for a in run.mesh) if run.mesh else "mesh unknown",
         run.backend or "",
         f"torch {run.torch}" if run.torch else "",
@@ -165,8 +166,7 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
             reasons.append(f"#{number} {' or '.join(why.values())}{on}")
     steps = f"steps {len(full)} of {len(numbers)} used"
     steps += f" (left out: {', '.join(reasons)})" if reasons else ""
-    of_all = find_world_size(report)
-    ranks = f"{len(report.run.ranks)} of {of_all or 'an unknown number of'} ranks"
+    ranks = f"{len(report.run.ranks)} of {format_world_size(report)} ranks"
     first = (steps, ranks, format_clock_error(report))
     second = []
     if summary is not None:

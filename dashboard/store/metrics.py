@@ -14,7 +14,7 @@ from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.ops import compute_element_bytes
 from stepsplit.analyzer.regression.compare import MESH_FROM_CALLS
 from stepsplit.analyzer.report.headline import compute_mean_split
-from stepsplit.analyzer.report.report import Report, Run
+from stepsplit.analyzer.report.report import Report, Run, count_devices
 from stepsplit.analyzer.report.step_rows import (
     StepRow,
     compute_step_median_ns,
@@ -164,7 +164,7 @@ def build_headline(report: Report) -> Headline:
         shares = tuple(ns / (mean.step_ns or 1) for ns in mean.buckets_ns)
         median_step = MedianStep(compute_step_median_ns(report.steps), mean, shares)
     return Headline(
-        world_size=report.run.world_size,
+        world_size=count_devices(report),
         mesh=_format_mesh(report),
         backend=report.run.backend,
         median_step=median_step,
@@ -218,7 +218,7 @@ def compute_job_fingerprint(report: Report) -> JobFingerprint:
     """The job of the report's run."""
     run = report.run
     evidence = (
-        run.world_size,
+        count_devices(report),
         run.device,
         _describe_mesh(run),
         _find_main_message(report),
@@ -226,7 +226,7 @@ def compute_job_fingerprint(report: Report) -> JobFingerprint:
     )
     key = sha256(repr(evidence).encode()).hexdigest()[:8]
     mesh = " ".join(f"{part.axis}{part.size}" for part in run.mesh or () if part.size > 1)
-    device = f"{run.world_size:,} x {run.device.removeprefix('NVIDIA ')}"
+    device = f"{count_devices(report):,} x {run.device.removeprefix('NVIDIA ')}"
     return JobFingerprint(key, clean_text(" · ".join(filter(None, (mesh, device))), 200))
 
 

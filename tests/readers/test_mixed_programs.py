@@ -9,7 +9,6 @@ import pytest
 from support.builders import GpuTrace
 
 from stepsplit.analyzer import DataError, analyze
-from stepsplit.analyzer.report.report import find_world_size
 
 
 def write(folder: Path, name: str, rank: int, world: int) -> None:
@@ -121,22 +120,3 @@ def test_a_rank_twice_under_two_names_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "copy_of_it.json.gz", 0, 2)
     with pytest.raises(DataError, match="second trace of rank 0; the first is"):
         analyze(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("names", "missing"), [(("rank-70",), 0), (("rank0", "rank1", "rank3"), 1)]
-)
-def test_the_name_of_a_file_is_no_size_of_a_job(
-    names: tuple[str, ...], missing: int, tmp_path: Path
-) -> None:
-    """A trace without torch.distributed's header says nothing of other ranks; a gap between many
-    does."""
-    for name in names:
-        body = GpuTrace().step(1, 0, 20).kernel("gemm", 0, 20).body()
-        del body["distributedInfo"]
-        (tmp_path / f"{name}.json").write_text(json.dumps(body))
-    report = analyze(tmp_path)
-    codes = [row.code for row in report.warnings]
-    assert codes.count("ranks_missing") == missing
-    assert codes.count("world_size_unknown") == 1 - missing
-    assert find_world_size(report) == (4 if missing else None)

@@ -39,6 +39,9 @@ def same(one: KinetoFile, other: KinetoFile) -> bool:
     waits = ("correlation", "stream", "on_stream", "recorded")
     return (
         all(np.array_equal(getattr(a.events, c), getattr(b.events, c)) for c in columns)
+        and one.calls is not None
+        and other.calls is not None
+        and (one.calls.groups, one.calls.largest) == (other.calls.groups, other.calls.largest)
         and (a.events.names, a.events.lanes) == (b.events.names, b.events.lanes)
         and a.noted_row.tolist() == b.noted_row.tolist()
         and (a.noted_args, a.t0_unix_ns, a.counts) == (b.noted_args, b.t0_unix_ns, b.counts)

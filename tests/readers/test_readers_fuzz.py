@@ -117,7 +117,7 @@ def assert_whole_before(content: bytes, file: Path, whole: list[dict[str, Any]])
     [
         (300, 29),
         pytest.param(300, 5, marks=SLOW_IN_TURN),
-        pytest.param(2 << 20, 1, marks=SLOW_IN_TURN),
+        pytest.param(json_stream.BLOCK_BYTES, 1, marks=SLOW_IN_TURN),
     ],
 )
 def test_a_truncated_trace_gives_every_complete_event(

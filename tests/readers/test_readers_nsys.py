@@ -290,6 +290,7 @@ def test_a_rank_is_from_the_environment_or_the_name(
     trace = read(Export().environment(environment).kernel("gemm", 0, 5), tmp_path, name)
     assert (trace.rank, trace.world_size) == (rank, rank + 1)
     assert ["rank_guessed"] * guessed == [note.code for note in trace.notes]
+    assert not trace.states_size
 
 
 def test_processes_without_rank_are_numbered_in_device_order(tmp_path: Path) -> None:
@@ -487,3 +488,15 @@ def test_no_other_real_file_is_recognized_as_an_export() -> None:
     for path in (p for p in folder.rglob("*") if p.is_file()):
         with path.open("rb") as content:
             assert not is_nsys_export(content.read(1 << 16)), path
+
+
+def test_an_export_of_the_second_node_says_that_lower_ranks_are_missing(tmp_path: Path) -> None:
+    export = Export()
+    for rank in (2, 3):
+        export.put("MPI_RANKS", globalTid=export_tid(100 + rank), rank=rank)
+        who = {"pid": 100 + rank, "tid": 101 + rank}
+        export.range("ncclCommInitRankConfig", 0, 9, **who, comm=COMM, ranks=8, rank=rank)
+        export.kernel("gemm", 20, 30, device=rank - 2, **who)
+    export.write(tmp_path / "node1.sqlite")
+    (text,) = [row.message for row in analyze(tmp_path).warnings if row.code == "ranks_missing"]
+    assert text == "at least 6 ranks are missing from the recording: 0, 1, 4, 5, 6, 7"

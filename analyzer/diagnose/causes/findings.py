@@ -65,6 +65,9 @@ def find_bottlenecks(
     if not len(graph.steps.step):
         return Bottlenecks(())
     lacks = {(note.rank, note.lack) for note in split.notes}
+    if not split.size.is_known:
+        # More files would settle this, too, whether or not ranks are missing.
+        lacks.add((None, Lack.RANKS))
     is_torn = any(lack in _TEARS for _, lack in lacks)
     if is_torn and not graph.steps.full.any():
         text = "bottlenecks not analyzed: no step is whole on any rank, as events are missing"

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.ops import (
+    MAX_DIMS,
     compute_element_bytes,
     compute_message_bytes,
     normalize_dtype,
@@ -48,9 +49,6 @@ from stepsplit.analyzer.trace import (
 )
 
 # Collectives and messages of device kernels -> Calls.
-
-_MOST_DIMS = 64
-"""Of a tensor: PyTorch reduces no more, as it keeps a bit for each in one word."""
 
 _MESSAGES = ("send", "recv")
 
@@ -139,7 +137,8 @@ def build_device_calls(
         if _is_call(args_of_event[op])
     ]
     notes += note_missing(events, ops, made)
-    return CallsWithGroups(build_calls(calls), groups), notes
+    largest = max((args.group_size for args in args_of_event.values()), default=0)
+    return CallsWithGroups(build_calls(calls), groups, largest), notes
 
 
 def _is_call(args: Args | None) -> bool:
@@ -268,7 +267,7 @@ def _count_elements(dims: Any) -> int:
     if not isinstance(dims, list) or not dims:
         return -1
     shapes = [dims] if isinstance(dims[0], int) else dims
-    known = all(isinstance(shape, list) and len(shape) <= _MOST_DIMS for shape in shapes)
+    known = all(isinstance(shape, list) and len(shape) <= MAX_DIMS for shape in shapes)
     is_complete = known and all(isinstance(dim, int) for shape in shapes for dim in shape)
     return sum(map(math.prod, shapes)) if is_complete else -1
 

@@ -45,13 +45,7 @@ from stepsplit.analyzer.readers.rank_traces import (
 )
 from stepsplit.analyzer.readers.sources import DiskFile, Source, make_absolute
 from stepsplit.analyzer.readers.workers import Progress, Task, Workers, count_workers, run_all
-from stepsplit.analyzer.trace import (
-    DEVICE_CATEGORIES,
-    WORLD_SIZE_UNKNOWN,
-    Category,
-    Note,
-    RankTrace,
-)
+from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, RankTrace
 
 LEAST_CACHED_BYTES = 16 << 20
 """Smaller files are not cached: reading them is as fast as importing pyarrow, as the cache does."""
@@ -264,16 +258,18 @@ def build_rank_trace(
         notes = (*notes, *more)
     elif flight:
         found = number_device_calls(found, flight, rows.t0_unix_ns)
-    if info.world_size <= rank and not any(group.ranks for group in found.groups):
-        text = (
-            "nothing in the file says how many ranks the job has: whether some are missing is "
-            "unknown"
-        )
-        notes = (*notes, Note(WORLD_SIZE_UNKNOWN, text))
+    # Any other group than that of all ranks shows only that there are at least as many.
+    everyone = {len(group.ranks) for group in found.groups if group.is_default and group.ranks}
+    size = max(info.world_size, *everyone, rank + 1)
+    states_size = bool(everyone) or info.world_size > max(rank, 0)
+    if not states_size:
+        numbers = [number for group in found.groups for number in group.ranks]
+        bounds = [found.largest, *(number + 1 for number in numbers)]
+        size = max([size, *(bound for bound in bounds if bound <= MAX_RANKS)])
     return RankTrace(
         source=Path(where),
         rank=rank,
-        world_size=max(info.world_size, rank + 1),
+        world_size=size,
         host=header.host_name,
         device=header.devices[0].name if header.devices else "",
         backend="" if info.backend == "undefined" else info.backend,
@@ -286,6 +282,7 @@ def build_rank_trace(
         shapes=rows.shapes,
         waits=file.waits,
         visible_devices=len(header.devices),
+        states_size=states_size,
     )
 
 

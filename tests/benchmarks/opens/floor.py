@@ -22,7 +22,9 @@ try:
 except ImportError:  # the extra [fast] is not installed
     import gzip
 
-_BLOCK_BYTES = 2 << 20
+_BLOCK_BYTES = 4 << 20
+"""Those of the analyzer's reader, whose import would be in the peak of the memory here."""
+
 _BEGIN = b'"traceEvents": ['
 _ENTRIES = msgspec.json.Decoder(list[Raw])
 

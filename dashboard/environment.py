@@ -176,7 +176,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 _LEAST = re.compile(r">=\s*([\w.]+)")
 
-_EXTRA = re.compile(r"""extra\s*==\s*['"](\w+)['"]""")
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 
 _OTHER_EXTRAS = ("dev", "test", "test-without-torch")
 """What only contributors need."""

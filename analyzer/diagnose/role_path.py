@@ -377,7 +377,9 @@ def _describe_doubts(roles: Sequence[JobRole], rows: Sequence[PathRow]) -> list[
     for role in roles:
         if role.name in on_path:
             for rank, clock in zip(role.split.ranks, role.split.alignment.clocks, strict=True):
-                if any(rank is own for own in role.ranks) and clock.sigma_ns is not None:
+                if clock.sigma_ns is None or clock.island is not None:
+                    continue
+                if any(rank is own for own in role.ranks):
                     hosts[clock.host] = max(hosts.get(clock.host, 0), clock.sigma_ns)
     if len(hosts) < 2 or not any(hosts.values()):
         return []

@@ -124,8 +124,8 @@ def build_report(
                 # At the report's t0, from which the drift counts.
                 clock.compute_offset_at(origin),
                 clock.drift_ppm,
-                clock.sigma_ns,
-                clock.residual_ns,
+                clock.sigma_ns if clock.island is None else None,
+                clock.residual_ns if clock.island is None else None,
             )
             for clock in split.alignment.clocks
         ),

@@ -343,7 +343,8 @@ class ClockRow(Struct, frozen=True):
     Attributes:
         rank: global rank.
         host: host name.
-        offset_ns: offset at the report's t0.
+        offset_ns: offset at the report's t0; of a rank that is not aligned with the first one,
+            against the rank that its warning names.
         drift_ppm: drift in parts per million; None if not estimated.
         sigma_ns: standard error of the offset; None if unknown.
         residual_ns: residual of the fit; None if unknown.

@@ -16,6 +16,10 @@ class Clock(Struct, frozen=True):
     run's t0. drift_ppm is None if it cannot be distinguished from noise. sigma_ns (standard
     deviation of the offset) and residual_ns (median distance of the ends of calls) are None if no
     call links the clock.
+
+    island is None for a clock that is aligned with the run's first rank. The times of others are
+    comparable among those of one island alone: offset, drift, sigma, and residual are against the
+    wall clock of its first rank, which island names.
     """
 
     rank: int
@@ -26,6 +30,7 @@ class Clock(Struct, frozen=True):
     drift_ppm: float | None = None
     sigma_ns: int | None = None
     residual_ns: int | None = None
+    island: int | None = None
 
     @property
     def _rate(self) -> float:

@@ -31,8 +31,9 @@ def align(traces: Sequence[RankTrace], matched: MatchedCalls) -> Alignment:
     ranks of each host, then the hosts: always the one with the most such calls shared with aligned
     ranks. gloo's worker threads do not end simultaneously; there, and without such calls, ranks of
     a host share its wall clock. Other ranks are placed within the bounds by causality and by the
-    recorder's probes of the hosts' clocks. A rank without any link keeps its wall clock, with a
-    note.
+    recorder's probes of the hosts' clocks. Where none of the ranks left has a link, the first of
+    them keeps its wall clock, and ranks that only have links to it are an island with it, with a
+    note on each.
     """
     joining = _ClockJoin(traces, matched)
     while joining.left:
@@ -66,19 +67,20 @@ class _ClockJoin:
         self._of_host: dict[str, Clock] = {}
         # The ranks of a host have its clock, and its probe.
         self._probed = {trace.host: trace.probed_clock for trace in traces}
-        self._unlinked: list[int] = []
+        self._island: int | None = None
 
     def join_next(self) -> None:
-        """Aligns one more clock domain, the one with the best evidence."""
-        domain = max(self.left, key=self._score_domain)
+        """Aligns one more clock domain, the one with the best evidence; where nothing links any of
+        them, one begins an island."""
+        domains = sorted(self.left, key=self._score_domain, reverse=True)
+        links = ((domain, self._link_domain(domain)) for domain in domains)
+        domain, clocks = next((one for one in links if one[1]), (domains[0], ()))
+        if not clocks:
+            if self.clocks:
+                self._begin_island(domain)
+            clocks = self._build_clocks(domain, EXACT)
         self.left.remove(domain)
-        fit = self._fit_domain(domain) if self.clocks else EXACT
-        for trace, own in zip(domain.traces, domain.clocks, strict=True):
-            if fit is not None:
-                clock = self._build_clock(trace, own.compose(fit))
-            else:
-                shared = self._take_host_clock(trace, domain.host)
-                clock = shared or self._place_within_bounds(trace)
+        for trace, clock in zip(domain.traces, clocks, strict=True):
             self.clocks[trace] = clock
             self._of_host.setdefault(domain.host, clock)
             # Records when the rank's calls started and ended on the common clock.
@@ -90,16 +92,54 @@ class _ClockJoin:
             self._message_ends.record(self._find_rows(trace), *self._take_send_ends(trace, *edges))
 
     def build_notes(self) -> tuple[Note, ...]:
-        """Notes on ranks that kept their wall clocks without a link to the others."""
+        """Notes on ranks without a link to the first one."""
+        first, notes = self._traces[0].rank, []
+        for _, clock in sorted(self.clocks.items()):
+            if clock.island is None:
+                continue
+            text = f"no call and no host aligns rank {clock.island} with rank {first}"
+            if clock.rank == clock.island:
+                text += ": its wall clock is used uncorrected"
+            else:
+                text = f"rank {clock.rank} is aligned with rank {clock.island} alone, and {text}"
+            notes.append(Note("clock_unaligned", text, clock.rank, Lack.CLOCK))
+        return tuple(notes)
+
+    def _begin_island(self, domain: ClockDomain) -> None:
+        """Forgets the times so far, which are not comparable with those of this domain.
+
+        Nothing is left that they would align, as all domains have been tried.
+        """
+        self._island = self._traces[domain.traces[0]].rank
+        self._causality = self._causality.copy_empty()
+        self._message_ends = self._message_ends.copy_empty()
+        self._touching.count[:] = 0
+        self._of_host.clear()
+
+    def _link_domain(self, domain: ClockDomain) -> tuple[Clock, ...]:
+        """The clocks of a domain's ranks by what links them to the aligned ones, () if nothing
+        does."""
+        fit = self._fit_domain(domain)
+        if fit is not None:
+            return self._build_clocks(domain, fit)
+        host_clock = self._of_host.get(domain.host)
+        touching = self._touching.count[self._domain[domain.traces[0]]]
+        if host_clock is None and (touching or self._probed.get(domain.host)):
+            placed = (self._place_within_bounds(trace) for trace in domain.traces)
+            host_clock = next((clock for clock in placed if clock), None)
+        if host_clock is None:
+            return ()
         return tuple(
-            Note(
-                "clock_unaligned",
-                f"rank {self._traces[i].rank} shares neither a collective nor a host with rank "
-                f"{self._traces[0].rank}: its wall clock is used uncorrected",
-                self._traces[i].rank,
-                Lack.CLOCK,
-            )
-            for i in sorted(self._unlinked)
+            host_clock
+            if host_clock.rank == self._traces[trace].rank
+            else self._take_host_clock(trace, host_clock)
+            for trace in domain.traces
+        )
+
+    def _build_clocks(self, domain: ClockDomain, fit: ClockFit) -> tuple[Clock, ...]:
+        return tuple(
+            self._build_clock(trace, own.compose(fit))
+            for trace, own in zip(domain.traces, domain.clocks, strict=True)
         )
 
     def _score_domain(self, domain: ClockDomain) -> tuple[int, bool, int, int]:
@@ -111,15 +151,13 @@ class _ClockJoin:
     def _fit_domain(self, domain: ClockDomain) -> ClockFit | None:
         """The domain's clock from shared ends, within the causality bounds; None without shared
         calls."""
+        if not self._shared.count[self._domain[domain.traces[0]]]:
+            return None
         rows, end_ns = self._own[domain.traces]
         known = np.isin(rows, self._known.select_known(rows))
-        if not known.any():
-            return None
         fit = self._known.fit_clock(rows[known], end_ns[known])
-        bounds = [
-            self._compute_bounds(trace, self._build_clock(trace, own.compose(fit)))
-            for trace, own in zip(domain.traces, domain.clocks, strict=True)
-        ]
+        clocks = zip(domain.traces, self._build_clocks(domain, fit), strict=True)
+        bounds = [self._compute_bounds(trace, clock) for trace, clock in clocks]
         return fit.shift(Bounds.intersect(bounds).compute_least_shift())
 
     def _build_clock(self, trace: int, fit: ClockFit) -> Clock:
@@ -132,28 +170,26 @@ class _ClockJoin:
             drift_ppm=fit.drift * 1e6 or None,
             sigma_ns=math.ceil(fit.sigma_ns),
             residual_ns=round(fit.residual_ns),
+            island=self._island,
         )
 
-    def _take_host_clock(self, trace: int, host: str) -> Clock | None:
-        """The wall clock of an aligned rank on the same host, if any."""
-        host_clock, wall = self._of_host.get(host), int(self._wall[trace])
-        if host_clock is None:
-            return None
+    def _take_host_clock(self, trace: int, host_clock: Clock) -> Clock:
+        """The wall clock of an aligned rank on the same host."""
         own_trace = self._traces[trace]
-        sigma = host_clock.sigma_ns or None
         return Clock(
             own_trace.rank,
             own_trace.host,
             host_clock.offset_ns,
-            wall,
+            int(self._wall[trace]),
             host_clock.pivot_ns,
             host_clock.drift_ppm,
-            sigma,
+            host_clock.sigma_ns or None,
+            island=host_clock.island,
         )
 
-    def _place_within_bounds(self, trace: int) -> Clock:
+    def _place_within_bounds(self, trace: int) -> Clock | None:
         """The middle of what causality and the probes of hosts' clocks allow, as for a round trip;
-        else the wall clock, clamped to the bounds."""
+        None if that is not bounded on both sides."""
         own_trace, wall = self._traces[trace], int(self._wall[trace])
         uncorrected = Clock(own_trace.rank, own_trace.host, 0, wall)
         rows, edges = self._find_rows(trace), self._convert_to_common(trace, uncorrected)
@@ -172,10 +208,10 @@ class _ClockJoin:
         if bounds.low_ns is not None and bounds.high_ns is not None and bounds.both:
             half = (bounds.high_ns - bounds.low_ns) // 2
             return Clock(
-                own_trace.rank, own_trace.host, bounds.low_ns + half, wall, sigma_ns=half + 1
-            )
-        self._unlinked.append(trace)
-        return Clock(own_trace.rank, own_trace.host, bounds.clamp(0), wall)
+                own_trace.rank, own_trace.host, bounds.low_ns + half, wall, sigma_ns=half + 1,
+                island=self._island,
+            )  # fmt: skip
+        return None
 
     def _bound_by_probes(self, trace: int) -> Iterator[Bounds]:
         """The bounds of the offset by the probes of this rank's host and of each aligned one."""

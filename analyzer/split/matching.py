@@ -151,12 +151,12 @@ def _assign_keys(
     start, end = (
         _convert_by_clocks(rows, traces, alignment, at) for at in (rows.start_ns, rows.end_ns)
     )
-    # The clock of each trace: that of its host, or the common clock if an alignment links it.
-    is_joined = [
-        alignment is not None and alignment.clocks[i].sigma_ns is not None
-        for i in range(len(traces))
-    ]
-    clocks = ["common" if one else trace.host for one, trace in zip(is_joined, traces, strict=True)]
+    # The clock of each trace: that of its host, or that of all ranks that an alignment links.
+    clocks, island = [trace.host for trace in traces], np.full(len(traces), -1)
+    for i, clock in enumerate(alignment.clocks if alignment is not None else ()):
+        island[i] = -1 if clock.island is None else clock.island
+        if clock.sigma_ns is not None:
+            clocks[i] = f"common {island[i]}"
     calls = build_call_rows(traces, rows.trace, rows.group, start, end, clocks)
     collective = np.flatnonzero(~rows.is_message & (rows.group >= 0))
     identified = identify_calls(
@@ -169,6 +169,9 @@ def _assign_keys(
     distinct = first_rows(group_ids(label[labeled], member))
     members = np.bincount(label[labeled][distinct], minlength=count)
     one_call = (members >= 2) & _check_agreement(rows, label, count)
+    # Times of ranks whose clocks nothing aligns are not compared: who came last is unknown.
+    of_row = island[rows.trace]
+    one_call &= group_min(label, of_row, count) == group_max(label, of_row, count)
     # The number of members of each call when complete.
     sizes = np.array([len(group.ranks) for group in rows.groups] + [0], dtype=np.int64)
     complete = one_call & (

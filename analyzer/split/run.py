@@ -213,11 +213,13 @@ def _match_and_align(traces: Sequence[RankTrace]) -> tuple[MatchedCalls, Alignme
     """Matches the calls and aligns the clocks, a second time with aligned clocks for several hosts.
 
     Messages between hosts whose recordings start at different times are matched by time, which
-    needs clocks aligned by collectives first.
+    needs clocks aligned by collectives first. Calls of ranks whose clocks nothing aligns are not
+    matched.
     """
     matched = match(traces)
     alignment = align(traces, matched)
-    if len({trace.host for trace in traces}) > 1 and matched.is_message.any():
+    by_time = len({trace.host for trace in traces}) > 1 and matched.is_message.any()
+    if by_time or any(clock.island is not None for clock in alignment.clocks):
         matched = match(traces, alignment)
         alignment = align(traces, matched)
     return matched, alignment

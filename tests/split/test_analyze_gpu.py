@@ -260,7 +260,7 @@ def test_hosts_that_share_nothing_with_the_first_are_still_aligned_with_each_oth
         trace.kernel("gemm", 70, 100).write(tmp_path)
     report = analyze(tmp_path)
     assert set(splits(report).values()) == {us(compute=80, collective=20)}
-    assert [row.rank for row in report.warnings if row.code == "clock_unaligned"] == [2]
+    assert [row.rank for row in report.warnings if row.code == "clock_unaligned"] == [2, 3]
 
 
 def test_a_copy_does_not_end_a_step(tmp_path: Path) -> None:

@@ -191,6 +191,32 @@ def test_a_host_without_links_keeps_its_wall_clock_with_a_note(tmp_path: Path) -
     assert "clock_unaligned" in {row.code for row in report.warnings}
 
 
+def test_ranks_that_hang_on_an_unaligned_one_are_not_aligned_either(tmp_path: Path) -> None:
+    """Two pairs 50 ms apart; an all_to_all of all four aligns no clocks, and nobody waited 50 ms in
+    it."""
+    pairs = [("a", "", [0, 1]), ("b", "", [2, 3]), ("c", "", [0, 1, 2, 3])]
+    traces = [
+        GpuTrace(rank, 4, f"host{rank}", BASE_NS + ahead * MS, pairs)
+        for rank, ahead in enumerate((0, 10, 50, 70))
+    ]
+    for rank, trace in enumerate(traces):
+        for place in range(8):
+            at = 1000 * place
+            trace.step(place, at, at + 1000).kernel("gemm", at, at + 500)
+            trace.all_reduce(at + 500, at + 600, group="ab"[rank // 2], Seq=place)
+            trace.collective("SendRecv", "all_to_allv", at + 600, at + 700, group="c", Seq=place)
+            trace.kernel("gemm", at + 700, at + 1000)
+    report = report_of(tmp_path, traces)
+    assert [row.sigma_ns is None for row in report.clocks] == [False, False, True, True]
+    assert clock_of(report, 3).offset_ns == 20 * MS  # against rank 2
+    said = {row.rank: row.message for row in report.warnings if row.code == "clock_unaligned"}
+    assert set(said) == {2, 3}
+    assert "rank 3 is aligned with rank 2 alone" in said[3]
+    (row,) = [row for row in report.collectives if row.op == "all_to_all"]
+    assert row.wait_ns_median == 0
+    assert any(row.code == "unmatched" for row in report.warnings)
+
+
 def test_a_fast_clock_changes_no_bucket(tmp_path: Path) -> None:
     """The second host's clock gains 40 us a second: over two seconds every wait stays the same."""
     late = GpuTrace(0, 2, "host0", BASE_NS, PAIR)

@@ -115,8 +115,9 @@ def find_unnamed_groups(
             for scope in scopes
         ]  # fmt: skip
         for scope, chosen in zip(scopes, choices, strict=True):
-            if chosen == _SEVERAL:
-                chosen = _choose_alike(table, scope, candidates, zip(scopes, choices, strict=True))
+            if chosen in (_SAME_TIME, _NOT_LATE):
+                alike = _choose_alike(table, scope, candidates, zip(scopes, choices, strict=True))
+                chosen = alike or chosen
             if isinstance(chosen, str):
                 reasons[chosen] += len(scope.slots)
             else:
@@ -214,7 +215,8 @@ class _CallTable(Struct, frozen=True):
     """The calls of ranks that run the same program: slot k of step s on rank r.
 
     Arrays of shape (ranks, steps, slots). recorded: all ranks with a trace. start_ns is when a
-    member came: for the half of a call that receives, when the half that sends began. clock numbers
+    member came: for the half of a call that receives, when the half that sends began; begin_ns is
+    when its kernel did. clock numbers
     the ranks whose times can be compared; together: slots that end on all members at once; sends:
     slots that only send. of_slot is the slot whose call a slot belongs to: a receive to its send, a
     copy to its barrier. doubtful: slots of which it is unknown whether they send, receive, or both.
@@ -225,6 +227,7 @@ class _CallTable(Struct, frozen=True):
     traces: tuple[int, ...]
     row: Int64
     start_ns: Int64
+    begin_ns: Int64
     end_ns: Int64
     clock: Int64
     roles: tuple[KernelRole, ...]
@@ -260,7 +263,7 @@ class _CallTable(Struct, frozen=True):
         together = np.array([role.together for role in roles], dtype=np.bool_)
         table = cls(
             tuple(traces[i].rank for i in members), frozenset(one.rank for one in traces),
-            tuple(members), row, start, end,
+            tuple(members), row, start, start, end,
             group_ids(linked), roles, stream, together, np.zeros(length, dtype=np.bool_),
             np.arange(length), np.zeros(length, dtype=np.bool_),
             tuple(traces[i].calls.group_id for i in members),
@@ -273,6 +276,7 @@ class _CallTable(Struct, frozen=True):
         other's."""
         if not self.clock.max(initial=0) or not self.together.any():
             return self
+        # No halves are paired yet: each member came when its kernel began.
         start, end, clock = self.start_ns.copy(), self.end_ns.copy(), self.clock.copy()
         for new in range(1, int(clock.max()) + 1):
             here = np.flatnonzero(clock == new)
@@ -285,7 +289,7 @@ class _CallTable(Struct, frozen=True):
                     end[here] -= shift
                     clock[here] = clock[other]
                     break
-        return replace_fields(self, start_ns=start, end_ns=end, clock=clock)
+        return replace_fields(self, start_ns=start, begin_ns=start, end_ns=end, clock=clock)
 
     def _pair_halves(self) -> _CallTable:
         """The table with the two kernels of a call that sends and receives by one each as one
@@ -364,7 +368,7 @@ def _find_linked_clocks(
     traces: Sequence[RankTrace], matched: MatchedCalls, alignment: Alignment
 ) -> Int64:
     """A number for each rank, equal for ranks whose clocks are aligned by calls that end together
-    or by messages, or that share a host: the place of the first of them."""
+    or by messages, or that share a host."""
     rows = np.flatnonzero((matched.together | matched.is_message) & (matched.shared >= 0))
     calls = int(matched.shared.max(initial=-1)) + 1
     hosts = {host: n for n, host in enumerate(dict.fromkeys(t.host for t in traces if t.host))}
@@ -384,7 +388,9 @@ def _find_linked_clocks(
     for pair in sort_distinct(pairs).tolist():
         one, next_one = (first[rank] for rank in divmod(pair, len(traces)))
         first[first == max(one, next_one)] = min(one, next_one)
-    return first
+    # A call may link ranks without aligning their clocks.
+    islands = [-1 if one.island is None else one.island for one in alignment.clocks]
+    return group_ids(first, np.array(islands))
 
 
 def _find_common_shift(apart_ns: Int64) -> int | None:
@@ -485,12 +491,14 @@ def _lists_more(traces: Sequence[RankTrace], listed: Sequence[Group], world_size
 
 
 class _Evidence(Struct, frozen=True):
-    """How well a group fits: whether its calls end together, how many were compared, the distance
-    of their ends, and the number of calls and of steps that prove it."""
+    """How well a group fits: whether its calls end together, how many were compared, the distances
+    of their ends and from the first member that came to the last one, and the number of calls and
+    of steps that prove it."""
 
     fits: bool
     calls: int
     apart_ns: int
+    came_ns: int
     proofs: int
     steps: int
 
@@ -561,6 +569,8 @@ def _choose_groups(
     if any(table.roles[k].of_node for k in scope.slots.tolist()):
         sized = [one for one in sized if _are_apart(table, scope, one[1])]
     if not sized:
+        if table.clock.max():
+            return "the clocks of ranks that may be their members are not aligned"
         return "no set of ranks ends them together in each step"
     proven = [one for one in sized if any(e.is_proven for _, _, e in one[1].groups)]
     for candidate, chosen in sorted(proven, key=lambda one: -len(one[1].groups[0][0].ranks)):
@@ -578,10 +588,16 @@ def _choose_groups(
     # halves of the two would fit as well.
     if len(likely) == 1 and (along or lists_more or not _fit_joined(table, scope, likely[0][1])):
         return likely[0][1]
-    return _SEVERAL
+    came_ns = max(evidence.came_ns for _, one in sized for _, _, evidence in one.groups)
+    return _SAME_TIME if came_ns <= TOGETHER_NS else _NOT_LATE
 
 
-_SEVERAL = "their members come at the same time, so that several groups fit"
+_SAME_TIME = "their members come at the same time, so that several groups fit"
+
+_NOT_LATE = (
+    "in too few of them one member comes last alone, and late for how far apart they end, so that"
+    " several groups fit"
+)
 
 _ALIKE = 1.5
 """Calls on one stream whose transfers differ by at most this factor may be on the same groups."""
@@ -592,9 +608,9 @@ def _choose_alike(
     scope: _Scope,
     candidates: Sequence[_Candidate],
     chosen: Iterable[tuple[_Scope, _Chosen | str]],
-) -> _Chosen | str:
-    """The groups of a call whose members come at the same time: those of calls like it, where they
-    agree, fit, and no other groups of the recording do."""
+) -> _Chosen | None:
+    """The groups of a call that several fit: those of calls like it, where they agree, fit, and no
+    other groups of the recording do; None otherwise."""
     place = {rank: n for n, rank in enumerate(table.ranks)}
     kind = table.describe(scope)
     took_ns = table.measure_transfer_ns(scope)
@@ -607,22 +623,22 @@ def _choose_alike(
             groups = tuple(group for group, _, _ in found.groups)
             alike[frozenset(group.ranks for group in groups)] = _Candidate(groups, found.listed)
     if len(alike) != 1:
-        return _SEVERAL
+        return None
     ((ranks, candidate),) = alike.items()
     own = {frozenset(one) for one in ranks}
     for other_candidate in candidates:
         sets = [frozenset(group.ranks) for group in other_candidate.groups]
         includes = all(any(one <= each for each in sets) for one in own)
         if not includes and _weigh(table, scope, other_candidate, place) is not None:
-            return _SEVERAL
-    return _weigh(table, scope, candidate, place) or _SEVERAL
+            return None
+    return _weigh(table, scope, candidate, place)
 
 
 def _choose_only(table: _CallTable, scope: _Scope, every: Group) -> _Chosen | str:
     """The only possible group, unless what was recorded contradicts it."""
     places = tuple(range(len(table.ranks)))
     if len(places) < 2:
-        return _Chosen(((every, places, _Evidence(True, 0, 0, 0, 0)),), listed=True)
+        return _Chosen(((every, places, _Evidence(True, 0, 0, 0, 0, 0)),), listed=True)
     evidence = _measure(table, scope, places)
     if not evidence.fits:
         return "no set of ranks ends them together in each step"
@@ -655,7 +671,7 @@ def _weigh(
 
 def _measure(table: _CallTable, scope: _Scope, members: tuple[int, ...]) -> _Evidence:
     """How the calls of these members end."""
-    none = _Evidence(False, 0, 0, 0, 0)
+    none = _Evidence(False, 0, 0, 0, 0, 0)
     chosen = np.array(members)
     if len(np.unique(table.clock[chosen])) > 1:
         return none
@@ -674,14 +690,52 @@ def _measure(table: _CallTable, scope: _Scope, members: tuple[int, ...]) -> _Evi
     margin = last - np.partition(start, -2, axis=0)[-2]
     counts = (together | receives)[np.newaxis, :]
     proves = counts & (margin >= _LATER * apart + _LATER_NS) & (first_end >= last)
+    if receives.any():
+        begin = table.begin_ns[chosen][:, :, slots]
+        steps = np.array([table.roles[k].step for k in slots.tolist()])
+        for step in np.unique(steps):
+            at = receives & (steps == step)
+            proves[:, at] = _follow_last(
+                start[:, :, at], begin[:, :, at], end[:, :, at], proves[:, at]
+            )
     typical = int(np.median(apart[:, together])) if together.any() else int(np.median(apart))
     return _Evidence(
         True,
         int(counts.sum()) * len(last),
         typical,
+        int(np.median(last - start.min(axis=0))),
         int(proves.sum()),
         int(proves.any(axis=1).sum()),
     )
+
+
+def _follow_last(start: Int64, begin: Int64, end: Int64, proves: Bool) -> Bool:
+    """Which calls, of shape (steps, slots), of halves that receive prove that they waited for the
+    last member: those that do by their ends alone, and others.
+
+    The last member itself begins to receive when it has sent, and may end as much later than the
+    others: the times that receives take are compared from when they could begin. Ends of other
+    groups may coincide by chance, or as the last member is as late as data take. But they do not
+    follow it: the later it came, the earlier they end after it.
+    """
+    last = start.max(axis=0)
+    took = end - np.maximum(begin, last)
+    others = begin.copy()
+    np.put_along_axis(others, start.argmax(axis=0)[np.newaxis], np.iinfo(np.int64).min, axis=0)
+    waited = last - others.max(axis=0)
+    late = waited >= _LATER_NS
+    if not late.any() or _spread(waited[late]) < (
+        _LATER * _spread(took.min(axis=0)[late]) + _LATER_NS
+    ):
+        return np.zeros_like(proves)
+    found: Bool = proves | (waited >= _LATER * np.ptp(took, axis=0) + _LATER_NS)
+    return found
+
+
+def _spread(values_ns: Int64) -> float:
+    """The distance of the 10th and the 90th percentile."""
+    low, high = np.percentile(values_ns, (10, 90))
+    return float(high - low)
 
 
 def _are_apart(table: _CallTable, scope: _Scope, chosen: _Chosen) -> bool:

@@ -60,6 +60,61 @@ def test_a_late_rank_is_named_where_a_custom_kernel_sums(
     assert_true(simulation, report, style)
 
 
+STAGED = Job("ep", dp=8, ep=8, microbatches=3, layer_ns=317_407, experts_transfer_ns=179_894,
+             end_of_step="device", noise=0.01, seed=894_342, steps=4, ranks_per_host=1,
+             experts_by="staged_nccl_ep", causes=(SlowRank(4, 1.2),))  # fmt: skip
+"""The last rank begins to receive when it has sent, and ends so much later than the others."""
+
+
+@pytest.mark.parametrize("library", ["staged_nccl_ep", "low_latency"])
+def test_a_late_rank_is_named_where_it_takes_long_to_send(library: str, tmp_path: Path) -> None:
+    style = replace(APART, lists_groups="none")
+    simulation, report = run(replace(STAGED, experts_by=library), tmp_path, style)
+    assert_true(simulation, report, style)
+
+
+def test_members_of_which_two_are_late_do_not_come_at_the_same_time(tmp_path: Path) -> None:
+    job = replace(STAGED, noise=0.0, causes=(SlowRank(4, 1.2), SlowRank(6, 1.2)))
+    _, report = run(job, tmp_path, replace(APART, lists_groups="none"))
+    assert not list_found(report)
+    (said,) = [row.message for row in report.warnings if row.code == "groups_not_found"]
+    assert "at the same time" not in said
+    assert "in too few of them one member comes last alone" in said
+
+
+def test_ends_of_other_groups_that_coincide_by_chance_prove_nothing(tmp_path: Path) -> None:
+    """Of groups of two some calls do, where all ranks are late now and then."""
+    job = replace(STAGED, ep=4, layer_ns=207_694, experts_transfer_ns=106_535, noise=0.03,
+                  end_of_step="item", seed=939_233, causes=())  # fmt: skip
+    _, report = run(job, tmp_path, replace(APART, lists_groups="none"))
+    assert list_found(report) <= list_possible(job)
+
+
+@pytest.mark.parametrize("late_us", [64, 70, 76])
+def test_members_of_other_groups_are_none_because_they_end_as_if_they_had_waited(
+    late_us: float, tmp_path: Path
+) -> None:
+    """Rank 3 is always as late as data take to the others: of the pairs 0, 1 and 2, 3 both ranks
+    receive for 20 us once data is there, and only 0, 2 and 1, 3 are listed."""
+    listed = [("0", "default_pg", range(4)), ("1", "mesh_dp", (0, 2)), ("2", "mesh_dp", (1, 3))]
+    name = "void deep_ep::internode_ll::dispatch<true, false, 7168>"
+    for rank in range(4):
+        trace = GpuTrace(rank, 4, groups=[g for g in listed if rank in g[2]], host=f"h{rank}")
+        for step in range(4):
+            at = 1000 * step
+            trace.step(step, at, at + 1000).kernel("gemm", at + 1, at + 40)
+            for call in range(2):
+                came = at + 40 + 400 * call + (late_us if rank == 3 else 0)
+                there = at + 40 + 400 * call + 70 + (late_us if rank == 2 else 0)
+                trace.kernel(name, came, came + 44, stream=20)
+                end = max(came + 45, there) + 20
+                trace.kernel(name, came + 45, end, stream=20)
+            trace.kernel("gemm", at + 800, at + 990)
+            trace.all_reduce(at + 990, at + 995, group="0", Seq=step)
+        trace.write(tmp_path)
+    assert list_found(analyze(tmp_path)) <= {(0, 1), (2, 3)}
+
+
 def trace_nodes(folder: Path, late_us: float, *, one_group: bool) -> None:
     """Four ranks on two nodes, whose dispatches end with a barrier of the node; rank 3 is late, and
     the other node ends before it only if it is no member."""

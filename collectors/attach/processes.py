@@ -66,8 +66,9 @@ def list_process_tree(pid: int) -> list[int]:
 def _read_stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return []
-    # The name in parentheses may itself contain spaces and parentheses.
-    return text.rpartition(")")[2].split()
+    # The name in parentheses may itself contain spaces and parentheses, and its 15 bytes may end in
+    # the middle of a letter.
+    return text.rpartition(b")")[2].decode("ascii").split()

@@ -35,6 +35,7 @@ from stepsplit.collectors.attach.messages import (
     read_line,
 )
 from stepsplit.collectors.attach.processes import (
+    is_process_alive,
     list_ancestors,
     list_process_tree,
     read_environment,
@@ -344,6 +345,19 @@ def test_processes_are_found_by_their_ancestors() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_process_whose_name_ends_within_a_letter_is_alive() -> None:
+    """The kernel keeps 15 bytes of a name."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    try:
+        name.write_bytes(("trainer (run) " + "ö").encode()[:15])
+        assert name.read_bytes() == b"trainer (run) \xc3\n"
+        assert is_process_alive(os.getpid())
+        assert os.getppid() in list_ancestors(os.getpid())
+    finally:
+        name.write_bytes(before.strip())
 
 
 ASK = """

@@ -81,7 +81,8 @@ class WatchAlert:
 
 @dataclass(frozen=True, slots=True)
 class AlertCondition:
-    """A state of a run that is worth an alert once it has lasted for wait_s."""
+    """A state of a run that is worth an alert once it has lasted for wait_s; hosts: whose state it
+    is, "" if it is that of the run. An open alert follows them."""
 
     text: str
     incarnation: int
@@ -90,6 +91,7 @@ class AlertCondition:
     before: float | None = None
     after: float | None = None
     wait_s: int = 0
+    hosts: str = ""
 
 
 class AlertStore:
@@ -169,8 +171,8 @@ class AlertStore:
     def update_condition(
         self, watch_id: int, metric: Metric, condition: AlertCondition | None
     ) -> None:
-        """Opens an alert of the condition once it has lasted, unless one is open; without a
-        condition it ends."""
+        """Opens an alert of the condition once it has lasted, unless one is open, which then says
+        which hosts it is of now; without a condition it ends."""
         now_ns = self._now_ns()
         with self._database.begin_write() as connection:
             # One process at a time, also in a database that takes several writers.
@@ -375,29 +377,35 @@ def _follow_condition(
     now_ns: int,
 ) -> None:
     row = _find_unended(connection, watch_id, metric)
+    if row is None:
+        if condition is not None:
+            is_open = not condition.wait_s
+            _add(
+                connection, watch_id, metric, now_ns, incarnation=condition.incarnation,
+                step=condition.step, since_unix_ns=condition.since_unix_ns,
+                before=condition.before, after=condition.after,
+                text=clean_text(condition.text, 500), host=clean_text(condition.hosts, 200),
+                **({} if is_open else {"opened_unix_ns": None, "due_unix_ns": None}),
+            )  # fmt: skip
+        return
+    own = WATCH_ALERTS.c.id == row.id
     if condition is None:
         # It did not last, so there never was an alert.
-        if row is not None and row.opened_unix_ns is None:
-            connection.execute(delete(WATCH_ALERTS).where(WATCH_ALERTS.c.id == row.id))
-        elif row is not None:
-            _end(connection, now_ns, WATCH_ALERTS.c.id == row.id)
-    elif row is None:
-        is_open = not condition.wait_s
-        _add(
-            connection, watch_id, metric, now_ns, incarnation=condition.incarnation,
-            step=condition.step, since_unix_ns=condition.since_unix_ns, before=condition.before,
-            after=condition.after, text=clean_text(condition.text, 500),
-            **({} if is_open else {"opened_unix_ns": None, "due_unix_ns": None}),
-        )  # fmt: skip
+        if row.opened_unix_ns is None:
+            connection.execute(delete(WATCH_ALERTS).where(own))
+        else:
+            _end(connection, now_ns, own)
+        return
+    values: dict[str, object] = {}
     # It is opened with the numbers of now: those of the first look were those of a state that might
     # have passed.
-    elif row.opened_unix_ns is None and now_ns - row.seen_unix_ns >= condition.wait_s * _SECOND_NS:
-        values = {
-            "opened_unix_ns": now_ns, "due_unix_ns": now_ns, "after": condition.after,
-            "text": clean_text(condition.text, 500),
-        }  # fmt: skip
-        own = update(WATCH_ALERTS).where(WATCH_ALERTS.c.id == row.id)
-        connection.execute(own.values(values))
+    if row.opened_unix_ns is None and now_ns - row.seen_unix_ns >= condition.wait_s * _SECOND_NS:
+        values |= {"opened_unix_ns": now_ns, "due_unix_ns": now_ns}
+    if (host := clean_text(condition.hosts, 200)) != row.host:
+        values |= {"host": host, "since_unix_ns": condition.since_unix_ns, "step": condition.step}
+    if values:
+        values |= {"after": condition.after, "text": clean_text(condition.text, 500)}
+        connection.execute(update(WATCH_ALERTS).where(own).values(values))
 
 
 def _find_unended(connection: Connection, watch_id: int, metric: Metric) -> Row[Any] | None:

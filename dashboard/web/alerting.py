@@ -214,12 +214,15 @@ def find_silence(watches: WatchStore, run: WatchedRun, now_ns: int) -> AlertCond
     silent = [host for host, own_s in ages_s.items() if own_s > least_s]
     if not silent:
         return None
-    oldest_s = max(ages_s[host] for host in silent)
-    # The text of an open alert stays as it is, and is to be true later, too.
-    hosts, minutes = _describe_hosts(silent, len(ages_s)), int(oldest_s // MINUTE_S)
-    text = f"no data of {hosts} for over {minutes} min"
+    silent_s = [ages_s[host] for host in silent]
+    # The text of an open alert stays as it is while the hosts do, and is to be true of each of them,
+    # later, too.
+    hosts, minutes = _describe_hosts(silent, len(ages_s)), int(min(silent_s) // MINUTE_S)
+    text = f"no data of {hosts} for at least {minutes} min"
     since_ns = min(host.newest_unix_ns for host in silent)
-    return AlertCondition(text, run.start.incarnation, run.last_step, since_ns, None, oldest_s)
+    return AlertCondition(
+        text, run.start.incarnation, run.last_step, since_ns, None, max(silent_s), hosts=hosts
+    )
 
 
 def _describe_hosts(silent: Sequence[WatchHost], number: int) -> str:

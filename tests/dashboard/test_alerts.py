@@ -374,13 +374,48 @@ def test_a_silent_host_raises_one_alert_and_ends_it_when_it_is_back(clocked: Clo
     for _ in range(3):
         clocked.check()
     (alert,) = clocked.list_open()
-    assert (alert.metric, alert.text) == ("silent", "no data of 1 of 2 hosts (b) for over 16 min")
+    assert (alert.metric, alert.text) == (
+        "silent",
+        "no data of 1 of 2 hosts (b) for at least 16 min",
+    )
     assert (alert.since_unix_ns, alert.after) == (NOON_NS, 960.0)
 
     for host in "ab":
         clocked.add(windows=_windows(clocked), host=host)
     clocked.check()
     assert (len(clocked.list_open()), len(clocked.list_all())) == (0, 1)
+
+
+def test_an_open_alert_names_the_hosts_that_are_silent_now(clocked: Clocked) -> None:
+    """One alert until all hosts send again, as docs/alerts.md has it."""
+    for host in "ab":
+        clocked.add(windows=_windows(clocked), host=host)
+    clocked.wait(15.5)
+    clocked.add(windows=_windows(clocked), host="a")
+    clocked.check()
+    (first,) = clocked.list_open()
+    assert first.text == "no data of 1 of 2 hosts (b) for at least 15 min"
+
+    a_sent_ns = clocked.now_ns
+    clocked.wait(60)
+    clocked.check()
+    (both,) = clocked.list_open()
+    assert (both.id, both.since_unix_ns) == (first.id, NOON_NS)
+    assert both.text == "no data of all 2 hosts for at least 60 min", "a is silent for 60"
+
+    clocked.wait(5)
+    clocked.check()
+    assert clocked.list_open() == (both,), "it is still true"
+
+    clocked.add(windows=_windows(clocked), host="b")
+    clocked.check()
+    (last,) = clocked.list_open()
+    assert (last.id, last.since_unix_ns) == (first.id, a_sent_ns)
+    assert (last.text, last.after) == ("no data of 1 of 2 hosts (a) for at least 65 min", 3_900.0)
+
+    clocked.add(windows=_windows(clocked), host="a")
+    clocked.check()
+    assert (clocked.list_open(), len(clocked.list_all())) == ((), 1)
 
 
 def test_samples_far_apart_give_a_run_more_time(clocked: Clocked) -> None:
@@ -391,7 +426,7 @@ def test_samples_far_apart_give_a_run_more_time(clocked: Clocked) -> None:
     assert clocked.list_open() == ()
     clocked.wait(2)
     clocked.check()
-    assert [one.text for one in clocked.list_open()] == ["no data of host a for over 61 min"]
+    assert [one.text for one in clocked.list_open()] == ["no data of host a for at least 61 min"]
 
 
 @pytest.mark.parametrize("case", ["ended", "long ago"])

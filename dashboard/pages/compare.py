@@ -665,4 +665,4 @@ def _build_page(request: PageRequest) -> PageContent:
         return PageContent(build_problem("Compare", "These runs cannot be compared", ODD_DATA))
 
 
-PAGE = StorePage("Compare", "/compare", _build_page)
+PAGE = StorePage("Compare", "/compare", _build_page, loads_charts=True)

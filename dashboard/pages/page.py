@@ -96,6 +96,8 @@ class StorePage:
         has_item: Whether the store has the thing of this name.
         takes_uploads: Whether it has the zone where recordings are dropped.
         needs_admin: Whether it is for admins only; others do not see it in the menu.
+        loads_charts: Whether the script of the charts is loaded while its content is made, for
+            an address that names or chooses something to show.
         charts: The ids of charts on which a click opens a run.
         find_run: That run, of the name and of what was clicked on; None without one. Raises
             ValueError.
@@ -109,6 +111,7 @@ class StorePage:
     has_item: Callable[[Store, str], bool] = lambda _, name: not name
     takes_uploads: bool = False
     needs_admin: bool = False
+    loads_charts: bool = False
     charts: tuple[str, ...] = ()
     find_run: Callable[[Store, str, object], str | None] = lambda *_: None
 

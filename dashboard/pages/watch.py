@@ -710,5 +710,5 @@ PAGE = StorePage(
     "Watch", "/watch", _build_page, _build_live,
     is_item=is_watch_name,
     has_item=lambda store, name: not name or store.watches.find_watch(name) is not None,
-    charts=SAMPLE_CHARTS, find_run=_find_run,
+    loads_charts=True, charts=SAMPLE_CHARTS, find_run=_find_run,
 )  # fmt: skip

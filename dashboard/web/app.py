@@ -48,8 +48,8 @@ from stepsplit.dashboard.web.run_routes import build_export_routes, build_timeli
 
 POLL_MS = 1_000
 
-_ANY_PAGE = "/<path:path>"
-"""Dash's endpoint for the pages; each address gets the same document."""
+_ANY_PAGE = ("/", "/<path:path>")
+"""Dash's endpoints for the pages; each address gets the same document."""
 
 _CHART_SCRIPTS = (PLOTLY_PATH, "/_dash-component-suites/dash/dcc/async-graph.js")
 """Most of what a page with charts loads; Dash asks for them when the page's content is there."""
@@ -258,19 +258,21 @@ def _parse_address(path: object, search: object) -> Address | None:
 
 
 def _answer_pages(server: Flask, store: Store) -> None:
-    """Pages, runs and watched runs that do not exist have the status 404, and browsers keep the
-    scripts and styles whose address names their version."""
-    page = server.view_functions[_ANY_PAGE]
+    """Pages, runs and watched runs that do not exist have the status 404; those that do name what
+    the browser needs next."""
+    build_document = server.view_functions[_ANY_PAGE[0]]
 
-    def answer_page(path: str) -> Response:
-        response = make_response(page(path))
+    def answer_page(path: str = "") -> Response:
+        response = make_response(build_document())
         address = parse_address(f"/{path}", request.query_string.decode("ascii", "replace"))
         if address is None:
             exists = False
         elif address.run_id:
             exists = store.find_run_or_role(address.run_id) is not None
         else:
-            exists = find_store_page(address).has_item(store, address.item)
+            page = find_store_page(address)
+            exists = page.has_item(store, address.item)
+            has_charts = page.loads_charts and bool(address.chosen.values or address.item)
         if address is None or not exists:
             response.status_code = 404
             return response
@@ -280,22 +282,13 @@ def _answer_pages(server: Flask, store: Store) -> None:
             if has_charts:
                 # For assets/charts.js, which has them run.
                 response.set_data(response.get_data().replace(b"<head>", _CHARTS_HEAD, 1))
-        else:
-            has_charts = bool(address.chosen.values or address.item)
         if has_charts:
             # They come while the page's content is made, not after it.
             ahead += [f"<{script}>; rel=preload; as=script" for script in _CHART_SCRIPTS]
         response.headers["Link"] = ", ".join(ahead)
         return response
 
-    server.view_functions[_ANY_PAGE] = answer_page
-
-    @server.after_request
-    def keep_assets(response: Response) -> Response:
-        is_versioned = request.path.startswith("/assets/") and "m" in request.args
-        if is_versioned and response.status_code == 200:
-            response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
-        return response
+    server.view_functions |= dict.fromkeys(_ANY_PAGE, answer_page)
 
 
 # Dash answers a callback request that it did not send itself with an internal error.

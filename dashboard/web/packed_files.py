@@ -15,18 +15,27 @@ ASSETS = files("stepsplit.dashboard.web") / "assets"
 FIRST_SCRIPT = "theme.js"
 """Runs before the page is drawn, so that it is not in the script of all others."""
 
+_VERSION, _KEPT = "m", "public, max-age=31536000, immutable"
+
 
 def add_packed_route(
-    server: Flask, path: str, mimetype: str, read_packed: Callable[[], bytes]
+    server: Flask,
+    path: str,
+    mimetype: str,
+    read_packed: Callable[[], bytes],
+    read_plain: Callable[[], bytes],
+    version: str = "",
 ) -> None:
     """Serves a text at the path.
 
-    read_packed: returns it packed by gzip; called at the first request of each kind.
+    read_packed, read_plain: return it with and without gzip; each is called at the first request
+        of its kind.
+    version: browsers keep what they got at the address with this version, "" for none.
     """
 
     @cache
     def read_body(is_packed: bool) -> tuple[bytes, str]:
-        body = read_packed() if is_packed else gzip.decompress(read_packed())
+        body = read_packed() if is_packed else read_plain()
         return body, sha256(body).hexdigest()
 
     def send() -> Response:
@@ -36,7 +45,10 @@ def add_packed_route(
         if is_packed:
             response.content_encoding = "gzip"
         response.vary.add("Accept-Encoding")
-        response.cache_control.no_cache = True
+        # At the address of another version, as of a page that is open since before an upgrade,
+        # the text of this one is no reason to keep it.
+        is_kept = bool(version) and request.args.get(_VERSION) == version
+        response.headers["Cache-Control"] = _KEPT if is_kept else "no-cache"
         response.set_etag(digest)
         response.make_conditional(request)
         return response
@@ -64,7 +76,12 @@ def add_assets(server: Flask) -> tuple[str, str]:
         # Each script is a statement of its own, whatever the one before ends with.
         text = ";\n".join((ASSETS / one).read_text(encoding="utf-8") for one in parts)
         content = text.encode()
-        add_packed_route(server, f"/assets/{name}", mimetype, partial(gzip.compress, content))
-        addresses.append(f"/assets/{name}?m={sha256(content).hexdigest()[:16]}")
+        version = sha256(content).hexdigest()[:16]
+        # With the time of packing in it, each process would have another ETag.
+        pack = partial(gzip.compress, content, mtime=0)
+        add_packed_route(
+            server, f"/assets/{name}", mimetype, pack, partial(bytes, content), version
+        )
+        addresses.append(f"/assets/{name}?{_VERSION}={version}")
     script, style = addresses
     return script, style

@@ -28,7 +28,10 @@ def add_plotly_route(server: Flask) -> None:
     # The HTML export has the script without a server.
     from stepsplit.dashboard.web.packed_files import add_packed_route
 
-    add_packed_route(server, PLOTLY_PATH, "text/javascript", _SCRIPT.read_bytes)
+    add_packed_route(
+        server, PLOTLY_PATH, "text/javascript", _SCRIPT.read_bytes,
+        lambda: read_plotly_script().encode(),
+    )  # fmt: skip
 
 
 _SCRIPT = files("stepsplit.dashboard.web") / "scripts" / "plotly-cartesian.min.js.gz"

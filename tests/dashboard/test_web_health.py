@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,19 @@ def test_a_script_is_not_sent_again(store: Store) -> None:
     assert _answer(client, PLOTLY, "gzip", known).status_code == 304
 
 
+@pytest.mark.parametrize("encodings", ["", "gzip"])
+def test_a_style_has_one_tag_in_all_processes(
+    encodings: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_tag(now_s: float) -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda: now_s)
+            client = create_server(store).test_client()
+            return _answer(client, "/assets/style.css", encodings).headers["ETag"]
+
+    assert read_tag(1_800_000_000.0) == read_tag(1_800_000_500.0)
+
+
 def test_a_page_with_charts_names_their_scripts_at_once(store: Store) -> None:
     made = analysis()
     run_id = store.import_report("run", made.report, made.tables)
@@ -151,8 +165,18 @@ def test_a_page_with_charts_names_their_scripts_at_once(store: Store) -> None:
     for script in named:
         with client.get(script) as answer:
             assert answer.status_code == 200 and "javascript" in answer.headers["Content-Type"]
-    for path in ("/", "/run/0123456789ab", "/nothing"):
+    for path in ("/run/0123456789ab", "/nothing"):
         assert "Link" not in client.get(path).headers
+
+
+@pytest.mark.parametrize("path", ["/", "/?page=2", "/access"])
+def test_a_page_without_charts_names_what_dash_asks_for_first(path: str, store: Store) -> None:
+    client = create_server(store).test_client()
+
+    named = re.findall(r"<([^>]+)>; rel=preload; as=(\w+)", client.get(path).headers["Link"])
+
+    assert named == [("/_dash-layout", "fetch"), ("/_dash-dependencies", "fetch")]
+    assert all(client.get(fetched).status_code == 200 for fetched, _ in named)
 
 
 def test_the_scripts_of_a_version_are_kept(store: Store) -> None:
@@ -169,6 +193,9 @@ def test_the_scripts_of_a_version_are_kept(store: Store) -> None:
         for script in ASSETS.glob("*.js"):
             own = script.read_text() in unversioned.text
             assert own is (script.name != "theme.js"), f"{script.name}: theme.js runs before it"
+    for other in ("/assets/stepsplit.js?m=1", "/assets/stepsplit.js?m="):
+        with client.get(other) as answer:
+            assert answer.headers["Cache-Control"] == "no-cache", "it is not that version"
     with client.get("/assets/none.js?m=1") as missing:
         assert "immutable" not in missing.headers.get("Cache-Control", "")
 

@@ -181,7 +181,7 @@ def _build_finder(
     heads += [COLUMNS[name].head for name in _FOUND_COLUMNS]
     left = len(found) - len(body)
     note = f"{left:,} more: search to see them" if left else ""
-    return [field, html.Div(build_table(heads, body), className="scroll"),
+    return [field, build_table(heads, body),
             html.P(note, className="note")]  # fmt: skip
 
 

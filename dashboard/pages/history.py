@@ -311,6 +311,4 @@ def _build_page(request: PageRequest) -> PageContent:
     return PageContent(html.Div([html.H1("History"), *build_history_page(own, known, chosen)]))
 
 
-PAGE = StorePage(
-    "History", "/history", _build_page, loads_charts=True, charts=("history",)
-)
+PAGE = StorePage("History", "/history", _build_page, loads_charts=True, charts=("history",))

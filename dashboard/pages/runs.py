@@ -207,7 +207,7 @@ def build_list(page: RunsPage) -> html.Div:
                 foot.append(build_choice_link(f"{words} page", url, "page", value=value))
         foot.append(html.Span(f"page {at} of {n_pages}"))
     pager = html.Nav(foot, className="pager run-pager", **build_aria_label("pages of the list"))
-    return html.Div([*filters, html.Div(table, className="card scroll"), pager])
+    return html.Div([*filters, html.Div(table, className="card"), pager])
 
 
 def _build_filters(page: RunsPage) -> list[Component]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence, Set, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,7 +106,7 @@ def build_rate_cell(bytes_per_s: float | None) -> Cell:
 
 def build_name_cell(name: str) -> Cell:
     """A cell with a possibly long name: truncated on the page, in full in the tooltip."""
-    return Cell(html.Span(name, className="name", title=name))
+    return Cell(html.Span(name, className="name", title=name) if name else "")
 
 
 # The table itself.
@@ -125,6 +125,7 @@ class DataTable(Component):
     Args:
         heads: One header per column; a SortHead is sorted by the server.
         rows: The cells of each row, at most MAX_ROWS of them.
+        hidden: The columns that are in the download and not on the page.
     """
 
     _namespace = "stepsplit"
@@ -132,14 +133,25 @@ class DataTable(Component):
     _base_nodes = []  # noqa: RUF012 - dash reads it from the class
     _children_props = []  # noqa: RUF012
 
-    def __init__(self, heads: Sequence[Content | SortHead], rows: Sequence[Sequence[Cell]]) -> None:
+    def __init__(
+        self,
+        heads: Sequence[Content | SortHead],
+        rows: Sequence[Sequence[Cell]],
+        hidden: Set[int] = frozenset(),
+    ) -> None:
         self._prop_names = ["columns", "rows"]
         self._valid_wildcard_attributes: list[str] = []
-        self.heads, self.cells = tuple(heads), tuple(map(tuple, rows))
-        first = self._find_full_row()
+        shown_at = [at for at in range(len(heads)) if at not in hidden]
+        # What is seen.
+        self.heads = tuple(heads[at] for at in shown_at)
+        self.cells = tuple(
+            tuple(row[at] for at in shown_at) if hidden else tuple(row) for row in rows
+        )
         columns: list[dict[str, Any]] = []
-        for one, below in zip(heads, first, strict=True):
+        for at, (one, below) in enumerate(zip(heads, _find_full_row(heads, rows), strict=True)):
             own: dict[str, Any] = {"number": below.number, "unit": below.unit}
+            if at in hidden:
+                own["hidden"] = True
             if isinstance(one, SortHead):
                 own |= {"head": _to_node(one.content), "sort": one.order or "none"}
             else:
@@ -163,7 +175,7 @@ class DataTable(Component):
     @property
     def children(self) -> html.Table:
         """The first rows as a table that needs no script; the page is not sent it."""
-        first = self._find_full_row()
+        first = _find_full_row(self.heads, self.cells)
         head = [
             html.Th(
                 one.content if isinstance(one, SortHead) else one,
@@ -191,28 +203,26 @@ class DataTable(Component):
             body.append(html.Tr(html.Td(words, colSpan=len(self.heads), className="note")))
         return html.Table([html.Thead(html.Tr(head)), html.Tbody(body)])
 
-    def _find_full_row(self) -> Sequence[Cell]:
-        """The first row without spans, which tells how the columns are aligned."""
-        return next(
-            (row for row in self.cells if len(row) == len(self.heads)), [Cell() for _ in self.heads]
-        )
+
+def _find_full_row(heads: Sequence[object], rows: Sequence[Sequence[Cell]]) -> Sequence[Cell]:
+    """The first row without spans, which tells how the columns are aligned."""
+    return next((row for row in rows if len(row) == len(heads)), [Cell() for _ in heads])
 
 
 def build_table(heads: Sequence[Content | SortHead], rows: Sequence[Sequence[Cell]]) -> DataTable:
     """A table of the first MAX_ROWS rows; each header is aligned like the cells below it.
 
-    A column in which no row has anything is left out, unless the server sorts by it: it says
-    nothing, and takes the room of those that do.
+    A column in which none of all rows has anything is in the download only, unless the server sorts
+    by it: it says nothing, and takes the room of those that do.
     """
-    rows = rows[:MAX_ROWS]
+    hidden = frozenset[int]()
     if rows and all(len(row) == len(heads) for row in rows):
-        shown = [
+        hidden = frozenset(
             at
             for at, head in enumerate(heads)
-            if isinstance(head, SortHead) or any(row[at].content != "" for row in rows)
-        ]
-        heads, rows = [heads[at] for at in shown], [[row[at] for at in shown] for row in rows]
-    return DataTable(heads, rows)
+            if not isinstance(head, SortHead) and all(row[at].content == "" for row in rows)
+        )
+    return DataTable(heads, rows[:MAX_ROWS], hidden)
 
 
 def format_hidden_rows(

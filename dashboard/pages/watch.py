@@ -184,7 +184,7 @@ def build_watch_list(
     )  # fmt: skip
     table = build_table(heads, [_build_list_row(run, now_unix_ns, open_alerts) for run in runs])
     head = html.Div(html.H1("Watch"), className="heading")
-    return html.Div([head, html.Section(table, className="card scroll")])
+    return html.Div([head, html.Section(table, className="card")])
 
 
 def _build_list_row(

@@ -215,8 +215,8 @@ def find_silence(watches: WatchStore, run: WatchedRun, now_ns: int) -> AlertCond
     if not silent:
         return None
     silent_s = [ages_s[host] for host in silent]
-    # The text of an open alert stays as it is while the hosts do, and is to be true of each of them,
-    # later, too.
+    # The text of an open alert stays as it is while the hosts do, and is to be true of each of
+    # them, later, too.
     hosts, minutes = _describe_hosts(silent, len(ages_s)), int(min(silent_s) // MINUTE_S)
     text = f"no data of {hosts} for at least {minutes} min"
     since_ns = min(host.newest_unix_ns for host in silent)

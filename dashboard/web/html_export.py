@@ -113,7 +113,7 @@ def _render_html(part: Any, figures: list[Any]) -> str:
     if not isinstance(part, Component):
         return escape(str(part))
     if isinstance(part, DataTable):
-        return _render_html(part.children, figures)
+        return _render_html(html.Div(part.children, className="scroll"), figures)
     if isinstance(part, ChartData):
         return ""
     kind = type(part).__name__

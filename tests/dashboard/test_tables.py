@@ -11,6 +11,7 @@ import orjson
 import pytest
 from dash import dcc, html
 from plotly.io.json import to_json_plotly
+from support.page_text import read_text
 from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
@@ -76,16 +77,29 @@ def test_a_column_that_the_server_sorts_says_in_which_order() -> None:
     assert [one.get("sort") for one in columns] == ["ascending", "none", None]
 
 
-def test_a_column_in_which_no_row_has_anything_is_left_out() -> None:
+def test_a_column_in_which_no_row_has_anything_is_in_the_download_only() -> None:
     rows = [[Cell("a"), Cell(), Cell()], [Cell("b"), Cell(), Cell("slow")]]
 
-    table = sent(build_table(("run", "check", "status"), rows))
+    built = build_table(("run", "check", "status"), rows)
 
-    assert [one["head"] for one in table["columns"]] == ["run", "status"]
-    assert table["rows"] == [["a", ""], ["b", "slow"]]
+    table = sent(built)
+    assert [(one["head"], one.get("hidden", False)) for one in table["columns"]] == [
+        ("run", False), ("check", True), ("status", False),
+    ]  # fmt: skip
+    assert table["rows"] == [["a", "", ""], ["b", "", "slow"]], "as in the download"
+    assert read_text(built.children).split() == ["run", "status", "a", "b", "slow"]
     # The server sorts by this one, which a user has chosen.
     kept = sent(build_table(("run", SortHead("check"), "status"), rows))["columns"]
-    assert [one["head"] for one in kept] == ["run", "check", "status"]
+    assert not any(one.get("hidden") for one in kept)
+
+
+def test_an_entry_beyond_the_rows_of_the_page_shows_its_column() -> None:
+    """Else the column would come and go with the order of the rows."""
+    rows = [[Cell(str(n)), Cell("late" if n == MAX_ROWS else "")] for n in range(MAX_ROWS + 1)]
+
+    columns = sent(build_table(("rank", "note"), rows))["columns"]
+
+    assert not any(one.get("hidden") for one in columns)
 
 
 def test_rows_beyond_the_limit_are_counted() -> None:

@@ -118,7 +118,7 @@ def test_a_rank_without_a_full_step_counts_all_its_steps() -> None:
 
     (by_cause, *_) = find(build_idle(plain(report)), html.Table)
 
-    assert body(by_cause)[0][3] == "rank 1, 1.00 ms"
+    assert "rank 1, 1.00 ms" in body(by_cause)[0]
 
 
 def test_a_cause_without_an_op_shows_no_op() -> None:
@@ -126,7 +126,10 @@ def test_a_cause_without_an_op_shows_no_op() -> None:
         build_idle(plain(with_rows(idle=(IdleRow(0, "unknown", "", MS, 1),)))), html.Table
     )
 
-    assert body(by_cause)[0][1:3] == ["", ""]
+    heads = [text(head) for head in find(by_cause, html.Th)]
+    assert not {"top op", "share of cause"} & set(heads) and body(by_cause)[0][0].startswith(
+        "unknown"
+    )
 
 
 def test_stragglers_come_before_ranks_late_by_chance() -> None:
@@ -146,7 +149,8 @@ def test_stragglers_come_before_ranks_late_by_chance() -> None:
         ["rank 2", "other", "straggler", "40", "95.0 %", "25.0 %", "1.00 ms", "38.0 ms"],
         ["rank 0", "tp", "", "40", "52.5 %", "50.0 %", "3.00 ms", "63.0 ms"],
     ]
-    assert body(messages) == [["rank 0", "pp", "", "10", "50.0 %", "50.0 %", "9.00 ms", "45.0 ms"]]
+    # None of them is a straggler, so that the column is not shown.
+    assert body(messages) == [["rank 0", "pp", "10", "50.0 %", "50.0 %", "9.00 ms", "45.0 ms"]]
     assert text(section).count("a straggler arrives last more often than expected by chance") == 1
 
 

@@ -24,12 +24,12 @@ _TABLE = "//section[.//h2[text()='{}']]//div[contains(@class,'data-table')]"
 
 
 def report_with_long_tables() -> Report:
-    """Rank n caused n ms of waiting per step, largest first as in reports, and a kernel with a
-    name that a spreadsheet would run."""
+    """Rank n caused n ms of waiting per step on an unknown axis, largest first as in reports, and a
+    kernel with a name that a spreadsheet would run."""
     report = analysis().report
     n_windows = len(select_full_steps(report.steps))
     blame = tuple(
-        BlameRow(rank, "compute", rank * MS * n_windows, 0, rank * MS * n_windows + 1, "tp", (1,))
+        BlameRow(rank, "compute", rank * MS * n_windows, 0, rank * MS * n_windows + 1, None, (1,))
         for rank in reversed(range(N_RANKS))
     )
     slow = SlowKernel(rank=1, kernel=FORMULA, family="gemm", count=3, ratio=1.25, lost_ns=1_234_567)
@@ -49,8 +49,8 @@ def run_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"{url}/run/{run_id}"
 
 
-def open_table(browser, address: str, title: str):  # type: ignore[no-untyped-def]
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+def open_table(browser, address: str, title: str, width: int = 1280):  # type: ignore[no-untyped-def]
+    page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(address)
     table = page.locator(_TABLE.format(title)).first
     table.wait_for()
@@ -111,6 +111,8 @@ def test_a_download_has_all_rows_with_unrounded_numbers(  # type: ignore[no-unty
     run_url: str, browser, tmp_path: Path
 ) -> None:
     page, table = open_table(browser, f"{run_url}/collectives", "Blame")
+    shown = [head.split()[0] for head in table.locator("thead th").all_inner_texts()]
+    assert shown == ["rank", "cause", "skew", "bubble", "caused"], "no row has an axis"
 
     with page.expect_download() as download:
         table.get_by_role("button", name="CSV").click()
@@ -137,6 +139,29 @@ def test_a_name_from_a_file_is_no_formula_in_a_download(  # type: ignore[no-unty
     _, row = csv.reader((tmp_path / "slow.csv").read_text().splitlines())
 
     assert row == ["rank 1", f"'{FORMULA}", "gemm", "3", "1.25", "1234567"]
+
+
+def test_on_a_phone_a_wide_table_scrolls_and_its_heading_and_pager_stay(  # type: ignore[no-untyped-def]
+    run_url: str, browser
+) -> None:
+    page, table = open_table(browser, f"{run_url}/collectives", "Blame", width=375)
+    section = page.locator("section.card", has=page.locator("h2", has_text="Blame"))
+    widths = "part => [part.scrollWidth, part.clientWidth]"
+
+    frame = table.locator(".scroll")
+    content, room = frame.evaluate(widths)
+    assert content > room, "the table is wider than the screen"
+    frame.evaluate("part => { part.scrollLeft = part.scrollWidth; }")
+    last = table.locator("thead th").last.bounding_box()
+    assert last["x"] + last["width"] <= 375, "the last column is reached"
+
+    for part in (section, page.locator("html")):
+        content, room = part.evaluate(widths)
+        assert content <= room, "nothing but the table goes on beyond the screen"
+    for part in (section.locator("h2"), table.get_by_role("searchbox"), table.get_by_text("CSV")):
+        box = part.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 375
+    page.locator(".data-table .scroll[tabindex='0']").first.wait_for()
 
 
 def test_another_page_begins_with_its_own_order(run_url: str, browser) -> None:  # type: ignore[no-untyped-def]

@@ -83,7 +83,8 @@
     return sort.order === first ? { column, order: second } : null;
   }
 
-  /* Comma-separated values, with unrounded numbers in the unit of the header. */
+  /* Comma-separated values, with unrounded numbers in the unit of the header. Columns in which this
+     table has nothing are in it, so that the files of two runs have the same ones. */
 
   function quote(text) {
     /* Spreadsheets run a text that looks like a formula. */
@@ -123,6 +124,7 @@
   const button = (text, act, more) => element("button", { type: "button", onClick: act, ...more }, text);
 
   function drawHead(column, i, sort, act, numeric) {
+    if (column.hidden) return null;
     const props = { key: i, scope: "col", className: column.number ? "number" : "" };
     if (column.sort) return element("th", { ...props, "aria-sort": column.sort }, draw(column.head));
     const text = textOf(column.head);
@@ -136,6 +138,7 @@
 
   function drawRow(row, columns) {
     const cells = row.cells.map((cell, i) => {
+      if (columns[i].hidden) return null;
       const props = { key: i, className: columns[i].number ? "number" : "" };
       if (columnsOf(cell) > 1) Object.assign(props, { colSpan: columnsOf(cell), className: "" });
       if (cell && cell.head) return element("th", { ...props, scope: "row" }, draw(shownOf(cell)));
@@ -182,7 +185,7 @@
     const csv = button("CSV", (event) => download(nameFile(event.currentTarget), writeCsv(columns, found)), {
       title: "download these rows with unrounded numbers", "aria-label": "download these rows as CSV",
     });
-    return element("div", { className: "data-table" }, table,
+    return element("div", { className: "data-table" }, element("div", { className: "scroll" }, table),
       isOwn && rows.length > 0 && element("div", { className: "table-tools" }, isLong ? search : null,
         element("span", { role: "status" }, pager), csv));
   }

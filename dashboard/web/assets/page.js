@@ -15,7 +15,7 @@
       if (link.pathname === location.pathname) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
-    for (const part of document.querySelectorAll(".scroll, section.card")) {
+    for (const part of document.querySelectorAll(".scroll")) {
       if (part.scrollWidth > part.clientWidth) part.tabIndex = 0;
       else part.removeAttribute("tabindex");
     }

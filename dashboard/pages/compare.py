@@ -50,6 +50,7 @@ from stepsplit.dashboard.pages.page import (
     StorePage,
     build_problem,
 )
+from stepsplit.dashboard.pages.run_actions import build_pick_bar
 from stepsplit.dashboard.pages.run_columns import COLUMNS, build_cells, filter_runs
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
@@ -648,7 +649,10 @@ _LOG = logging.getLogger(__name__)
 def _build_page(request: PageRequest) -> PageContent:
     chosen, rows = request.address.chosen, request.store.list_runs()
     selection = select_runs(rows, chosen)
-    head = [html.H1("Compare"), build_run_pickers(rows, selection, chosen)]
+    head: list[Component] = [html.H1("Compare"), build_run_pickers(rows, selection, chosen)]
+    if not selection.runs:
+        # Those that were selected in the list are one click away from here, too.
+        head.append(build_pick_bar())
     if len(selection.runs) < 2:
         hint = "Choose two or more finished runs, or mark them in the list of runs."
         return PageContent(html.Div([*head, build_empty_card("Select runs", hint)]))

@@ -32,6 +32,25 @@ class RunRights:
     delete: bool = True
 
 
+def build_pick_bar(*more: Component) -> html.Div:
+    """How many runs of the list are selected in this tab, with a link that compares them; hidden
+    while none is. assets/choose.js fills it and handles clicks."""
+    return html.Div(
+        [
+            html.Span("", id="compare-hint", className="note", role="status"),
+            build_pick_button("clear selection", "clear-picks"),
+            html.A("compare selected", href="/compare", id="compare-link", className="button off"),
+            *more,
+        ],
+        id="picks", className="picks card", hidden=True,
+    )  # fmt: skip
+
+
+def build_pick_button(text: str, button_id: str) -> html.Button:
+    """A button of that bar."""
+    return html.Button(text, id=button_id, type="button", className="button")
+
+
 def build_run_actions(run: RunRow, rights: RunRights) -> list[Component]:
     """The buttons that the user may use; assets/run_actions.js handles clicks."""
     buttons: list[Component] = []

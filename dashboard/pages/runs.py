@@ -32,7 +32,7 @@ from stepsplit.dashboard.pages.page import (
     build_live_frame,
     compute_fingerprint,
 )
-from stepsplit.dashboard.pages.run_actions import RunRights
+from stepsplit.dashboard.pages.run_actions import RunRights, build_pick_bar, build_pick_button
 from stepsplit.dashboard.pages.run_columns import (
     COLUMNS,
     NAME,
@@ -265,19 +265,11 @@ def _build_column_choice(page: RunsPage) -> html.Details:
 
 
 def _build_selection(rights: RunRights) -> list[Component]:
-    """What is done with the selected runs; assets/choose.js and run_actions.js handle clicks."""
-
-    def build_button(text: str, button_id: str) -> html.Button:
-        return html.Button(text, id=button_id, type="button", className="button")
-
-    parts: list[Component] = [
-        html.Span("", id="compare-hint", className="note", role="status"),
-        build_button("clear selection", "clear-picks"),
-        html.A("compare selected", href="/compare", id="compare-link", className="button off"),
-    ]
+    """What is done with the selected runs; assets/run_actions.js handles clicks."""
+    parts: list[Component] = []
     shown: list[Component] = []
     if rights.edit:
-        parts.append(build_button("tag", "tag-picks"))
+        parts.append(build_pick_button("tag", "tag-picks"))
         named: Any = {"aria-labelledby": "tag-title"}
         form = [
             html.H2("Tag the selected runs", id="tag-title"),
@@ -291,8 +283,8 @@ def _build_selection(rights: RunRights) -> list[Component]:
         ]  # fmt: skip
         shown.append(html.Dialog(form, id="tag-runs", className="card form", **named))
     if rights.delete:
-        parts.append(build_button("delete", "delete-picks"))
-    return [html.Div(parts, id="picks", className="picks card", hidden=True), *shown]
+        parts.append(build_pick_button("delete", "delete-picks"))
+    return [build_pick_bar(*parts), *shown]
 
 
 def _build_table_head(page: RunsPage, columns: Sequence[str]) -> list[Content | SortHead]:

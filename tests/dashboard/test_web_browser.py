@@ -204,6 +204,31 @@ def test_two_runs_are_chosen_and_compared(server: str, browser, tmp_path: Path) 
     page.get_by_text("within step-to-step noise").wait_for()
 
 
+def test_selected_runs_are_one_click_away_on_the_page_compare(  # type: ignore[no-untyped-def]
+    server: str, browser, tmp_path: Path
+) -> None:
+    older, newer = _import(tmp_path), _import(tmp_path)
+    page = browser.new_page()
+    page.goto(server)
+    page.locator("[data-pick]").nth(0).click()
+    page.locator("[data-pick]").nth(1).click()
+
+    page.get_by_role("link", name="Compare", exact=True).click()
+    page.get_by_text("2 runs selected").wait_for()
+    page.locator("#compare-link.on").click()
+
+    page.wait_for_url(f"**/compare?baseline={older}&candidate={newer}")
+    page.get_by_text("within step-to-step noise").wait_for()
+    assert not page.locator("#picks").count(), "these are compared"
+
+    page.goto(f"{server}/compare")
+    page.get_by_text("clear selection").click()
+    assert not page.locator("#picks").is_visible()
+    page.goto(server)
+    page.wait_for_selector("[data-pick]")
+    assert page.locator('[data-pick][aria-checked="true"]').count() == 0
+
+
 def test_the_list_is_searched_and_sorted(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     made = analysis()
     for name in ("beta", "alpha", "gamma"):

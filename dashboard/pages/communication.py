@@ -10,7 +10,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.report.diagnosis_rows import Lateness
-from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report
+from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report, describe_ideal_bubble
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.waits import sum_waits_by_owner, sum_waits_by_root
 from stepsplit.analyzer.split.overlap import sum_overlaps
@@ -280,8 +280,10 @@ def build_pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
         hint = "One pipeline stage was detected in this recording."
         return [build_empty_card("No pipeline", hint)]
     note = "from first forward to last backward; medians over full steps"
-    if pipeline_report.ideal_bubble_fraction is not None:
-        note += f"; dashed: ideal {format_percent(pipeline_report.ideal_bubble_fraction)}"
+    bubble, ideal = pipeline_report.bubble_fraction, pipeline_report.ideal_bubble_fraction
+    if ideal is not None:
+        which = "" if ideal < bubble else "of all stages, "
+        note += f"; dashed: {which}{describe_ideal_bubble(bubble, ideal)}"
     link = build_mark_link(view, "group=stage&show=stage {x}")
     bubbles = build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report), link)
     measured = None if view.tables is None else measure_pipeline(view.report, view.tables.boxes)
@@ -295,7 +297,8 @@ def build_pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
 
 
 def _build_cards(pipeline_report: Pipeline) -> html.Div:
-    ideal, schedule = pipeline_report.ideal_bubble_fraction, pipeline_report.schedule or "unknown"
+    measured, ideal = pipeline_report.bubble_fraction, pipeline_report.ideal_bubble_fraction
+    schedule = pipeline_report.schedule or "unknown"
     shown = [
         build_card(
             "schedule",
@@ -305,16 +308,9 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
         build_card("stages", str(len(pipeline_report.stages)), "of the model"),
         build_card(
             "pipeline bubble",
-            format_percent(pipeline_report.bubble_fraction),
-            "idle / window, measured",
-        ),
-        # The report has no ideal above the measured bubble: equal stages might have more then.
-        build_card(
-            "ideal",
-            "unknown" if ideal is None else format_percent(ideal),
-            "at most the measured"
-            if ideal == pipeline_report.bubble_fraction
-            else "for equal stages",
+            format_percent(measured),
+            "idle / window; "
+            + ("ideal unknown" if ideal is None else describe_ideal_bubble(measured, ideal)),
         ),
         build_card(
             "bubble overhead",

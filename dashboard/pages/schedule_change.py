@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule_graph import Costs
 from stepsplit.analyzer.model.schedule_time import PipelineTime, compute_pipeline_time
 from stepsplit.analyzer.report.headline import compute_mean_step_ns
-from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report
+from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report, describe_ideal_bubble
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.units import (
@@ -174,7 +174,7 @@ def build_verdict(pipeline: Pipeline, measured: MeasuredPipeline | None) -> html
         of_schedule = f"{name} with {format_microbatches(pipeline.microbatches)} and equal stages"
         # Stages of unequal length may leave less bubble than equal ones, which are no ideal then.
         if schedule.share > pipeline.bubble_fraction:
-            words += f", less than {of_schedule} has"
+            words += f", less than the {format_percent(schedule.share)} of {of_schedule}"
         else:
             words += f". {of_schedule} has {format_percent(schedule.share)}"
         items = [
@@ -183,8 +183,8 @@ def build_verdict(pipeline: Pipeline, measured: MeasuredPipeline | None) -> html
             if abs(one.share) >= _LEAST_POINTS
         ]
         words += ", and in this run" if items else ", and nothing else adds to it"
-    elif pipeline.ideal_bubble_fraction is not None:
-        words += f"; with equal stages it were {format_percent(pipeline.ideal_bubble_fraction)}"
+    elif (ideal := pipeline.ideal_bubble_fraction) is not None:
+        words += f"; {describe_ideal_bubble(pipeline.bubble_fraction, ideal)}"
     else:
         words += "; the schedule is unknown, so that nothing is said of its ideal"
     note = "by a simulation of the schedule with the median passes of each stage" if items else ""

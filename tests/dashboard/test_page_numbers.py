@@ -165,10 +165,8 @@ def check_numbers(report: Report, pages: dict[str, object]) -> None:
                     said["collective share"].add(row["collective"])
                     said["skew share"].add(row["of which skew"])
                     said["bubble share"].add(row["bubble"])
-    ideal = pages["pipeline"]
-    cards = read_cards(ideal)
-    if "ideal" in cards and cards["ideal"][0] != "unknown":
-        said["ideal bubble"].add(cards["ideal"][0])
+    for _, note in read_cards(pages["pipeline"]).values():
+        said["ideal bubble"].update(re.findall(r"; ideal ([\d.]+ %)", note))
     assert {name: texts for name, texts in said.items() if len(texts) > 1} == {}
     check_sums(report, pages)
 

@@ -62,9 +62,24 @@ def test_a_bubble_below_that_of_equal_stages_is_not_said_to_be_the_ideal() -> No
     pipeline = view.report.pipeline
     assert pipeline is not None and pipeline.bubble_fraction < 1 / 3, "(p - 1) / (m + p - 1)"
     page = build_pipeline_page(view, AddressQuery())
-    words = "bubble, less than 1F1B with 2 microbatches and equal stages has, and in this run"
+    words = (
+        "bubble, less than the 33.3 % of 1F1B with 2 microbatches and equal stages, and in this run"
+    )
     assert words in read_text(page)
-    assert read_cards(page)["ideal"][1] == "at most the measured"
+    assert read_cards(page)["pipeline bubble"][1] == "idle / window; not above its ideal"
+    assert "dashed: of all stages, not above its ideal" in read_text(page)
+
+
+def test_the_card_and_the_verdict_name_the_ideal() -> None:
+    view = load("tp2_pp2_dp2")
+    assert view.report.pipeline is not None
+    above = msgspec.structs.replace(
+        view.report.pipeline, bubble_fraction=0.4, ideal_bubble_fraction=1 / 3
+    )
+    report = msgspec.structs.replace(view.report, pipeline=above)
+    page = build_pipeline_page(View(view.name, report, None), AddressQuery())
+    assert read_cards(page)["pipeline bubble"] == ("40.0 %", "idle / window; ideal 33.3 %")
+    assert "40.0 % of the pipeline window is bubble; ideal 33.3 %." in read_text(page)
 
 
 def make_pipeline(*costs: float, microbatches: int = 4, transfer_ns: float = 0.0):  # type: ignore[no-untyped-def]

@@ -6,8 +6,8 @@ import random
 
 from stepsplit.collectors.guard import warn
 
-_FIRST_PAUSE_S = 5.0
-"""As long as a watch takes from one batch to the next."""
+POLL_S = 5.0
+"""From one batch of a watch to the next, which is also the first pause after a failure."""
 
 LONGEST_PAUSE_S = 300.0
 """Longest time between two attempts to reach the server."""
@@ -33,6 +33,4 @@ class Outage:
 def choose_pause_s(failures: int) -> float:
     """The pause after so many failures and one more, of which hosts take different parts: those
     that lost a server together must not come back together."""
-    return min(LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(failures, 10)) * random.uniform(
-        0.5, 1.0
-    )
+    return min(LONGEST_PAUSE_S, POLL_S * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)

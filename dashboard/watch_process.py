@@ -28,13 +28,10 @@ from stepsplit.collectors.safe_io.helper_process import (
     build_helper_command,
     build_helper_environment,
 )
-from stepsplit.dashboard.outage import Outage
+from stepsplit.dashboard.outage import POLL_S, Outage
 from stepsplit.dashboard.sinks.log_to import parse_log_to
 from stepsplit.dashboard.sinks.point_logger import PointLogger
 from stepsplit.dashboard.watch_sender import BatchSender, CaptureUploader
-
-POLL_S = 5.0
-"""Time between two batches."""
 
 MEMORY_BYTES = 4 << 30
 """Memory of the process; a sample that needs more has no data."""

@@ -823,7 +823,8 @@ class Report(ReportFrames, frozen=True, kw_only=True):
         prediction: prediction of the model.
         job: job config of the prediction.
         gap: comparison with the model.
-        findings: bottlenecks, largest gain first.
+        findings: bottlenecks, largest gain first; after them what gains only once another one is
+            fixed, and last, on a CPU, the time between ops.
         mfu: model FLOPs utilization, 0..1.
         hfu: hardware FLOPs utilization, 0..1.
         work: the counted work by which times are compared; left out if the job counted none, or not

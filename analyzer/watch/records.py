@@ -72,7 +72,7 @@ class WatchSample(Struct, frozen=True, kw_only=True):
         ranks: The ranks with data; empty if the sample does not count.
         no_data: Why the sample does not count; "" if it does.
         finding: The first finding of its analysis; "" without one.
-        rank_findings: The findings that blame one rank, largest saving first.
+        rank_findings: The findings that blame one rank, in the order of the report.
         cost_ns: The training time it cost on the worst rank: slower steps, stop and export.
         traces: The folder of its raw traces if they were kept, under that of the watch; "" if
             not.

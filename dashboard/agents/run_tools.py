@@ -156,7 +156,8 @@ def list_findings(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
     columns = ("code", "finding", "gain_ns", "bucket", "ranks", "basis", "seen_in",
                "gain_spread_ns", "to_be_sure")  # fmt: skip
     about = (
-        "bottlenecks, largest saving first; gain_ns: how much shorter the mean step would be"
+        "bottlenecks, largest saving first, but last what gains only once another one is fixed and,"
+        " on a CPU, the time between ops; gain_ns: how much shorter the mean step would be"
         " without it. Gains do not add up. basis: measured, replayed or inferred"
     )
     return ToolAnswer(

@@ -248,7 +248,7 @@ MAX_OPEN_FINDINGS = 5
 
 
 def build_findings(view: View) -> list[html.Section]:
-    """Bottlenecks by estimated saving, largest first, each with a link to the timeline."""
+    """Bottlenecks in the order of the report, each with a link to the timeline."""
     report = view.report
     if not report.findings:
         empty = html.P("No fix is known that would save 1 % of the step.")
@@ -550,12 +550,12 @@ def build_coverage(report: Report) -> list[html.Section]:
     run, missing = report.run, ""
     absent = sorted(set(range(find_world_size(report) or 0)) - set(run.ranks))
     if absent:
-        runs = group_consecutive(absent)
+        spans = group_consecutive(absent)
         named = ", ".join(
-            f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
-            for run in runs[:MAX_RANGES]
+            f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span))
+            for span in spans[:MAX_RANGES]
         )
-        left = sum(len(run) for run in runs[MAX_RANGES:])
+        left = sum(len(span) for span in spans[MAX_RANGES:])
         named += f" and {left:,} more" if left else ""
         missing = (
             f"{len(absent):,} of {format_world_size(report)} ranks were not recorded: {named}."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.builders import GpuTrace
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.diagnose.causes import CAUSES, findings
@@ -77,6 +77,36 @@ def test_what_saves_nothing_is_no_finding(tmp_path: Path) -> None:
     """Rank 1 computes as long: rank 0 would only wait for it."""
     traces = [sleeping_rank(0, True).write(tmp_path), sleeping_rank(1, False).write(tmp_path)]
     assert "sleeping_kernels" not in [one.code for one in analyze(*traces).findings]
+
+
+def test_on_a_cpu_the_largest_row_comes_last_and_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each step of 1 ms the CPU computes for 0.4 ms, of which six causes take 0.03 ms each."""
+
+    def find_part(context: CauseContext) -> Iterator[Remedy]:
+        cut_ns = np.where(context.counted, 30_000, 0)
+        yield replay_remedy(
+            context, partial(reduce_work, work="compute", cut_ns=cut_ns), bucket="compute",
+            measured_ns=30_000, predicted_ns=0, rows=context.counted, message="a part",
+        )  # fmt: skip
+
+    parts = [CauseEntry(f"part_{n}", find_part, basis="measured") for n in range(6)]
+    trace = CpuTrace(0, 1)
+    for step in range(4):
+        at = 1000 * step
+        trace.step(step, at, at + 1000).op("aten::mm", at, at + 400)
+    trace.write(tmp_path)
+    (between,) = analyze(tmp_path).findings
+    assert (between.code, between.gain_ns) == ("host_bound", 600_000)
+    assert between.message.endswith(
+        "on a CPU most of it usually stays: an upper limit, no saving to expect"
+    )
+
+    monkeypatch.setattr(findings, "CAUSES", (*parts, *CAUSES))
+    codes = [one.code for one in analyze(tmp_path).findings]
+
+    assert codes == ["part_0", "part_1", "part_2", "part_3", "host_bound"]
 
 
 def test_every_cause_has_a_row_in_the_docs() -> None:

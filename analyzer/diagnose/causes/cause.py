@@ -77,7 +77,8 @@ class CauseEntry:
             for what costs the whole job, which is not tried in sets, unless a remedy says its own.
         with_profiler: Whether the profiler itself adds to its time on a GPU, as it does to the
             host's for each op and launch.
-        last_on_cpu: Whether its findings come last in a run without devices.
+        last_on_cpu: Whether its findings come last in a run without devices, also the largest:
+            their gain is none to expect.
         of_peers: Whether it compares ranks with their peers: in a single step of a CPU run it is a
             note of the report, unless a rank is seen to do more.
         explained_by: The code of a cause that, where it costs more, is the reason for this one.

@@ -1,4 +1,4 @@
-"""The bottlenecks of a run: what CAUSES find, the largest gain first."""
+"""The bottlenecks of a run: what CAUSES find, ranked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _TEARS = (Lack.FILE, Lack.DEVICE_END, Lack.KERNELS)
 
 
 class Bottlenecks(Struct, frozen=True):
-    """The bottlenecks of a recording, largest gain first; notes list analyses that were skipped."""
+    """The bottlenecks of a recording, in the order of Report.findings; notes list analyses that
+    were skipped."""
 
     findings: tuple[Finding, ...]
     notes: tuple[Note, ...] = ()
@@ -153,7 +154,12 @@ def find_bottlenecks(
             saves = units.format_milliseconds(max(finding.gain_ns, 0))
             notes.append(Note(finding.code, f"{finding.message}; without it a step saves {saves}"))
     ranked.sort(key=lambda one: one[0])
-    return Bottlenecks(tuple(finding for _, finding in ranked[:MAX_FINDINGS]), tuple(notes))
+    shown = ranked[:MAX_FINDINGS]
+    # The largest one is not left out because it comes last.
+    cut_last = [one for one in ranked[MAX_FINDINGS:] if of_code[one[1].code].last_on_cpu]
+    if cut_last and cut_last[0][1].gain_ns > max(finding.gain_ns for _, finding in shown):
+        shown[-1] = cut_last[0]
+    return Bottlenecks(tuple(finding for _, finding in shown), tuple(notes))
 
 
 _SETTLES_LACK: tuple[tuple[Lack, Settle], ...] = (

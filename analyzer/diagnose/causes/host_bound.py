@@ -24,7 +24,9 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
     idle = replace(context, graph=host.rest).sum_work_ns("idle")
     cut_ns = measure_excess(host.rest, "idle", np.maximum(idle - common, 0))
     share = float(common[context.counted].mean()) / context.mean_ns
-    what = "GPU idle" if context.split.ranks[0].trace.on_device else "idle"
+    on_device = context.split.ranks[0].trace.on_device
+    what = "GPU idle" if on_device else "idle"
+    limit = "; on a CPU most of it usually stays: an upper limit, no saving to expect"
     recorded = context.ranks[np.unique(context.graph.steps.rank[context.counted])].tolist()
     where = {1: "", 2: " on both ranks"}.get(len(context.ranks), " on most ranks")
     if len(recorded) < min(len(context.ranks), 3):
@@ -48,6 +50,7 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
         message=(
             f"{what} {units.format_percent(share)} of the step{where} (host-bound); "
             f"{explain_idle(host.list_causes(causes))}{describe_place(context, rest, common=True)}"
+            f"{'' if on_device else limit}"
         ),
         at_most_ns=most_ns,
     )

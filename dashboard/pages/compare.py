@@ -269,7 +269,7 @@ def _build_cards(comparison: RunComparison) -> html.Div:
     if comparison.token_ratio is not None:
         was = f"{baseline.tokens_per_s:,.0f} to {candidate.tokens_per_s:,.0f}"
         ratio = format_signed_percent(comparison.token_ratio - 1)
-        shown.append(build_card("tokens/s per GPU", ratio, f"{was}; steps of other sizes"))
+        shown.append(build_card("tokens/s per rank", ratio, f"{was}; steps of other sizes"))
     elif comparison.microbatch_ratio is not None:
         was = f"{baseline.microbatches} to {candidate.microbatches} microbatches a step"
         ratio = format_signed_percent(comparison.microbatch_ratio - 1)
@@ -491,7 +491,7 @@ def _build_step_rows(
     of_work = []
     if any(one.token_ratio is not None for one in comparisons):
         of_work += _build_known_row(
-            "tokens/s per GPU",
+            "tokens/s per rank",
             sides,
             lambda side: None if side.tokens_per_s is None else f"{side.tokens_per_s:,.0f}",
         )
@@ -591,7 +591,7 @@ def _build_settings_of_many(
 
 _WORKS = {
     "": "by tokens",
-    "gpu": "the same for each GPU (weak scaling)",
+    "gpu": "the same for each rank (weak scaling)",
     "step": "the same in total (strong scaling)",
 }
 
@@ -599,7 +599,7 @@ _NO_WORK = "unknown: analyze each run with a job, or choose what their steps hav
 
 
 def _build_scaling_section(views: Sequence[View], work: str) -> list[Component]:
-    """Efficiency against the run with the fewest GPUs; nothing for runs of equal layout."""
+    """Efficiency against the run with the fewest ranks; nothing for runs of equal layout."""
     # By the names that the dashboard has for the runs.
     reports = [replace(view.report, run=replace(view.report.run, name=view.name)) for view in views]
     if len({(report.run.world_size, report.run.mesh) for report in reports}) == 1:
@@ -607,7 +607,15 @@ def _build_scaling_section(views: Sequence[View], work: str) -> list[Component]:
     known: Work | None = "gpu" if work == "gpu" else "step" if work == "step" else None
     scaling = build_scaling(reports, known)
     menu = build_menu("work", _WORKS, work if work in _WORKS else "", "", "work of a step")
-    heads = ["run", "GPUs", "layout", "median step", "predicted", "tokens/s per GPU", "efficiency"]
+    heads = [
+        "run",
+        "ranks",
+        "layout",
+        "median step",
+        "predicted",
+        "tokens/s per rank",
+        "efficiency",
+    ]
     rows = []
     for run in scaling.runs:
         tokens, efficiency = run.tokens_per_s_per_gpu, run.efficiency
@@ -626,7 +634,7 @@ def _build_scaling_section(views: Sequence[View], work: str) -> list[Component]:
     table = build_table(heads, rows)
     parts: list[Component] = [html.Div(menu, className="choices"), table]
     if scaling.work is not None:
-        # The mean steps, times what makes them the same work per GPU as the reference's.
+        # The mean steps, times what makes them the same work per rank as the reference's.
         bars, reference = [], scaling.runs[0]
         ids = {view.name: view.run_id for view in views}
         for run in scaling.runs:
@@ -634,10 +642,10 @@ def _build_scaling_section(views: Sequence[View], work: str) -> list[Component]:
             step = Split(*(round(ns * scale) for ns in run.step.buckets_ns))
             bars.append(NamedSplit(run.name, step, ids.get(run.name, "")))
         parts += [
-            html.P(f"GPU time for the work of a step of {scaling.reference}", className="note"),
+            html.P(f"rank time for the work of a step of {scaling.reference}", className="note"),
             build_graph("scaling", draw_splits(bars), "/run/{key}"),
         ]
-    note = f"against {scaling.reference}, which has the fewest GPUs" if scaling.work else _NO_WORK
+    note = f"against {scaling.reference}, which has the fewest ranks" if scaling.work else _NO_WORK
     return [build_section("Scaling", f"efficiency {note}", *parts)]
 
 

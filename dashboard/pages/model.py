@@ -235,7 +235,7 @@ def _build_cards(
             ]
         ),
         build_card(
-            "GPUs",
+            "ranks",
             f"{job.parallel.world_size:,}",
             f"{format_microbatches(job.microbatches)}/rank",
         ),
@@ -248,7 +248,7 @@ def _build_cards(
             "unknown" if prediction.mfu is None else format_percent(prediction.mfu),
             f"confidence {prediction.confidence}",
         ),
-        build_card("tokens", f"{prediction.tokens_per_s_per_gpu:,.0f}", "per second and GPU"),
+        build_card("tokens", f"{prediction.tokens_per_s_per_gpu:,.0f}", "per second and rank"),
     ]
     return html.Div(shown, className="cards")
 
@@ -321,7 +321,7 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
         tables["hardware"] = {"preset": preset}
     try:
         job = decode_job(TomlTable(_WHERE, "", tables))
-        wants_plan = chosen.find_text("plan") == "1" and job.parallel.world_size <= MAX_PLAN_GPUS
+        wants_plan = chosen.find_text("plan") == "1" and job.parallel.world_size <= MAX_PLAN_RANKS
         answer = predict_in_process(tables, _WHERE, wants_plan)
         differs = tables != structs.asdict(recorded)
         return ChangedJob(job, answer.prediction, "", answer.plan, answer.plan_error, differs)
@@ -329,19 +329,19 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
         return ChangedJob(error=str(error))
 
 
-# Ranking of layouts for the same number of GPUs.
+# Ranking of layouts for the same number of ranks.
 
-MAX_PLAN_GPUS = 1_024
+MAX_PLAN_RANKS = 1_024
 
 
 def build_plan(view: View, changed: ChangedJob, chosen: AddressQuery) -> list[Component]:
-    """The ranking of layouts for the job's GPUs, on request only: the search takes seconds."""
+    """The ranking of layouts for the job's ranks, on request only: the search takes seconds."""
     job = changed.job
-    if job is None or job.parallel.world_size > MAX_PLAN_GPUS:
+    if job is None or job.parallel.world_size > MAX_PLAN_RANKS:
         return []
     if chosen.find_text("plan") != "1":
         where = build_page_url(view.run_id, "model", **{**chosen.values, "plan": 1})
-        link = build_link(f"Rank the layouts of {job.parallel.world_size:,} GPUs", where)
+        link = build_link(f"Compare the layouts of {job.parallel.world_size:,} ranks", where)
         return [
             build_section("Plan", "fastest layouts that fit in memory, as predicted", html.P(link))
         ]
@@ -354,7 +354,7 @@ def build_plan(view: View, changed: ChangedJob, chosen: AddressQuery) -> list[Co
     ]
     heads = ("tp", "pp", "cp", "dp", "zero", "schedule", "microbatch", "recompute",
              "step", "slower by", "peak", "MFU")  # fmt: skip
-    note = f"best layout per split of {job.parallel.world_size:,} GPUs"
+    note = f"best layout per split of {job.parallel.world_size:,} ranks"
     return [build_section("Plan", note, build_table(heads, rows))]
 
 

@@ -108,7 +108,7 @@ def _describe_difference(comparison: RunComparison) -> str:
     length = f"its step is {units.format_milliseconds(abs(ns))} {'longer' if ns > 0 else 'shorter'}"
     if (tokens := comparison.token_ratio) is not None and candidate.tokens_per_s is not None:
         rate = units.format_tokens_per_second(candidate.tokens_per_s)
-        return f"processes {rate} per GPU, {_format_more(tokens)} ({length})"
+        return f"processes {rate} per rank, {_format_more(tokens)} ({length})"
     per_microbatch, of_one = comparison.microbatch_ratio, candidate.microbatch_ns
     if per_microbatch is not None and of_one is not None:
         time = units.format_milliseconds(of_one)
@@ -133,7 +133,7 @@ def _describe_side(side: Side) -> tuple[tuple[str, str], ...]:
         ("median step", units.format_milliseconds(side.median_ns)),
         ("fastest, slowest", units.format_milliseconds_range(side.low_ns, side.high_ns)),
         ("per microbatch", "" if per_one is None else units.format_milliseconds(per_one)),
-        ("tokens/s per GPU", "" if tokens is None else f"{tokens:,.0f}"),
+        ("tokens/s per rank", "" if tokens is None else f"{tokens:,.0f}"),
         ("full steps", f"{side.steps:,}"),
         ("bubble fraction", "" if fraction is None else units.format_percent(fraction)),
         ("peak memory", "" if peak is None else units.format_gibibytes(peak)),

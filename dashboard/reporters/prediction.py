@@ -43,7 +43,7 @@ def build_prediction_screen(job: JobConfig, prediction: Prediction) -> Renderabl
     if prediction.mfu is not None and prediction.hfu is not None:
         mfu, hfu = units.format_percent(prediction.mfu), units.format_percent(prediction.hfu)
         utilization = f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
-    text.append(f"   {rate}/GPU   {utilization}", style="not bold")
+    text.append(f"   {rate} per rank   {utilization}", style="not bold")
     parts.append(text)
     if (bound := prediction.bound) is not None:
         share = units.format_percent(bound.ns / prediction.split.step_ns)

@@ -16,9 +16,9 @@ from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
 
 _WORK = {
-    "tokens": "tokens/s of a GPU",
-    "gpu": "each GPU does the same work in a step",
-    "step": "all GPUs together do the same work in a step",
+    "tokens": "tokens/s of a rank",
+    "gpu": "each rank does the same work in a step",
+    "step": "all ranks together do the same work in a step",
 }
 
 _NO_WORK = (
@@ -32,7 +32,9 @@ _MIN_COST, _MAX_COSTS = 0.005, 3
 def build_scaling_screen(scaling: Scaling) -> RenderableType:
     """Builds the screen of several runs of a job: steps, buckets, and the cost of each bucket."""
     first, last = scaling.runs[0], scaling.runs[-1]
-    headline = Text(f"{len(scaling.runs)} runs, {first.gpus:,} to {last.gpus:,} GPUs", style="bold")
+    headline = Text(
+        f"{len(scaling.runs)} runs, {first.gpus:,} to {last.gpus:,} ranks", style="bold"
+    )
     parts: list[RenderableType] = [headline]
     if scaling.work is None or last.efficiency is None:
         parts.append(Text(_NO_WORK, "yellow"))
@@ -54,12 +56,12 @@ def build_scaling_screen(scaling: Scaling) -> RenderableType:
         shares = (run.step.buckets_ns[i] / run.step.step_ns for i in shown)
         table.add_row(run.name, *(units.format_percent(share) for share in shares))
     parts.append(table)
-    # The GPU time that each run takes more for the same work, and its largest buckets.
+    # The rank time that each run takes more for the same work, and its largest buckets.
     costs = []
     for run in (run for run in scaling.runs[1:] if run.costs):
         total = sum(cost.share for cost in run.costs)
         more = units.format_signed_percent(total)
-        text = Text(f"{run.name}: {more} GPU time over {scaling.reference}")
+        text = Text(f"{run.name}: {more} rank time over {scaling.reference}")
         same_sign = (cost for cost in run.costs if cost.share * total > 0)
         largest = sorted(same_sign, key=lambda cost: -abs(cost.share))[:_MAX_COSTS]
         for i, cost in enumerate(one for one in largest if abs(one.share) >= _MIN_COST):
@@ -73,13 +75,13 @@ def _build_scaling_table(scaling: Scaling) -> Table:
     """A row for each run; columns that are unknown for all are omitted."""
     columns = {
         "run": [run.name for run in scaling.runs],
-        "GPUs": [f"{run.gpus:,}" for run in scaling.runs],
+        "ranks": [f"{run.gpus:,}" for run in scaling.runs],
         "layout": [_format_mesh(run) for run in scaling.runs],
         "median step": [units.format_milliseconds(run.median_ns) for run in scaling.runs],
         "predicted": [
             _format_known(run.predicted_ns, units.format_milliseconds) for run in scaling.runs
         ],
-        "tokens/s per GPU": [
+        "tokens/s per rank": [
             _format_known(run.tokens_per_s_per_gpu, "{:,.0f}".format) for run in scaling.runs
         ],
         "efficiency": [_format_known(run.efficiency, units.format_percent) for run in scaling.runs],

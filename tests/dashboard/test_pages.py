@@ -270,7 +270,7 @@ def test_an_invalid_job_shows_its_error() -> None:
 
 def test_the_plan_ranks_layouts_when_asked() -> None:
     report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
-    assert "Rank the layouts of 4 GPUs" in text(build_model_page(view(report), AddressQuery()))
+    assert "Compare the layouts of 4 ranks" in text(build_model_page(view(report), AddressQuery()))
     *_, table = find(build_model_page(view(report), AddressQuery({"plan": "1"})), html.Table)
     steps = [float(text(row.children[8]).split()[0]) for row in table.children[1].children]
     assert steps == sorted(steps)

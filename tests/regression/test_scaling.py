@@ -112,8 +112,8 @@ def test_the_command_shows_more_than_two_runs_by_size(capsys: pytest.CaptureFixt
     places = [str(SAMPLES / name) for name in SIZES]
     assert cli.run(["compare", *places, "--work", "gpu"]) == 0
     screen = capsys.readouterr().out
-    assert "4 runs, 2 to 8 GPUs: tp2_pp2_dp2 has 50.3 % of the efficiency of pp2_m2" in screen
-    assert "tp2_pp2: +42.6 % GPU time over pp2_m2: collective +23.6 %" in screen
+    assert "4 runs, 2 to 8 ranks: tp2_pp2_dp2 has 50.3 % of the efficiency of pp2_m2" in screen
+    assert "tp2_pp2: +42.6 % rank time over pp2_m2: collective +23.6 %" in screen
     assert cli.run(["compare", *places, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == "stepsplit.scaling/1" and found["work"] is None

@@ -84,6 +84,11 @@ _ASSIGNMENT = re.compile(r"""\A\s*([\w.-]+)\s*=\s*([^\s#].*?)\s*(?:\#.*)?""")
 _OPENS = re.compile(r"""[\[{]|\"{3}|'{3}""")
 """How values begin that may go on in further lines."""
 
+_STRING = re.compile(r""""[^"]*"|'[^']*'""")
+
+_IN_TABLE = re.compile(r"""[{,]\s*([\w.-]+)\s*=\s*([^\s,{}\[\]#"']+)(?=\s*[,}])""")
+"""A key of an inline table, and its value if that is one word or number."""
+
 _SEVERAL = re.compile(r"""\A\s*[\w.-]+\s*=\s*("[^"]*"|[^\s,;]+)\s*[,;]?\s+[\w.-]+\s*=.*""")
 
 _MOST_LINES = 10_000
@@ -93,25 +98,40 @@ def _list_broken_lines(where: str | Path, text: str) -> Mistakes:
     """What is wrong with each line that assigns a key, for a parser stops at the first."""
     mistakes = Mistakes()
     for number, line in enumerate(text.splitlines()[:_MOST_LINES], 1):
-        found = _ASSIGNMENT.fullmatch(line)
-        if found is None or _OPENS.match(found[2]) or len(found[2]) > _MOST_SHOWN:
-            continue
-        with suppress(ValueError, RecursionError):
-            # The value alone: a key of many parts takes a parser seconds.
-            tomllib.loads(f"key{line[found.end(1) :]}")
-            continue
-        place, (key, value) = f"line {number}: {found[1]}", found.groups()
-        if _SEVERAL.fullmatch(line):
-            problem, hint = "is followed by another key", "write one key in each line"
-        elif value.lower() in ("true", "false"):
-            problem, hint = f"{value} is not TOML", f"write {key} = {value.lower()}"
-        elif value[0].isdigit():
-            problem, hint = f"{value} is no number", "write digits alone"
-        else:
-            problem, hint = f"{value} is not TOML", f'write {key} = "{value}" for a word'
-        mistakes.append(DataError(where, f"{place} {problem}", hint))
+        for key, value, rest in _list_assignments(line):
+            with suppress(ValueError, RecursionError):
+                # The value alone: a key of many parts takes a parser seconds.
+                tomllib.loads(f"key{rest}")
+                continue
+            place = f"line {number}: {key}"
+            if _SEVERAL.fullmatch(f"{key}{rest}"):
+                problem, hint = "is followed by another key", "write one key in each line"
+            elif value.lower() in ("true", "false"):
+                problem, hint = f"{value} is not TOML", f"write {key} = {value.lower()}"
+            elif value[0].isdigit():
+                problem, hint = f"{value} is no number", "write digits alone"
+            else:
+                problem, hint = f"{value} is not TOML", f'write {key} = "{value}" for a word'
+            mistakes.append(DataError(where, f"{place} {problem}", hint))
     return mistakes
 
+
+def _list_assignments(line: str) -> Iterator[tuple[str, str, str]]:
+    """Each key that a line assigns, its value, and the text from the equals sign on."""
+    found = _ASSIGNMENT.fullmatch(line)
+    if found is None:
+        return
+    if found[2].startswith("{"):
+        # Not what only looks like a key, in quotes.
+        for inside in _IN_TABLE.finditer(_STRING.sub('""', line[:_MOST_OF_LINE])):
+            if len(inside[2]) <= _MOST_SHOWN:
+                yield inside[1], inside[2], f" = {inside[2]}"
+    elif not _OPENS.match(found[2]) and len(found[2]) <= _MOST_SHOWN:
+        yield found[1], found[2], line[found.end(1) :]
+
+
+_MOST_OF_LINE = 1000
+"""Characters of a line with an inline table that are looked at."""
 
 _MOST_SHOWN = 60
 """Characters of a value that an error repeats; longer ones are left to the parser's own words."""

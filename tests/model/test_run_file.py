@@ -473,6 +473,11 @@ def test_every_error_is_one_line() -> None:
             'line 3: zero one is not TOML; write zero = "one" for a word | line 5: seq_len 8k is no'
             " number; write digits alone | line 9: compile True is not TOML; write compile = true",
         ),
+        (
+            b'training = { seq_len = 4k, dtype = "a, b = 4k", micro_batch = 1, compile = True }',
+            "line 1: seq_len 4k is no number; write digits alone; and 1 more: line 1: compile True"
+            " is not TOML; write compile = true",
+        ),
         (b"layer = 3\ntpp = 4", "layer: unknown key"),
         (b".".join([b"a"] * 20_000) + b" = 1", "has a key of more than 32 parts"),
         (b'model = { "a"' + b" . 'a b'" * 40 + b" = 1 }", "has a key of more than 32 parts"),

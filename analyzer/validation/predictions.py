@@ -716,8 +716,9 @@ FURTHER_SOURCE = 0.23
 """The weight of the run to be predicted over that of a publisher. Runs of one publisher are alike,
 so that a further one is further off than a further run. Chosen with SOURCE_POWER so that the bands
 of each population and confidence hold for 9 of 10 unseen runs, as far as chance goes: with 0.25
-recipes with high confidence are 94 % inside (one run too many), with 0.22 those with low confidence
-80 % (two too few), with half and twice of it 92 and 95 %, and 80 and 83 %."""
+recipes with high confidence are 94 % inside (two runs too many), with 0.22 those with low
+confidence 80 % (two too few), with half and twice of it 92 and 96 %, and 80 and 83 %. Both were
+chosen on the runs whose shares they set: that these are right says nothing of the two numbers."""
 
 
 def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:

@@ -208,7 +208,13 @@ def find_forward_places(
     # Without autograd's ranges its thread shows by its launches when a backward runs.
     backward_ns = messages_ns[:0] if has_ranges else find_backward_spans(trace).start_ns
     turns_ns = np.concatenate((messages_ns, backward_ns))
-    begins = _find_pass_begins(events, letters, start, turns_ns)
+    # A backward on the thread of its forward (a CPU's) is of no forward.
+    says_backward = {
+        number: not has_ranges and is_backward(events.names[number])
+        for number in np.unique(events.name_id[rows]).tolist()
+    }
+    backward = [says_backward[number] for number in events.name_id[rows].tolist()]
+    passes = _find_forward_passes(events, letters, backward, start, turns_ns)
     between = _OpsBetween(
         *(
             np.sort(events.start_ns[on_host & events.match_names(pattern)])
@@ -221,12 +227,8 @@ def find_forward_places(
         for letter, number in zip(letters, events.name_id[rows].tolist(), strict=True)
     ]
     edges: list[tuple[int, Place]] = []
-    for low, high in pairwise([*begins, len(letters)]):
+    for low, high in passes:
         one = slice(low, high)
-        # A backward on the thread of its forward (a CPU's) is of no forward.
-        names = (events.names[number] for number in events.name_id[rows[one]].tolist())
-        if not has_ranges and any(map(is_backward, names)):
-            continue
         places = label_by_sizes(letters[one], sizes[one])
         if places is None:
             continue
@@ -253,8 +255,12 @@ def find_forward_places(
 
 def _is_whole(letters: str, places: Sequence[Place]) -> bool:
     """Whether a pass shows by its own items where it begins or ends: microbatches without an
-    embedding, a head and a loss, as of a stage in the middle, look like layers."""
-    return EMBEDDING in letters or LOSS in letters or (NO_LAYER, PartKind.HEAD) in places
+    embedding, a head and a loss, as of a stage in the middle, look like layers. The heads of
+    several passes show by more products between some cores, one per pass."""
+    if EMBEDDING in letters or LOSS in letters:
+        return True
+    has_equal_layers = label_pass(letters, is_strict=True) is not None
+    return (NO_LAYER, PartKind.HEAD) in places and has_equal_layers
 
 
 def _find_layer_ops(events: Events, on_host: Bool) -> tuple[Int64, str]:
@@ -280,12 +286,15 @@ def _find_layer_ops(events: Events, on_host: Bool) -> tuple[Int64, str]:
 _MARKERS = tuple(prefix for prefixes in MARKERS for prefix in prefixes)
 
 
-def _find_pass_begins(events: Events, letters: str, start_ns: Int64, turns_ns: Int64) -> list[int]:
-    """The first item of each forward pass.
+def _find_forward_passes(
+    events: Events, letters: str, backward: Sequence[bool], start_ns: Int64, turns_ns: Int64
+) -> list[tuple[int, int]]:
+    """The first item of each forward pass, and the one after its last.
 
     A pass ends where a step, a microbatch or a backward begins, after a loss, and at the next
     embedding; where autograd has no ranges, at turns_ns: the backwards of another thread, and
-    messages, which may also be issued within a pass.
+    messages, which may also be issued within a pass. backward is whether an item says that it
+    computes gradients. A product between a backward and a forward item is the backward's.
     """
     says_begin = events.name_mask(
         tuple(
@@ -302,11 +311,17 @@ def _find_pass_begins(events: Events, letters: str, start_ns: Int64, turns_ns: I
     marked_ns = np.sort(np.concatenate((events.start_ns[is_mark], turns_ns)))
     number = np.searchsorted(marked_ns, start_ns, side="right").tolist()
     begins = [0]
+    # The direction of the pass that begins there.
+    is_back = [backward[0]]
     for i, (before, letter) in enumerate(pairwise(letters), 1):
-        is_apart = number[i] != number[i - 1] or (before == LOSS != letter)
+        turns = backward[i] != is_back[-1] and letter != GEMM
+        starts_over = number[i] != number[i - 1]
+        is_apart = starts_over or turns or (before == LOSS != letter)
         if is_apart or (letter == EMBEDDING and CORE in letters[begins[-1] : i]):
             begins.append(i)
-    return begins
+            is_back.append(backward[i] or (is_back[-1] and not (starts_over or turns)))
+    spans = pairwise([*begins, len(letters)])
+    return [span for span, is_lost in zip(spans, is_back, strict=True) if not is_lost]
 
 
 _RESIDUAL, _SQUARE = re.compile(r"^aten::add_?$"), re.compile(r"^aten::(pow|square)$")

@@ -35,17 +35,14 @@ class StageBubble(Struct, frozen=True):
     bubble_ns: int
 
 
-def build_grid(
-    rank: int, step: int, slots: Sequence[MicrobatchSlot], band: BucketBands
-) -> StepGrid:
-    """The grid of one step; busy excludes pipeline waits inside the slots.
+def build_grid(rank: int, step: int, slots: Sequence[MicrobatchSlot], waits: Intervals) -> StepGrid:
+    """The grid of one step; busy excludes these waits for other stages inside the slots.
 
     An annotation may contain the wait for its input, as torch's own do.
     """
     start = np.array([box.start_ns for box in slots], dtype=np.int64)
     end = np.array([box.end_ns for box in slots], dtype=np.int64)
-    waits = np.isin(band.bucket, (Bucket.P2P, Bucket.BUBBLE))
-    worked = subtract(union(start, end), Intervals(band.start_ns[waits], band.end_ns[waits]))
+    worked = subtract(union(start, end), waits)
     return StepGrid(rank, step, number_microbatches(slots), worked)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import is_
 
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.buckets import StepSplit
-from stepsplit.analyzer.split.attribute import Attribution, BucketBands, attribute
+from stepsplit.analyzer.arrays import Intervals
+from stepsplit.analyzer.buckets import Bucket, StepSplit
+from stepsplit.analyzer.split.attribute import Attribution, BucketBands, Exposed, attribute
 from stepsplit.analyzer.split.bandwidth import (
     CollectiveRow,
     StepCallsRow,
@@ -456,16 +458,18 @@ def split_rank(
         for box, low, high in zip(slots, start, end, strict=True)
     ]
     edges = own[:, 0].searchsorted([(w.start_ns, w.end_ns) for w in windows.windows]).reshape(-1, 2)
-    grids = tuple(
-        build_grid(trace.rank, window.step, common_slots[low:high], band)
-        for window, band, (low, high) in zip(windows.windows, bands, edges.tolist(), strict=True)
-    )
     guesses = context.arrivals.estimated[rows] | held.estimated
     guessed = attribution.exposed.window[guesses[attribution.exposed.call]]
     phases = infer_phases(trace, windows.windows, layout)
     # Group -1, of a call whose group is unknown, has no axis.
     axes = (*(layout.find_axis(group) for group in trace.groups), None)
     exposed_groups = trace.calls.group_id[attribution.exposed.call].tolist()
+    axis = tuple(axes[group] for group in exposed_groups)
+    waits = _list_pipeline_waits(attribution.exposed, axis, len(windows.windows), clock)
+    grids = tuple(
+        build_grid(trace.rank, window.step, common_slots[low:high], own)
+        for window, own, (low, high) in zip(windows.windows, waits, edges.tolist(), strict=True)
+    )
     # The step splits on the common clock; a step blocked by an estimated call is estimated.
     estimated = set(guessed.tolist())
     covered = [sum_bubble_covered_ns(g.busy, band) for g, band in zip(grids, bands, strict=True)]
@@ -489,10 +493,25 @@ def split_rank(
         ),
         grids=grids,
         slots=detected,
-        axis=tuple(axes[group] for group in exposed_groups),
+        axis=axis,
         phase=tuple(phases[call] for call in attribution.exposed.call.tolist()),
         clock=clock,
     )
+
+
+def _list_pipeline_waits(
+    exposed: Exposed, axis: Sequence[str | None], steps: int, clock: Clock
+) -> Iterator[Intervals]:
+    """When a rank waits for other stages and for their messages in each step, on the common clock;
+    messages within a stage, as of a context-parallel ring, are part of its passes."""
+    is_within = np.array([one not in ("pp", None) for one in axis], dtype=np.bool_)
+    is_message = (exposed.bucket == Bucket.P2P) & ~is_within
+    rows = np.flatnonzero(is_message | (exposed.bucket == Bucket.BUBBLE))
+    rows = rows[np.lexsort((exposed.start_ns[rows], exposed.window[rows]))]
+    start = clock.map_to_common_ns(exposed.start_ns[rows])
+    end = clock.map_to_common_ns(exposed.end_ns[rows])
+    edges = np.searchsorted(exposed.window[rows], np.arange(steps + 1)).tolist()
+    return (Intervals(start[low:high], end[low:high]) for low, high in pairwise(edges))
 
 
 def _select_window(band: BucketBands, window: int, clock: Clock) -> BucketBands:

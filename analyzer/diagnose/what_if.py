@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import (
-    Intervals,
-    first_rows,
-    group_ids,
-    group_max,
-    group_mean,
-    group_min,
-    overlap_ns,
-)
+from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_mean, group_min
 from stepsplit.analyzer.diagnose.causes.expert_load import balance_experts
 from stepsplit.analyzer.diagnose.causes.gradient_calls import find_sync_kernels
 from stepsplit.analyzer.diagnose.causes.lost_overlap import list_hoistable_calls
@@ -43,6 +32,10 @@ from stepsplit.analyzer.diagnose.graph.replay import (
 )
 from stepsplit.analyzer.diagnose.graph.segments import WorkSegments
 from stepsplit.analyzer.diagnose.other_hardware import CarriedRun, carry_run, choose_hardware
+from stepsplit.analyzer.diagnose.pipeline_change import (
+    compute_microbatches_gain_ns,
+    compute_schedule_gain_ns,
+)
 from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES
@@ -52,14 +45,7 @@ from stepsplit.analyzer.model.schedule import (
     build_orders,
     list_chunk_positions,
 )
-from stepsplit.analyzer.model.schedule_graph import (
-    Costs,
-    ScheduleTimeline,
-    build_graph,
-    link_orders,
-    simulate,
-)
-from stepsplit.analyzer.model.schedule_time import compute_pipeline_time
+from stepsplit.analyzer.model.schedule_graph import ScheduleTimeline, build_graph, simulate
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
@@ -90,8 +76,6 @@ def to_json(found: WhatIfs) -> str:
 
 
 # The mean step of a recording after a change.
-
-_SCHEDULE_KINDS = ("microbatches", "schedule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +124,13 @@ def compute_slowdown(context: ReplayContext) -> float:
 
 
 def _replay_change(context: ReplayContext, change: WhatIfChange) -> WhatIf:
-    if change.kind in _SCHEDULE_KINDS:
-        gain = round(compute_window_gain_ns(context, change))
-    else:
-        gain = context.compute_gain_ns(apply_change(context, change))
+    match change.kind:
+        case "microbatches":
+            gain = round(compute_microbatches_gain_ns(context, change.count))
+        case "schedule":
+            gain = round(compute_schedule_gain_ns(context, change.name))
+        case _:
+            gain = context.compute_gain_ns(apply_change(context, change))
     return WhatIf(change, round(context.mean_ns) - gain, gain)
 
 
@@ -207,176 +194,6 @@ def what_if(
                 rows.append(_replay_change(context, parse_change(each)))
     carried = None if hardware_change is None else carry_run(context, hardware_change)
     return WhatIfs(round(context.mean_ns), tuple(rows), compute_slowdown(context), carried)
-
-
-# The pipeline under another schedule, or with more microbatches.
-
-
-def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> float:
-    """The gain of another schedule, or of more microbatches for the same work, in ns.
-
-    Both sides are simulated with the measured forwards and backwards: of a schedule without
-    messages, as the changed one's are unknown; of more microbatches with the measured ones. Where
-    forwards and backwards are not annotated, the gain of more microbatches follows from the pace of
-    the messages, if there are enough. Raises UsageError if the run has no pipeline or the schedule
-    is unknown.
-    """
-    schedule, layout = context.split.schedule, context.split.layout
-    known = schedule is not None and context.split.stage_bubbles
-    marked = any(rank.slots.are_marked for rank in context.split.ranks)
-    if change.kind == "microbatches" and layout.pipelines and not marked:
-        if schedule is not None and schedule.chunks > 1:
-            raise UsageError(_CHUNKS_NOT_ANNOTATED)
-        # Slots by the order of messages end with kernels, wherever the messages are.
-        with suppress(*([UsageError] if known else [])):
-            return _estimate_by_pace(context, change.count)
-    if schedule is None or not known:
-        raise UsageError("cannot change the schedule: no pipeline detected in the recording")
-    stages, costs = len(context.split.layout.pipelines[0]), _compute_median_costs(context)
-    recorded, chunks = schedule.microbatches, schedule.chunks
-
-    def simulate_ns(name: str, microbatches: int, transfer_ns: float = 0.0) -> float:
-        if (found := next((one for one in SCHEDULES if one == name), None)) is None:
-            raise UsageError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
-        time = compute_pipeline_time(found, stages, microbatches, chunks, costs, transfer_ns)
-        return time.makespan_ns
-
-    if change.kind == "schedule":
-        return simulate_ns(schedule.name, recorded) - simulate_ns(change.name, recorded)
-    # A step of more microbatches has more work: of it, the share of as many as before is a step of
-    # equal work, optimizer and gradient reduction included. By how much the recorded window is
-    # longer than the simulated one (launches, messages that pass each other, noise that ranks wait
-    # for) comes with each microbatch that follows another.
-    transfer_ns = _compute_median_transfer_ns(context)
-    before, after = (
-        simulate_ns(schedule.name, count, transfer_ns) for count in (recorded, change.count)
-    )
-    apart_ns = _compute_apart_ns(context, costs, before, transfer_ns)
-    window_ns = float(np.mean([one.window_ns for one in context.split.stage_bubbles]))
-    excess_ns = window_ns - before - apart_ns
-    more = (change.count - 1) / (recorded - 1) if recorded > 1 else 1.0
-    changed = context.mean_ns - window_ns + after + apart_ns + excess_ns * more
-    return context.mean_ns - changed * recorded / change.count
-
-
-def _compute_median_transfer_ns(context: ReplayContext) -> float:
-    """The median transfer of what a stage receives from another; 0 without messages."""
-    kernels, op = context.graph.kernels, context.split.matched.op
-    received = np.flatnonzero((op[kernels.row] == OP_CODE["recv"]) & (kernels.step >= 0))
-    moved_ns = np.maximum(context.graph.rest_ns[kernels.end[received]], 0)
-    return float(np.median(moved_ns)) if len(received) else 0.0
-
-
-def _compute_apart_ns(
-    context: ReplayContext, costs: Costs, makespan_ns: float, transfer_ns: float
-) -> float:
-    """By how much the simulated window changes if passes that the schedule may overlap (DualPipe)
-    run one after the other, as the recorded slots do: the first one's message leaves earlier."""
-    schedule, line = context.split.schedule, context.split.layout.pipelines[0]
-    assert schedule is not None
-    name = next(one for one in SCHEDULES if one == schedule.name)
-    orders = build_orders(name, len(line), schedule.microbatches, schedule.chunks)
-    if not any(one.joined for order in orders for one in order):
-        return 0.0
-    for rank in context.split.ranks:
-        for grid in rank.grids:
-            slots = sorted(grid.slots, key=lambda one: one.start_ns)
-            # The end of a slot may reach into the next one's wait for its message.
-            if any(
-                one.start_ns + one.end_ns > 2 * other.start_ns for one, other in pairwise(slots)
-            ):
-                return 0.0
-    apart = tuple(tuple(replace(one, joined=False) for one in order) for order in orders)
-    graph = link_orders(apart, list_chunk_positions(name, len(line), schedule.chunks))
-    ends_ns = simulate(graph, costs, transfer_ns).ends_ns
-    return max(order[-1] for order in ends_ns) - makespan_ns
-
-
-_CHUNKS_NOT_ANNOTATED = "cannot change the microbatches: several chunks per stage, not annotated"
-"""Slots by the order of messages were 2 to 11 % off here in simulated jobs."""
-
-
-def _estimate_by_pace(context: ReplayContext, count: int) -> float:
-    """The gain of count microbatches for the same work, in ns, without annotated forwards.
-
-    With one chunk per stage, each further microbatch of the same size makes the step longer by the
-    pace: the time between two microbatches in the steady phase.
-    """
-    line = context.split.layout.pipelines[0]
-    if len(line) > 2 and _list_message_ends(context, line[0], line[-1]):
-        raise UsageError(_CHUNKS_NOT_ANNOTATED)
-    forward = _list_message_ends(context, line[0], line[1])
-    backward = _list_message_ends(context, line[1], line[0])
-    counts = {len(one) for one in (*forward, *backward)}
-    if len(counts) != 1 or min(counts) <= len(line):
-        raise UsageError(
-            "cannot change the microbatches: forwards and backwards are not annotated, and the "
-            f"messages of a step are not more than the {len(line)} stages in each direction"
-        )
-    in_turn = all(sent[-1] < received[0] for sent, received in zip(forward, backward, strict=True))
-    if context.split.schedule is None and not in_turn:
-        # With one chunk the first backward returns after a microbatch for each stage. Where a
-        # second chunk comes back over the same links (ZB-V, DualPipe-V), its forward takes twice as
-        # many stages to return, and each microbatch is two messages. Between two stages those of an
-        # interleaved schedule look like those of one chunk.
-        ahead = [np.searchsorted(sent, one[0]) for sent, one in zip(forward, backward, strict=True)]
-        if len(line) == 2 or max(ahead) > len(line):
-            raise UsageError(
-                "cannot change the microbatches: forwards and backwards are not annotated, and "
-                "without a known schedule a stage may have several chunks"
-            )
-    microbatches = counts.pop()
-    pace = _find_pace_ns(backward)
-    if in_turn:
-        pace += _find_pace_ns(forward)
-    changed = context.mean_ns + (count - microbatches) * pace
-    return context.mean_ns - changed * microbatches / count
-
-
-def _find_pace_ns(ends: Sequence[Int64]) -> float:
-    """The usual time between two messages of a step: in the cooldown of a zero-bubble schedule they
-    follow each other faster."""
-    return float(np.mean([np.median(np.diff(one)) for one in ends]))
-
-
-def _list_message_ends(context: ReplayContext, sender: int, receiver: int) -> list[Int64]:
-    """When the messages between two ranks ended at the receiver, in order, for each full step in
-    which there are any."""
-    matched, kernels, steps = context.split.matched, context.graph.kernels, context.graph.steps
-    place = {rank: index for index, rank in enumerate(context.ranks.tolist())}
-    if sender not in place or receiver not in place:
-        return []
-    own, others = (matched.slice_trace(place[rank]) for rank in (receiver, sender))
-    sent = matched.shared[others][matched.op[others] == OP_CODE["send"]]
-    received = (matched.op[own] == OP_CODE["recv"]) & (matched.shared[own] >= 0)
-    kernel = kernels.of_row[own][received & np.isin(matched.shared[own], sent)]
-    kernel = kernel[(kernels.step[kernel] >= 0) & context.counted[kernels.step[kernel]]]
-    ends, step = context.graph.at_ns[kernels.end[kernel]], steps.step[kernels.step[kernel]]
-    return [np.sort(ends[step == number]) for number in np.unique(step).tolist()]
-
-
-def _compute_median_costs(context: ReplayContext) -> Costs:
-    """The median forward and backward of each model stage; a backward that is not split counts half
-    as input gradient and half as weight gradient. Some schedules (DualPipe) split some of them."""
-    took: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank in context.split.ranks:
-        for grid in rank.grids:
-            split = {(one.stage, one.microbatch) for one in grid.slots if one.phase == "weight"}
-            for box in grid.slots:
-                here = Intervals(np.array([box.start_ns]), np.array([box.end_ns]))
-                is_input = box.phase == "backward" and (box.stage, box.microbatch) in split
-                phase = "input" if is_input else box.phase
-                took[box.stage][phase].append(overlap_ns(here, grid.busy))
-    costs = []
-    for _, own in sorted(took.items()):
-        forward, backward, of_input, weight = (
-            float(median(own.get(phase) or [0]))
-            for phase in ("forward", "backward", "input", "weight")
-        )
-        share = of_input / (of_input + weight) if weight else 0.5
-        backward = backward or of_input + weight
-        costs.append((forward, backward * share, backward * (1 - share)))
-    return tuple(costs)
 
 
 # WhatIfChange -> DependencyGraph.

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from simulator.layers import Work, job, layer, optimizer
+from simulator.layers import LENGTHS, MLP, Work, half, job, layer, optimizer
 from simulator.meshes import Fleet
 from simulator.plans import Pipeline, Plan, plans_of
 from simulator.program import Begin, End, Job
 from simulator.schedules import Action
 from simulator.writer import Leg, Writer
 
+RING_BYTES = 64_000_000
+"""What a rank of an axis cp sends around for each layer: more than its compute hides."""
+
 
 def pipeline(fleet: Fleet, each: Work, seed: int, how: Pipeline, layers: Sequence[int] = ()) -> Job:
-    """A job over an axis pp, and tp and dp_replicate where the mesh has them.
+    """A job over an axis pp, and tp, cp and dp_replicate where the mesh has them.
 
     each.layers are those of one stage, unless layers tells those of every stage.
     """
@@ -68,6 +71,21 @@ def _act(
         if source in arrived:
             writer.wait(arrived.pop(source))
     for _ in range(work.layers):
-        layer(writer, work, action.kind)
+        if "cp" in writer.fleet.axes and action.kind in "FB":
+            attend_around(writer, replace(work, activation_bytes=RING_BYTES), action.kind)
+            half(writer, work, MLP, action.kind)
+        else:
+            layer(writer, work, action.kind)
     if how.boxes:
         writer.put(End())
+
+
+def attend_around(writer: Writer, work: Work, kind: str) -> None:
+    ring = writer.fleet.line(writer.rank, "cp")
+    at, sent = ring.index(writer.rank), LENGTHS[kind] * work.activation_bytes
+    legs = (Leg("send", ring[(at + 1) % len(ring)], sent), Leg("recv", ring[at - 1], sent))
+    for _ in range(len(ring) - 1):
+        passed = writer.exchange("cp", legs)
+        half(writer, work, ("flash_attention",), kind, 0.5 / len(ring))
+        writer.wait(passed)
+    half(writer, work, ("flash_attention",), kind, 0.5 / len(ring))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from simulator.layers import ATTENTION, LENGTHS, MLP, Work, half, job, layer, optimizer
 from simulator.meshes import Fleet
+from simulator.pipelines import attend_around
 from simulator.program import Job
-from simulator.writer import Leg, Writer
+from simulator.writer import Writer
 
 EXPERT = "grouped_gemm"
 SIDE = "compute2"
@@ -88,27 +89,16 @@ def context_parallel(fleet: Fleet, work: Work, seed: int) -> Job:
 
     def body(writer: Writer) -> None:
         for _ in range(work.layers):
-            _attend_around(writer, work, "F")
+            attend_around(writer, work, "F")
             half(writer, work, MLP, "F")
         for _ in range(work.layers):
             half(writer, work, MLP, "B")
-            _attend_around(writer, work, "B")
+            attend_around(writer, work, "B")
         for _ in range(work.layers // 2):
             writer.block("cp", "all_reduce", work.weight_bytes)
         optimizer(writer, work)
 
     return job("cp", fleet, work, seed, body)
-
-
-def _attend_around(writer: Writer, work: Work, kind: str) -> None:
-    ring = writer.fleet.line(writer.rank, "cp")
-    at, sent = ring.index(writer.rank), LENGTHS[kind] * work.activation_bytes
-    legs = (Leg("send", ring[(at + 1) % len(ring)], sent), Leg("recv", ring[at - 1], sent))
-    for _ in range(len(ring) - 1):
-        passed = writer.exchange("cp", legs)
-        half(writer, work, ("flash_attention",), kind, 0.5 / len(ring))
-        writer.wait(passed)
-    half(writer, work, ("flash_attention",), kind, 0.5 / len(ring))
 
 
 def expert_parallel(fleet: Fleet, work: Work, seed: int) -> Job:

@@ -68,7 +68,7 @@ def compute_microbatches_gain_ns(context: ReplayContext, count: int) -> float:
     # equal work, optimizer and gradient reduction included. Of how much the recorded window is
     # longer than the simulated one (launches, messages that pass each other, noise that ranks wait
     # for), each further microbatch adds what each one in the middle of the recorded step added.
-    slower_ns = _measure_slower_pace_ns(context, name, costs, transfer_ns)
+    slower_ns = _measure_slower_pace_ns(context, name, costs, transfer_ns, before)
     changed = context.mean_ns + after - before + slower_ns * (count - recorded)
     return context.mean_ns - changed * recorded / count
 
@@ -80,30 +80,34 @@ def _get_schedule(name: str) -> Schedule:
 
 
 def _measure_slower_pace_ns(
-    context: ReplayContext, name: Schedule, costs: Costs, transfer_ns: float
+    context: ReplayContext, name: Schedule, costs: Costs, transfer_ns: float, simulated_ns: float
 ) -> float:
     """By how much longer a recorded microbatch takes than a simulated one where the pipeline is
-    full; 0 if the slots are not those of the schedule. There all ranks have one pace: what only some of them show is of their warm-up."""
+    full; 0 if the slots are not those of the schedule.
+
+    There all ranks have one pace: what only some of them show is of their warm-up.
+    """
     schedule, pipelines = context.split.schedule, context.split.layout.pipelines
     assert schedule is not None
-    graph = build_graph(name, len(pipelines[0]), schedule.microbatches, schedule.chunks)
+    microbatches, stages = schedule.microbatches, len(pipelines[0])
+    if name in ("naive", "gpipe") or microbatches <= stages:
+        # Few microbatches never fill the pipeline, GPipe does it twice: the whole window counts.
+        window_ns = float(np.mean([one.window_ns for one in context.split.stage_bubbles]))
+        return max(0.0, window_ns - simulated_ns) / max(1, microbatches - 1)
+    graph = build_graph(name, stages, microbatches, schedule.chunks)
     simulated = simulate(graph, costs, transfer_ns).starts_ns
     place = {rank: stage for line in pipelines for stage, rank in enumerate(line)}
-    # GPipe fills the pipeline twice, and is late by all of it at the first stage's last backward.
-    is_whole = name in ("naive", "gpipe")
     slower: dict[int, list[float]] = defaultdict(list)
     for grid in (one for rank in context.split.ranks for one in rank.grids):
         stage = place.get(grid.rank)
         if stage is None or not 1 < len(grid.slots) == len(simulated[stage]):
             continue
         lag_ns = np.sort([one.start_ns for one in grid.slots]) - np.array(simulated[stage])
-        low = 0 if is_whole else len(lag_ns) // 4
+        low = len(lag_ns) // 4
         high = len(lag_ns) - 1 - low
-        passes = len(lag_ns) / schedule.microbatches
+        passes = len(lag_ns) / microbatches
         slower[stage].append(float(lag_ns[high] - lag_ns[low]) / (high - low) * passes)
     each = [median(of_stage) for of_stage in slower.values()]
-    if is_whole:
-        return max(each, default=0.0)
     return max(min(each, default=0.0), 0.0) + min(max(each, default=0.0), 0.0)
 
 

@@ -192,8 +192,7 @@ def test_a_host_without_links_keeps_its_wall_clock_with_a_note(tmp_path: Path) -
 
 
 def test_ranks_that_hang_on_an_unaligned_one_are_not_aligned_either(tmp_path: Path) -> None:
-    """Two pairs 50 ms apart; an all_to_all of all four aligns no clocks, and no rank waited 50 ms in
-    it."""
+    """Two pairs 50 ms apart: an all_to_all of all four aligns no clocks, and none waited 50 ms."""
     pairs = [("a", "", [0, 1]), ("b", "", [2, 3]), ("c", "", [0, 1, 2, 3])]
     traces = [
         GpuTrace(rank, 4, f"host{rank}", BASE_NS + ahead * MS, pairs)

@@ -1,1 +1,0 @@
-../dashboard/__main__.py

@@ -27,12 +27,16 @@ def compute_schedule_gain_ns(context: ReplayContext, name: str) -> float:
     schedule = context.split.schedule
     if schedule is None or not context.split.stage_bubbles:
         raise UsageError(_NO_PIPELINE)
+    recorded = _get_schedule(
+        schedule.name, "cannot change the schedule: that of the recording is not known exactly"
+    )
+    other = _get_schedule(name, f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
     stages, costs = len(context.split.layout.pipelines[0]), _compute_median_costs(context)
     before, after = (
         compute_pipeline_time(
-            _get_schedule(one), stages, schedule.microbatches, schedule.chunks, costs
+            one, stages, schedule.microbatches, schedule.chunks, costs
         ).makespan_ns
-        for one in (schedule.name, name)
+        for one in (recorded, other)
     )
     return before - after
 
@@ -55,9 +59,10 @@ def compute_microbatches_gain_ns(context: ReplayContext, count: int) -> float:
             return _estimate_by_pace(context, count)
     if schedule is None or not known:
         raise UsageError(_NO_PIPELINE)
-    if schedule.name not in SCHEDULES:
-        raise UsageError("cannot change the microbatches: the schedule is not known exactly")
-    name, stages = _get_schedule(schedule.name), len(layout.pipelines[0])
+    name = _get_schedule(
+        schedule.name, "cannot change the microbatches: the schedule is not known exactly"
+    )
+    stages = len(layout.pipelines[0])
     recorded, chunks = schedule.microbatches, schedule.chunks
     costs, transfer_ns = _compute_median_costs(context), _compute_median_transfer_ns(context)
     before, after = (
@@ -73,9 +78,10 @@ def compute_microbatches_gain_ns(context: ReplayContext, count: int) -> float:
     return context.mean_ns - changed * recorded / count
 
 
-def _get_schedule(name: str) -> Schedule:
+def _get_schedule(name: str, problem: str) -> Schedule:
+    """The schedule of this name; raises UsageError with the problem if there is none."""
     if (found := next((one for one in SCHEDULES if one == name), None)) is None:
-        raise UsageError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
+        raise UsageError(problem)
     return found
 
 

@@ -259,8 +259,8 @@ def _is_whole(letters: str, places: Sequence[Place]) -> bool:
     several passes show by more products between some cores, one per pass."""
     if EMBEDDING in letters or LOSS in letters:
         return True
-    has_equal_layers = label_pass(letters, is_strict=True) is not None
-    return (NO_LAYER, PartKind.HEAD) in places and has_equal_layers
+    has_head = (NO_LAYER, PartKind.HEAD) in places
+    return has_head and label_pass(letters, is_strict=True) is not None
 
 
 def _find_layer_ops(events: Events, on_host: Bool) -> tuple[Int64, str]:

@@ -6,7 +6,7 @@ Times are ns on the common clock of all ranks, relative to run.t0_unix_ns; sizes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -34,10 +34,6 @@ from stepsplit.analyzer.split.overlap import Overlap
 from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
 from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.analyzer.trace import RANKS_MISSING, WORLD_SIZE_UNKNOWN
-
-if TYPE_CHECKING:
-    pass
-
 
 # The rows of report.json with the model comparison.
 

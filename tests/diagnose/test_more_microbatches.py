@@ -90,6 +90,14 @@ def test_the_finding_of_few_microbatches_gains_what_the_what_if_says(tmp_path: P
     assert finding.gain_ns == said.gain_ns
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "none-such"])
+def test_a_schedule_that_is_not_known_exactly_is_not_changed(schedule: str, tmp_path: Path) -> None:
+    """The word that is not understood is the recording's, whatever the user asks for."""
+    record(build_scenario("zb-h1", 4, 2, boxes=True), tmp_path)
+    with pytest.raises(UsageError, match="that of the recording is not known exactly"):
+        what_if(tmp_path, changes=[f"schedule={schedule}"])
+
+
 def test_a_schedule_that_is_not_known_exactly_has_no_other_microbatches(tmp_path: Path) -> None:
     """Two microbatches on four stages fit several zero-bubble schedules."""
     record(build_scenario("zb-h1", 4, 2, boxes=True), tmp_path)

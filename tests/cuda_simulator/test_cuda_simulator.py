@@ -332,14 +332,14 @@ def test_each_layout_has_programs_that_end() -> None:
 @pytest.mark.in_turn("analyzer/diagnose")
 @pytest.mark.timeout(3_000)
 def test_findings_agree_with_counterfactual_runs(tmp_path: Path) -> None:
-    """One job for each layout up to 32 ranks and cause; docs/causes.md has more of both."""
+    """One job for each layout up to 16 ranks and cause; docs/causes.md has more of both."""
     from benchmarks.counterfactuals import FAR, NEAR, Bench
 
     bench = Bench(tmp_path)
     trials = [
         bench.examine(plant(layout, cause, 1))
         for layout, job in LAYOUTS.items()
-        if job.world_size <= 32
+        if job.world_size <= 16
         for cause in list_causes(layout)
     ]
     costly = [each for each in trials if each.expected]

@@ -12,8 +12,8 @@ import numpy as np
 from stepsplit.analyzer.arrays import Intervals, overlap_ns
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule_graph import Costs, build_graph, simulate
+from stepsplit.analyzer.model.schedule_names import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule_time import compute_pipeline_time
 from stepsplit.analyzer.trace import OP_CODE, Int64
 

@@ -38,7 +38,6 @@ from stepsplit.analyzer.diagnose.pipeline_change import (
 )
 from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import SCHEDULES
 from stepsplit.analyzer.model.schedule import (
     ChunkPositions,
     Order,
@@ -46,6 +45,7 @@ from stepsplit.analyzer.model.schedule import (
     list_chunk_positions,
 )
 from stepsplit.analyzer.model.schedule_graph import ScheduleTimeline, build_graph, simulate
+from stepsplit.analyzer.model.schedule_names import SCHEDULES
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording

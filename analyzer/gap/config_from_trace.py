@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.gap.model_from_shapes import NO_SHAPE, ModelShape, infer_model_shape
-from stepsplit.analyzer.model.config import RANK_ORDER, SCHEDULES, TWO_STAGES, JobConfig
+from stepsplit.analyzer.model.config import RANK_ORDER, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, decode_table, format_toml_lines
 from stepsplit.analyzer.model.config_file import MODEL_KEYS, TRAINING_KEYS, decode_job
 from stepsplit.analyzer.model.config_limits import MAX_NUMBER
@@ -20,6 +20,7 @@ from stepsplit.analyzer.model.profile import (
     list_frameworks,
     load_framework,
 )
+from stepsplit.analyzer.model.schedule_names import SCHEDULES, TWO_STAGES
 from stepsplit.analyzer.split.run import RunSplit, find_recorded_device
 from stepsplit.analyzer.split.schedule import normalize_schedule
 from stepsplit.analyzer.split.strategy import Strategy, count_accumulated_microbatches

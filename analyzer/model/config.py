@@ -7,17 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from stepsplit.analyzer.model.config_limits import KEY, MAX_NUMBER, AsDecimal, Natural, NumberLimits
 from stepsplit.analyzer.model.profile import FrameworkProfile, load_device, load_framework
-
-# Limits of what is simulated.
-
-MAX_STAGE_PAIRS = 1 << 14
-"""Most pipeline ranks times model stages (128 ranks of one stage, 64 of four). Warm-up and
-cool-down of a schedule have 6 to 16 times as many passes, which take one to two seconds and a
-quarter of a GB to simulate. Published jobs have up to 64 ranks."""
-
-MAX_SIMULATED_FORWARDS = 1 << 17
-"""Most forward passes of a schedule that is simulated whole, without a steady state: more than
-warm-up and cool-down of MAX_STAGE_PAIRS have."""
+from stepsplit.analyzer.model.schedule_names import TWO_STAGES, Schedule
 
 MAX_EXPERTS = 10**6
 """Most experts of a layer. A search for layouts tries all their divisors; published models have up
@@ -527,15 +517,6 @@ class TrainingConfig:
 
 
 # How model and batch are distributed over the ranks.
-
-Schedule = Literal[
-    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"
-]
-
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-
-TWO_STAGES: tuple[Schedule, ...] = ("zb-v", "dualpipe", "dualpipe-v")
-"""Schedules with two stages on each rank, whatever chunks is."""
 
 ContextKind = Literal["ring", "all-gather", "ulysses"]
 

@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import (
-    LORA_TARGETS,
-    MAX_EXPERTS,
-    MAX_STAGE_PAIRS,
-    TWO_STAGES,
-    JobConfig,
-)
+from stepsplit.analyzer.model.config import LORA_TARGETS, MAX_EXPERTS, JobConfig
+from stepsplit.analyzer.model.schedule_names import MAX_STAGE_PAIRS, TWO_STAGES
 
 # The check of a whole job: the first violation, with the numbers and a hint.
 

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (
-    MAX_STAGE_PAIRS,
     RANK_ORDER,
     Axis,
     Experts,
@@ -72,6 +71,7 @@ from stepsplit.analyzer.model.profile import (
     list_frameworks,
     load_framework,
 )
+from stepsplit.analyzer.model.schedule_names import MAX_STAGE_PAIRS
 
 # job.toml -> JobConfig.
 

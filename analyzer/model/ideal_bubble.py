@@ -34,8 +34,8 @@ def compute_ideal_bubble_fraction(
     passes = _count_bubble_passes(schedule, stages, microbatches, chunks)
     if passes is not None:
         return passes / (chunks * microbatches + passes)
-    from stepsplit.analyzer.model.config import SCHEDULES
     from stepsplit.analyzer.model.schedule import list_chunk_positions
+    from stepsplit.analyzer.model.schedule_names import SCHEDULES
     from stepsplit.analyzer.model.schedule_time import compute_pipeline_time
 
     known = next((one for one in SCHEDULES if one == schedule), None)

@@ -10,12 +10,10 @@ from typing import TypeVar, cast
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.model.config import (
-    MAX_STAGE_PAIRS,
     RECOMPUTE_PARTS,
     JobConfig,
     ParallelConfig,
     Recompute,
-    Schedule,
     StoredDtype,
     TrainingConfig,
 )
@@ -26,6 +24,7 @@ from stepsplit.analyzer.model.config_limits import KEY
 from stepsplit.analyzer.model.framework_defaults import choose_activation_dtype
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
 from stepsplit.analyzer.model.rank_layout import place_group
+from stepsplit.analyzer.model.schedule_names import MAX_STAGE_PAIRS, Schedule
 
 # The types of a plan.
 

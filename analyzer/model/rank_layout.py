@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeVar
 
-from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, Schedule
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
+from stepsplit.analyzer.model.schedule_names import Schedule
 
 # Placement of a group on the nodes: how many of its ranks share a node.
 

@@ -9,14 +9,14 @@ from functools import lru_cache
 from typing import Literal, cast
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import (
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.schedule_names import (
     MAX_SIMULATED_FORWARDS,
     MAX_STAGE_PAIRS,
     SCHEDULES,
     TWO_STAGES,
     Schedule,
 )
-from stepsplit.analyzer.model.formulas import Formula
 
 # The order of passes of each pipeline rank, and the model stages of its chunks.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.schedule import (
     ChunkPositions,
     Kind,
@@ -16,6 +15,7 @@ from stepsplit.analyzer.model.schedule import (
     build_orders,
     list_chunk_positions,
 )
+from stepsplit.analyzer.model.schedule_names import Schedule
 
 # Simulation of a pipeline with unequal stages.
 

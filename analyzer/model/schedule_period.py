@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.schedule import build_orders
 from stepsplit.analyzer.model.schedule_graph import (
     Costs,
@@ -23,6 +22,7 @@ from stepsplit.analyzer.model.schedule_graph import (
     group_by_rank,
     list_costs,
 )
+from stepsplit.analyzer.model.schedule_names import Schedule
 
 MAX_STEADY_PASSES = 1_000_000
 """Passes of further periods that are simulated or compared in search of a steady state: about a

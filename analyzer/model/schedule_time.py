@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.schedule_graph import (
     Costs,
@@ -14,6 +13,7 @@ from stepsplit.analyzer.model.schedule_graph import (
     list_costs,
     sum_busy_ns,
 )
+from stepsplit.analyzer.model.schedule_names import Schedule
 from stepsplit.analyzer.model.schedule_period import compute_makespan_ns, reduce_microbatches
 
 # Time and bubbles of a pipeline, by the fastest method.

@@ -9,7 +9,6 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
     ParallelConfig,
     Recompute,
-    Schedule,
     StoredDtype,
     TrainingConfig,
 )
@@ -35,6 +34,7 @@ from stepsplit.analyzer.model.parameters import (
     count_model_flops,
     count_parameters,
 )
+from stepsplit.analyzer.model.schedule_names import Schedule
 from stepsplit.analyzer.model.schedule_time import compute_bubble_rate
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.validation.published_runs import (

@@ -25,7 +25,6 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
     ModelConfig,
     ParallelConfig,
-    Schedule,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import check
@@ -35,6 +34,7 @@ from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.parameters import CONVENTIONS, compute_sc21_flops, count_model_flops
 from stepsplit.analyzer.model.profile import load_frameworks
+from stepsplit.analyzer.model.schedule_names import Schedule
 from stepsplit.analyzer.validation.tables import (
     BRIDGE_TABLE,
     RECIPES_TABLE,

@@ -9,7 +9,7 @@ from dash.development.base_component import Component
 from msgspec import structs
 
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
-from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job
 from stepsplit.analyzer.model.features import KEY_FEATURES
@@ -17,6 +17,7 @@ from stepsplit.analyzer.model.plan_space import Candidate, Plan
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.prediction_process import predict_in_process
 from stepsplit.analyzer.model.preset_names import list_hardware_names
+from stepsplit.analyzer.model.schedule_names import SCHEDULES
 from stepsplit.analyzer.model.unstated import SHOWN, describe_unstated
 from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.io import extract_job

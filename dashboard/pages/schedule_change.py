@@ -13,8 +13,8 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.diagnose.hang.sentences import format_ranks
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule_graph import Costs
+from stepsplit.analyzer.model.schedule_names import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule_time import PipelineTime, compute_pipeline_time
 from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report, describe_ideal_bubble

@@ -12,7 +12,7 @@ import pytest
 from support.published_checks import validate_published
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS, SCHEDULES
+from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS
 from stepsplit.analyzer.model.config_file import (
     MODEL_KEYS,
     PARALLEL_KEYS,
@@ -32,6 +32,7 @@ from stepsplit.analyzer.model.hardware_config import (
 from stepsplit.analyzer.model.parameters import CONVENTIONS
 from stepsplit.analyzer.model.preset_names import list_hardware_names, list_model_names
 from stepsplit.analyzer.model.profile import list_frameworks, load_frameworks
+from stepsplit.analyzer.model.schedule_names import SCHEDULES
 from stepsplit.analyzer.validation.tables import Check
 
 ROOT = Path(__file__).parents[2]

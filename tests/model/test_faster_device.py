@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings, strategies as st
 
 from stepsplit.analyzer import UsageError, predict
 from stepsplit.analyzer.model.config import (
-    SCHEDULES,
     HardwareConfig,
     JobConfig,
     ParallelConfig,
@@ -16,6 +15,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.schedule_names import SCHEDULES
 
 
 @st.composite

@@ -19,7 +19,6 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
     LatentAttention,
     ParallelConfig,
-    Schedule,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.explain import explain
@@ -38,6 +37,7 @@ from stepsplit.analyzer.model.predict import (
     time_messages,
 )
 from stepsplit.analyzer.model.schedule import SCHEDULES
+from stepsplit.analyzer.model.schedule_names import Schedule
 from stepsplit.analyzer.model.step_time import compute_pipeline, compute_skew
 
 ALONE = (

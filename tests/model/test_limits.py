@@ -15,13 +15,7 @@ import pytest
 
 from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.model import config_file, hardware_config
-from stepsplit.analyzer.model.config import (
-    SCHEDULES,
-    TWO_STAGES,
-    HardwareConfig,
-    ModelConfig,
-    Schedule,
-)
+from stepsplit.analyzer.model.config import HardwareConfig, ModelConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, collect_kinds
 from stepsplit.analyzer.model.config_file import decode_job, parse_job
 from stepsplit.analyzer.model.config_limits import KEY
@@ -29,6 +23,7 @@ from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import prediction_to_json
+from stepsplit.analyzer.model.schedule_names import SCHEDULES, TWO_STAGES, Schedule
 
 NUMBERS = (10**3, 10**6, 10**9, 10**12)
 MOST_SECONDS, MOST_BYTES = 20, 1 << 30

@@ -24,13 +24,11 @@ from stepsplit.analyzer.model.confidence import (
     find_run_kind,
 )
 from stepsplit.analyzer.model.config import (
-    SCHEDULES,
     Experts,
     HardwareConfig,
     JobConfig,
     Link,
     ParallelConfig,
-    Schedule,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import find_violation
@@ -49,6 +47,7 @@ from stepsplit.analyzer.model.prediction import (
 )
 from stepsplit.analyzer.model.profile import list_frameworks
 from stepsplit.analyzer.model.rank_layout import list_stages
+from stepsplit.analyzer.model.schedule_names import SCHEDULES, Schedule
 from stepsplit.analyzer.model.step_time import StageTime, compute_pipeline, compute_stage_time
 from stepsplit.analyzer.units import format_percent
 

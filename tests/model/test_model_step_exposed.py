@@ -9,7 +9,7 @@ import pytest
 from support.work_builders import TINY, job
 
 from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, Schedule, TrainingConfig
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.hardware_config import load_hardware
@@ -20,6 +20,7 @@ from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.rank_layout import list_stages
+from stepsplit.analyzer.model.schedule_names import Schedule
 from stepsplit.analyzer.model.step_time import (
     OverlapCompute,
     StageTime,

@@ -12,11 +12,12 @@ import pytest
 from stepsplit import analyzer
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model import hardware_config, profile
-from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.hardware_config import list_families
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.profile import Origin, load_frameworks
+from stepsplit.analyzer.model.schedule_names import SCHEDULES
 
 JOB = """
 [model]

@@ -6,8 +6,8 @@ import csv
 
 import pytest
 
-from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.schedule_graph import ScheduleTimeline, build_graph, simulate
+from stepsplit.analyzer.model.schedule_names import Schedule
 from stepsplit.analyzer.model.schedule_time import compute_bubble_ns, compute_bubble_rate
 from stepsplit.analyzer.validation.tables import PUBLISHED
 

@@ -9,7 +9,6 @@ import pytest
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model import schedule_period, schedule_time
-from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule
 from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.schedule import Pass
 from stepsplit.analyzer.model.schedule_graph import (
@@ -19,6 +18,7 @@ from stepsplit.analyzer.model.schedule_graph import (
     link_orders,
     simulate,
 )
+from stepsplit.analyzer.model.schedule_names import SCHEDULES, TWO_STAGES, Schedule
 from stepsplit.analyzer.model.schedule_time import PipelineTime, compute_pipeline_time
 
 UNEQUAL: Costs = ((2, 1, 2), (3, 2, 2))

@@ -8,8 +8,8 @@ from itertools import accumulate, product
 import pytest
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule import Pass, build_orders, count_in_flight
+from stepsplit.analyzer.model.schedule_names import SCHEDULES, Schedule
 
 
 def count_peak_in_flight(order: Iterable[Pass]) -> int:

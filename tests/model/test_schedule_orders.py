@@ -8,8 +8,8 @@ import pytest
 from simulator.schedules import SCHEDULES as SIMULATED, actions
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule
 from stepsplit.analyzer.model.schedule import Pass, build_orders, list_chunk_positions
+from stepsplit.analyzer.model.schedule_names import SCHEDULES, TWO_STAGES, Schedule
 
 
 def written(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> list[str]:

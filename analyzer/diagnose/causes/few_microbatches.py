@@ -9,7 +9,6 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.diagnose.pipeline_change import compute_microbatches_gain_ns
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.report.build import compute_bubble_fraction, list_full_bubbles
@@ -35,6 +34,9 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
     )
     if then is None or then >= now:
         return
+    # Most runs have no pipeline, and its simulation takes time to load.
+    from stepsplit.analyzer.diagnose.pipeline_change import compute_microbatches_gain_ns
+
     busy_ns = float(np.mean([hole.window_ns - hole.bubble_ns for hole in holes]))
     costs, would_cost = (busy_ns * idle / (1 - idle) for idle in (now, then))
     try:

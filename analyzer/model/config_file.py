@@ -52,7 +52,6 @@ from stepsplit.analyzer.model.hardware_config import (
 )
 from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
 from stepsplit.analyzer.model.key_aliases import (
-    ALIASES,
     HINTS,
     VALUE_ALIASES,
     normalize_model_name,
@@ -123,11 +122,7 @@ def read_tables(
 
     Raises as read_job.
     """
-    keys = {
-        "model": MODEL_KEYS, "parallel": PARALLEL_KEYS, "training": TRAINING_KEYS,
-        "hardware": (*HARDWARE_KEYS, "preset"),
-    }  # fmt: skip
-    return read_job_tables(paths, kind, settings, keys, is_planned)
+    return read_job_tables(paths, kind, settings, JOB_KEYS, is_planned)
 
 
 def decode_tables(tables: JobSource) -> JobConfig:
@@ -159,7 +154,7 @@ def _decode_to_plan(table: TomlTable, keep: frozenset[str]) -> JobConfig:
     with suppress(DataError):
         return decode_job(table)
     mistakes = Mistakes()
-    table = replace_key_aliases(table, mistakes).table
+    table = replace_key_aliases(table, mistakes, JOB_KEYS).table
     mistakes.raise_all()
     layout = table.get_subtable("parallel").values
     if "pp" not in keep and "layers_per_stage" in layout:
@@ -244,7 +239,7 @@ def _decode_sections(table: TomlTable) -> _Sections:
     if not table.values:
         raise DataError(table.where, "is empty", _EXAMPLE_HINT)
     mistakes, mistakes_by_section = Mistakes(), {name: Mistakes() for name in _SECTIONS}
-    normalized = replace_key_aliases(table, mistakes)
+    normalized = replace_key_aliases(table, mistakes, JOB_KEYS)
     table = _remove_misplaced(normalized.table, mistakes)
     tables = decode_keys(table, _SECTIONS, mistakes)
     for name, hint in _REQUIRED_SECTIONS.items():
@@ -271,6 +266,8 @@ def _decode_sections(table: TomlTable) -> _Sections:
     own, names = table.get_subtable("model"), list_model_names()
     preset = own.values.get("preset")
     base = load_model(preset) if isinstance(preset, str) and preset in names else None
+    if preset is None:
+        base = _find_model_of_name(own, seq_len)
     sections = _Sections(
         model=_decode_model(
             own, base, seq_len, mistakes_by_section["model"], {"preset": Literal[names]}
@@ -284,7 +281,7 @@ def _decode_sections(table: TomlTable) -> _Sections:
     for name in tables:
         mistakes += mistakes_by_section[name]
     mistakes.raise_all()
-    return replace(sections, notes=(*notes, *_describe_assumed(own, sections.model)))
+    return replace(sections, notes=(*notes, *_describe_assumed(own, sections.model, base)))
 
 
 def check_job_keys(table: TomlTable) -> None:
@@ -293,7 +290,7 @@ def check_job_keys(table: TomlTable) -> None:
     Raises DataError with all unknown keys and invalid values, but not for missing keys.
     """
     mistakes = Mistakes()
-    normalized = replace_key_aliases(table, mistakes, is_whole=False)
+    normalized = replace_key_aliases(table, mistakes, JOB_KEYS, is_whole=False)
     table = _remove_misplaced(normalized.table, mistakes)
     tables = decode_keys(table, _SECTIONS, mistakes)
     for name in tables:
@@ -319,24 +316,18 @@ _REQUIRED_SECTIONS = {
 
 
 def _remove_misplaced(table: TomlTable, mistakes: Mistakes) -> TomlTable:
-    """The file without keys of a table that stand before all tables or in another one, and those
-    that stand for several; these are mistakes."""
-    keys = {"model": MODEL_KEYS, "parallel": PARALLEL_KEYS, "training": TRAINING_KEYS}
-    own = {key: name for name, known in keys.items() for key in known if key not in _SECTIONS}
+    """The file without keys that stand before all tables, and those that stand for several; these
+    are mistakes."""
+    own = {key: name for name, known in JOB_KEYS.items() for key in known if key not in _SECTIONS}
     for key in filter(own.__contains__, table.values):
         hint = f"move it under [{own[key]}]"
         mistakes.append(table.build_error(key, "stands outside of the tables", hint))
     table = table.select(*(key for key in table.values if key not in own))
-    known = {**keys, "model": (*MODEL_KEYS, "preset"), "hardware": (*HARDWARE_KEYS, "preset")}
     values = dict(table.values)
-    for name, words in known.items():
+    for name, known in JOB_KEYS.items():
         section = table.get_subtable(name)
-        for key in [one for one in section.values if one not in words]:
-            others = [one for one in known if one != name and key in (*known[one], *ALIASES[one])]
-            if key not in HINTS and len(others) != 1:
-                continue
-            hint = HINTS.get(key) or f"move it under [{others[0]}]"
-            mistakes.append(section.build_error(key, "unknown key", hint))
+        for key in [one for one in section.values if one in HINTS and one not in known]:
+            mistakes.append(section.build_error(key, "unknown key", HINTS[key]))
             values[name] = {k: v for k, v in values[name].items() if k != key}
             if key == "batch_size":
                 # Either may be meant: neither is missing.
@@ -378,13 +369,29 @@ _SAME_SIZE = 0.02
 """Largest difference in parameters from those of the preset of the same name."""
 
 
-def _describe_assumed(table: TomlTable, model: ModelConfig) -> tuple[str, ...]:
+def _find_model_of_name(table: TomlTable, seq_len: int) -> ModelConfig | None:
+    """The preset of the model's name if all that the model states is so in the preset."""
+    name, mistakes = table.values.get("name"), Mistakes()
+    preset = normalize_model_name(name) if isinstance(name, str) else ""
+    if preset not in list_model_names():
+        return None
+    known = load_model(preset)
+    model = _decode_model(table, known, seq_len, mistakes, {})
+    return known if not mistakes and replace(model, name=known.name) == known else None
+
+
+def _describe_assumed(
+    table: TomlTable, model: ModelConfig, base: ModelConfig | None
+) -> tuple[str, ...]:
     """What is taken for keys that a model by numbers leaves out and that change its parameters, and
-    whether it has others than the preset of its name."""
+    whether it has others than the preset of its name. base: what the rest is taken from."""
     if "preset" in table.values:
         return ()
-    left_out = [key for key in ("gated", "tied") if key not in table.values]
+    keys = ("gated", "tied") if base is None else ("gated", "tied", "kv_heads", "ffn")
+    left_out = [key for key in keys if key not in table.values]
     taken = ", ".join(format_toml_lines({key: getattr(model, key) for key in left_out}))
+    if base is not None:
+        return (f"model: {taken} as in {base.name}, which has its sizes",) if left_out else ()
     preset, count = normalize_model_name(model.name), count_parameters(model)
     known = count_parameters(load_model(preset)) if preset in list_model_names() else count
     if abs(count / known - 1) <= _SAME_SIZE:
@@ -644,6 +651,12 @@ _TRAINING_KINDS: Mapping[str, Any] = {
 }
 
 TRAINING_KEYS = tuple(_TRAINING_KINDS)
+
+JOB_KEYS = {
+    "model": MODEL_KEYS, "parallel": PARALLEL_KEYS, "training": TRAINING_KEYS,
+    "hardware": (*HARDWARE_KEYS, "preset"),
+}  # fmt: skip
+"""The keys of each table."""
 
 
 def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:

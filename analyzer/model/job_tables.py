@@ -100,7 +100,7 @@ def read_job_tables(
     for file, own in zip(files, kinds, strict=True):
         if own is None:
             table, mistakes = place_keys(parse_table(file.path, file.content), keys), Mistakes()
-            normalized = replace_key_aliases(table, mistakes, is_whole=False)
+            normalized = replace_key_aliases(table, mistakes, keys, is_whole=False)
             mistakes.raise_all()
             typed.append(normalized.stated)
             where = file.path if "hardware" in normalized.table.values else where
@@ -116,7 +116,7 @@ def read_job_tables(
                 ours = {k: v for k, v in file.tables.items() if not isinstance(v, dict)}
                 ours |= {k: v for k, v in file.tables.items() if k == "hardware"}
                 added = place_keys(TomlTable(file.path, "", ours), keys)
-                normalized = replace_key_aliases(added, mistakes, is_whole=False)
+                normalized = replace_key_aliases(added, mistakes, keys, is_whole=False)
                 typed.append(normalized.stated)
                 for name, own_keys in builder.sections.items():
                     beside = normalized.table.get_subtable(name)
@@ -237,7 +237,7 @@ def _merge_settings(
         own[last] = _parse_value(text.strip())
     mistakes = Mistakes()
     own_tables = TomlTable(SETTINGS, "", stated)
-    normalized = replace_key_aliases(own_tables, mistakes, is_whole=False)
+    normalized = replace_key_aliases(own_tables, mistakes, keys, is_whole=False)
     mistakes.raise_all()
     _merge(merged, normalized.table.values)
     return normalized

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from stepsplit.analyzer.model.config_decode import Mistakes, TomlTable, format_toml_lines
-from stepsplit.analyzer.model.job_files.deepspeed import OWN_KEYS, put_settings
+from stepsplit.analyzer.model.job_files.deepspeed import OWN_FLAGS, OWN_KEYS, put_settings
 from stepsplit.analyzer.model.job_files.job_file import JobTablesBuilder
 from stepsplit.analyzer.model.job_files.megatron_names import (
     RECOMPUTE_MODULES,
@@ -25,13 +25,6 @@ none, so that it is refused as an unknown key or an invalid value."""
 
 def _rename(key: str) -> Convert:
     return lambda value: {key: value}
-
-
-def _read_checkpointing(value: object) -> Mapping[str, object]:
-    """true and false of most programs, the modes of torchtitan."""
-    if isinstance(value, bool):
-        return {"recompute": "full" if value else "none"}
-    return {"recompute": value}
 
 
 _FP8_FORMATS = ("hybrid", "e4m3")
@@ -87,8 +80,14 @@ def _read_shard_degree(value: object) -> Mapping[str, object]:
     return {"zero": 3} if is_rest else {"dp_shard": value}
 
 
+def _read_flag_as(key: str, of_true: object, of_false: object) -> Convert:
+    """A flag that is a value of ours: what true and what false stand for."""
+    words = {True: of_true, False: of_false}
+    return lambda value: {key: words[value] if isinstance(value, bool) else value}
+
+
 def _negate(key: str) -> Convert:
-    return lambda value: {key: not value if isinstance(value, bool) else value}
+    return _read_flag_as(key, of_true=False, of_false=True)
 
 
 def _read_attention(value: object) -> Mapping[str, object]:
@@ -176,6 +175,12 @@ def _read_dropout(value: object) -> Mapping[str, object]:
     return {"dropout": value}
 
 
+def _read_clipping(value: object) -> Mapping[str, object]:
+    """The largest norm of the gradients, 0 without a limit."""
+    is_norm = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return {"clip_gradients": bool(value) if is_norm else value}
+
+
 _GPUS = {
     "a100": "a100-sxm-80gb", "h100": "h100-sxm", "h200": "h200-sxm", "b200": "b200-sxm",
     "b300": "b300-sxm", "v100": "v100-sxm-32gb", "h20": "h20-sxm", "h800": "h800-sxm",
@@ -216,7 +221,9 @@ def _read_link(value: object) -> Mapping[str, object]:
     NDR200 the rate goes first, for its ports are half as fast."""
     if not isinstance(value, str):
         return {"nodes_link": value}
-    words = re.findall(r"[a-z]+|\d{1,4}", value.lower())
+    # "8x400G" and "HDR200 x 8" say how many NICs a node has, too.
+    rates = re.sub(r"\b\d{1,2} ?x(?= ?\w)|\bx ?\d{1,2}\b", " ", value.lower())
+    words = re.findall(r"[a-z]+|\d{1,4}", rates)
     named = [rate for rate, generation in _INFINIBAND.items() if generation in words]
     rate = next(filter(str.isdigit, words), named[0] if named else "")
     if named or {"ib", "infiniband"} & {*words}:
@@ -227,9 +234,14 @@ def _read_link(value: object) -> Mapping[str, object]:
     return {"nodes_link": known}
 
 
+def _read_infiniband(value: object) -> Mapping[str, object]:
+    """A link whose key says that it is InfiniBand: ib = "8x400G"."""
+    return _read_link(f"ib {value}") if isinstance(value, str) else {"nodes_link": value}
+
+
 SEQUENCE_LENGTHS = (
     "seq_length", "sequence_length", "max_seq_length", "max_seq_len", "max_length", "block_size",
-    "sequence_len",
+    "sequence_len", "seqlen", "context_length",
 )  # fmt: skip
 
 LOCAL_BATCHES = (
@@ -241,7 +253,7 @@ local_batch_size is of a forward without a pipeline, of all its microbatches wit
 
 _ACCUMULATIONS = (
     "gradient_accumulation_steps", "gas", "grad_accum", "grad_accum_steps", "gradient_accumulation",
-    "accumulate_grad_batches",
+    "accumulate_grad_batches", "grad_acc_steps", "accumulation_steps",
 )  # fmt: skip
 """Microbatches of a step."""
 
@@ -250,13 +262,36 @@ _CHECKPOINTING = (
     "checkpoint_activations",
 )  # fmt: skip
 
+_NAMED_ALONE = (
+    "type", "model_type", "architecture", "size", "max_position_embeddings", "rope_theta",
+    "rope_scaling", "rotary_base", "rotary_percent", "position_embedding_type", "norm_eps",
+    "rms_norm_eps", "layernorm_epsilon",
+)  # fmt: skip
+"""Keys of a model that are no part of the time or memory of a step, where its sizes are stated."""
+
 _TIMELESS = (
     "lr", "learning_rate", "min_lr", "weight_decay", "warmup_steps", "warmup_ratio",
     "lr_scheduler_type", "adam_beta1", "adam_beta2", "steps", "max_steps", "train_steps",
     "train_iters", "epochs", "num_train_epochs", "logging_steps", "save_steps", "seed",
-    "lora_alpha",
+    "lora_alpha", "beta1", "beta2", "eps", "scheduler", "lr_scheduler", "warmup",
+    "dataloader_num_workers", "num_workers", "ddp_find_unused_parameters", "output_dir",
+    "log_interval", "save_interval", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+    # What is taken anyway.
+    "moe_grouped_gemm", "moe_permute_fusion", "bias_swiglu_fusion", "masked_softmax_fusion",
+    "transformer_impl",
 )  # fmt: skip
-"""Keys of a training that are no part of the time or memory of a step."""
+"""Keys of a training that are no part of the time or memory of a step, or that name what is taken
+for every job."""
+
+_AXES = {
+    "tp": ("tensor_parallel", "tensor_model_parallel"),
+    "pp": ("pipeline_parallel", "pipeline_model_parallel"),
+    "cp": ("context_parallel",),
+    "ep": ("expert_parallel", "expert_model_parallel"),
+    "dp": ("data_parallel",),
+    "dp_replicate": ("data_parallel_replicate",),
+}
+"""Axes as other programs name them, also with _size or _degree behind."""
 
 ALIASES: Mapping[str, Mapping[str, Convert]] = {
     "model": {
@@ -271,7 +306,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "depth": _rename("layers"),
         "n_layer": _rename("layers"),
         "n_head": _rename("heads"),
-        "n_embd": _rename("hidden"),
+        **dict.fromkeys(("n_embd", "d_model", "dim", "model_dim"), _rename("hidden")),
         "bias": _rename("biases"),
         "add_bias_linear": _rename("biases"),
         "disable_bias_linear": _negate("biases"),
@@ -279,22 +314,27 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "untie_embeddings_and_output_weights": _negate("tied"),
         "normalization": _read_norm,
         "moe_ffn_hidden_size": _rename("expert_ffn"),
-        "num_key_value_heads": _rename("kv_heads"),
+        **dict.fromkeys(("num_key_value_heads", "n_kv_heads", "n_kv_head"), _rename("kv_heads")),
         "num_query_groups": _rename("kv_heads"),
         "intermediate_size": _rename("ffn"),
         "ffn_hidden_size": _rename("ffn"),
+        **dict.fromkeys(("d_ff", "ffn_dim", "mlp_dim"), _rename("ffn")),
         "vocab_size": _rename("vocab"),
         "head_dim": _rename("head_size"),
         "tie_word_embeddings": _rename("tied"),
-        "num_experts": _rename("experts"),
-        "num_local_experts": _rename("experts"),
-        "num_experts_per_tok": _rename("top_k"),
-        "moe_router_topk": _rename("top_k"),
+        **dict.fromkeys(
+            ("num_experts", "num_local_experts", "n_experts", "num_moe_experts"), _rename("experts")
+        ),
+        **dict.fromkeys(
+            ("num_experts_per_tok", "moe_router_topk", "experts_per_token", "topk"),
+            _rename("top_k"),
+        ),
         "moe_intermediate_size": _rename("expert_ffn"),
         **dict.fromkeys(
             ("name_or_path", "model_name_or_path", "model_name", "hf_name", "hf_model"),
             _read_model_preset,
         ),
+        **dict.fromkeys(_NAMED_ALONE, _read_nothing),
     },
     "parallel": {
         "fsdp": _read_fsdp,
@@ -302,24 +342,21 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         **dict.fromkeys(("strategy", "dp_type"), _read_strategy),
         **dict.fromkeys(("shard_degree", "data_parallel_shard_degree"), _read_shard_degree),
         "ddp": _rename("dp_replicate"),
-        "tensor_parallel": _rename("tp"),
-        "tensor_parallel_size": _rename("tp"),
-        "tensor_model_parallel_size": _rename("tp"),
-        "pipeline_parallel": _rename("pp"),
-        "pipeline_parallel_size": _rename("pp"),
-        "pipeline_model_parallel_size": _rename("pp"),
-        "context_parallel": _rename("cp"),
-        "context_parallel_size": _rename("cp"),
-        "expert_parallel": _rename("ep"),
-        "expert_model_parallel_size": _rename("ep"),
-        "data_parallel": _rename("dp"),
-        "data_parallel_size": _rename("dp"),
+        **{
+            key: _rename(axis)
+            for axis, names in _AXES.items()
+            for name in names
+            for key in (name, f"{name}_size", f"{name}_degree")
+        },
         "vpp": _rename("chunks"),
         "virtual_pipeline_model_parallel_size": _rename("chunks"),
         "virtual_pipeline_stages": _rename("chunks"),
         "zero_stage": _rename("zero"),
+        "distributed_optimizer": _read_flag_as("zero", 1, 0),
+        "overlap_comm": _read_flag_as("overlap", ["dp"], []),
+        **{f"{axis}_size": _rename(axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
         **dict.fromkeys(("num_gpus", "n_gpus", "ngpus", "ngpu"), _rename("gpus")),
-        "num_nodes": _rename("nodes"),
+        **dict.fromkeys(("num_nodes", "n_nodes", "nnodes"), _rename("nodes")),
         # Part of overlap_grad_reduce here.
         "overlap_param_gather": lambda value: {},
         "sp": _rename("sequence_parallel"),
@@ -333,7 +370,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "train_batch_size": _rename("global_batch"),
         "gbs": _rename("global_batch"),
         "global_batch_size": _rename("global_batch"),
-        **dict.fromkeys(_ACCUMULATIONS, _rename("microbatches")),
+        **dict.fromkeys((*_ACCUMULATIONS, "num_microbatches"), _rename("microbatches")),
         **dict.fromkeys(SEQUENCE_LENGTHS, _rename("seq_len")),
         **dict.fromkeys(("precision", "mixed_precision"), _rename("dtype")),
         "torch_compile": _rename("compile"),
@@ -342,19 +379,27 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "fp8": _read_dtype_flag("fp8"),
         "fp8_recipe": _read_fp8_recipe,
         "torch_dtype": _rename("dtype"),
-        **dict.fromkeys(_CHECKPOINTING, _read_checkpointing),
+        **dict.fromkeys(_CHECKPOINTING, _read_flag_as("recompute", "full", "none")),
         "dropout": _read_dropout,
-        "flash_attn": _rename("flash_attention"),
+        **dict.fromkeys(
+            ("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping"), _read_clipping
+        ),
+        **dict.fromkeys(("flash_attn", "use_flash_attention"), _rename("flash_attention")),
         "attn_implementation": _read_attention,
         "optim": _read_optimizer,
         **dict.fromkeys(("offload_optimizer", "optimizer_offload"), _read_offload),
         **dict.fromkeys(_TIMELESS, _read_nothing),
     },
     "hardware": {
-        "gpu": _read_gpu,
-        "device": _read_gpu,
+        **dict.fromkeys(
+            ("gpu", "device", "gpu_type", "gpu_name", "gpu_model", "accelerator"), _read_gpu
+        ),
+        **dict.fromkeys(("nproc_per_node", "num_gpus_per_node"), _rename("gpus_per_node")),
         "power_limit": _rename("power_watts"),
-        **dict.fromkeys(("network", "interconnect"), _read_link),
+        **dict.fromkeys(("network", "interconnect", "nic"), _read_link),
+        **dict.fromkeys(("ib", "infiniband"), _read_infiniband),
+        # That it has one: which one is the preset's.
+        "nvlink": lambda value: {} if value is True else {"nvlink": value},
     },
 }
 """By table of a job.toml: a key of other programs, and what it is here."""
@@ -377,28 +422,17 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
 _PRESETS: Mapping[str, Mapping[str, Convert]] = {
     "model": {"preset": _read_model_preset},
     "hardware": {"preset": _read_gpu, "nodes_link": _read_link},
+    "parallel": {
+        "reshard_after_forward": _read_flag_as("reshard_after_forward", "always", "never"),
+    },
     "training": {"optimizer": _read_optimizer, "recompute": _read_recompute},
 }  # fmt: skip
 """Our keys whose words other programs write in another way."""
 
-_MOVED: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "model": {
-        **dict.fromkeys(("seq_len", *SEQUENCE_LENGTHS), ("training", "seq_len")),
-        **{
-            key: ("training", key)
-            for key in ("dropout", "attn_implementation", "dtype", "torch_dtype")
-        },
-    },
-    "hardware": {
-        **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "ngpu"), ("parallel", "gpus")),
-        "nodes": ("parallel", "nodes"), "num_nodes": ("parallel", "nodes"),
-    },
-}  # fmt: skip
-"""By table: a key that is often put there, and the table and the key that it is here."""
-
 _TABLE_NAMES = {
     "parallelism": "parallel", "train": "training", "trainer": "training",
-    "training_args": "training", "cluster": "hardware",
+    "training_args": "training", "training_arguments": "training", "distributed": "parallel",
+    "cluster": "hardware", "system": "hardware",
 }  # fmt: skip
 """Tables as other programs name them."""
 
@@ -407,7 +441,6 @@ HINTS: Mapping[str, str] = {
     "hidden_dim": "write hidden (width of the model) or ffn (of an MLP)",
     "mlp_ratio": "write ffn (mlp_ratio times hidden)",
     "batch_size": "write micro_batch (sequences of a rank at once) or global_batch (of a step)",
-    "distributed_optimizer": "write zero = 1",
     "total_batch_size": "write global_batch (sequences per step, of all ranks)",
     "cpu_offload": 'write offload = ["optimizer"], with "parameters" for FSDP, or "activations"',
 }
@@ -454,13 +487,16 @@ def check_relations(stated: TomlTable, read: Mapping[str, Any], mistakes: Mistak
 
 
 def replace_key_aliases(
-    table: TomlTable, mistakes: Mistakes, is_whole: bool = True
+    table: TomlTable,
+    mistakes: Mistakes,
+    keys: Mapping[str, Collection[str]],
+    is_whole: bool = True,
 ) -> NormalizedTable:
     """Replaces the keys of other programs in the tables of a job with ours.
 
     A key stands for nothing but itself if what it stands for is in the table too: that is a
-    mistake, as is every value that our key may not have. is_whole: no other file or setting belongs
-    to the job, so that keys can be checked beside each other.
+    mistake, as is every value that our key may not have. keys: ours of each table. is_whole: no
+    other file or setting belongs to the job, so that keys can be checked beside each other.
     """
     sections: dict[str, Any] = dict(table.values)
     notes = list[str]()
@@ -481,7 +517,7 @@ def replace_key_aliases(
     _read_batch_size(table, sections, notes)
     _read_fp8_over_bf16(sections, notes)
     table = replace(table, values=sections)
-    _move_keys(table, sections, mistakes, notes)
+    _move_keys(table, sections, keys, mistakes, notes)
     _find_trainer(sections, notes)
     table = replace(table, values=sections)
     read_from = {
@@ -531,26 +567,38 @@ def is_same_value(key: str, first: object, second: object) -> bool:
 
 
 def _move_keys(
-    table: TomlTable, sections: dict[str, Any], mistakes: Mistakes, notes: list[str]
+    table: TomlTable,
+    sections: dict[str, Any],
+    keys: Mapping[str, Collection[str]],
+    mistakes: Mistakes,
+    notes: list[str],
 ) -> None:
-    """Moves keys that stand in another table than ours into that; one that ours has too is a
-    mistake unless it says the same."""
-    for name, moved in _MOVED.items():
-        values = table.get_subtable(name).values
-        for key in filter(moved.__contains__, values):
-            section, ours = moved[key]
-            own = sections.get(section, {})
-            if not isinstance(own, Mapping):
+    """Moves keys that their own table does not know, and one other does, into that; one that it has
+    with another value is a mistake."""
+    known = {name: {*own, *ALIASES[name], *_PRESETS.get(name, ())} for name, own in keys.items()}
+    for name in (*known, _DEEPSPEED):
+        stated = table.get_subtable(name)
+        for key, value in stated.values.items():
+            others = [one for one in known if key in known[one]]
+            if key in {*known.get(name, ()), *HINTS} or len(others) != 1:
+                continue
+            # Beside keys of DeepSpeed's JSON stand those that say of its training what ours do.
+            is_own = key in OWN_KEYS | OWN_FLAGS or isinstance(value, Mapping)
+            if name == _DEEPSPEED and (is_own or key not in ALIASES[others[0]]):
+                continue
+            (section,) = others
+            target = sections.get(section, {})
+            if not isinstance(target, Mapping):
                 continue
             sections[name] = {k: v for k, v in sections[name].items() if k != key}
-            if own.get(ours, values[key]) != values[key]:
-                problem = f"says the same as {section}.{ours}, with another value"
-                error = table.get_subtable(name).build_error(key, problem, "remove one of them")
-                mistakes.append(error)
+            ours = ALIASES[section].get(key, _rename(key))(value)
+            if differing := [one for one in ours if target.get(one, ours[one]) != ours[one]]:
+                problem = f"says the same as {section}.{differing[0]}, with another value"
+                mistakes.append(stated.build_error(key, problem, "remove one of them"))
                 continue
-            sections[section] = {**own, ours: values[key]}
-            (said,), (read,) = (format_toml_lines({k: values[key]}) for k in (key, ours))
-            notes.append(f"{name}: {said} as {section}: {read}")
+            sections[section] = {**target, **ours}
+            (said,), read = format_toml_lines({key: value}), ", ".join(format_toml_lines(ours))
+            notes.append(f"{name}: {said} as {section}: {read or 'nothing'}")
 
 
 def _read_batch_size(table: TomlTable, sections: dict[str, Any], notes: list[str]) -> None:
@@ -600,13 +648,31 @@ def _find_trainer(sections: dict[str, Any], notes: list[str]) -> None:
 
 
 def _name_preset(sections: dict[str, Any], notes: list[str]) -> None:
-    """A model by its name alone is the preset of that name."""
+    """A model by its name alone, or by its type and size, is the preset of that name; beside sizes
+    of its own they are its name."""
     model = sections.get("model")
-    if isinstance(model, Mapping) and model.keys() == {"name"} and isinstance(model["name"], str):
-        sections["model"] = {"preset": normalize_model_name(model["name"]) or model["name"]}
-        (said,), (read,) = map(format_toml_lines, (model, sections["model"]))
-        notes.append(f"model: {said} as {read}")
+    if not isinstance(model, Mapping):
+        return
+    parts = [key for key in _NAMING if isinstance(model.get(key), str)]
+    numbers = {key: value for key, value in model.items() if key not in parts}
+    if parts not in (["name"], ["name", "size"], ["type", "size"], ["model_type", "size"]):
+        return
+    name = "-".join(model[key] for key in parts)
+    if not numbers:
+        sections["model"] = {"preset": normalize_model_name(name) or name}
+    elif parts != ["name"]:
+        sections["model"] = {"name": name, **numbers}
+    else:
+        return
+    said, read = (
+        ", ".join(format_toml_lines({k: v for k, v in one.items() if k not in numbers}))
+        for one in (model, sections["model"])
+    )
+    notes.append(f"model: {said} as {read}")
 
+
+_NAMING = ("name", "type", "model_type", "size")
+"""Keys that name a model together: type = "llama", size = "7b"."""
 
 _DEEPSPEED = "deepspeed"
 
@@ -670,7 +736,7 @@ def _read_deepspeed(
     if _DEEPSPEED not in sections:
         return {}
     values, job = sections.pop(_DEEPSPEED), JobTablesBuilder()
-    if not isinstance(values, Mapping) or not OWN_KEYS & values.keys():
+    if not isinstance(values, Mapping) or (values and not OWN_KEYS & values.keys()):
         hint = (
             "paste the keys of the JSON, such as train_micro_batch_size_per_gpu, or name the JSON"
             " behind the job.toml: stepsplit model job.toml ds_config.json"

@@ -294,6 +294,8 @@ def test_flags_alone_are_a_gpt_unless_they_say_otherwise(tmp_path: Path) -> None
         positions=2048,
     )  # fmt: skip
     assert (job.training.dtype, job.training.dropout) == ("fp16", True)
+    write(tmp_path, "flags.txt", flags.replace("GPT2BPETokenizer", "Llama2Tokenizer"))
+    assert read_job(tmp_path / "flags.txt", settings=["gpu=a100", "gpus=8"]).model.vocab == 32000
 
 
 def test_experts_and_latent_attention_of_megatron(tmp_path: Path) -> None:
@@ -449,7 +451,7 @@ def test_the_kind_may_be_given(tmp_path: Path) -> None:
     ("setting", "problem"),
     [
         ("seq_len", "--set 'seq_len' is not KEY=VALUE"),
-        ("sequence=3", "--set sequence: unknown key; write sequence_len, sequence_length"),
+        ("sequence=3", "--set sequence: unknown key; write sequence_len, seqlen, sequence_length"),
         ("name=a", "--set name is a key of several tables; write model.name or hardware.name"),
     ],
 )

@@ -16,11 +16,13 @@ from stepsplit.analyzer.model.config_file import (
     PARALLEL_KEYS,
     TRAINING_KEYS,
     decode_job_to_plan,
+    load_model,
     parse_job,
     read_tables,
 )
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS
 from stepsplit.analyzer.model.key_aliases import ALIASES
+from stepsplit.analyzer.model.parameters import count_parameters
 from stepsplit.analyzer.model.preset_names import list_hardware_names
 from stepsplit.dashboard.commands.model import model_command
 
@@ -168,7 +170,7 @@ def test_gpus_and_nodes_stand_in_either_table(line: str, section: str) -> None:
         ("mbs = 1", "mbs = 1\nseq_len = 4096", "model.sequence_length: says the same as training."),
         ('"FSDP"', '"megatron"', "parallel.strategy: unknown key; write zero = 3 for FSDP, zero"),
         ('strategy = "FSDP"', "dp = 4", "parallel.nodes: as gpus = 8 does not match tp (1) x pp"),
-        ("mbs = 1", "mbs = 1\ntp = 2", "training.tp: unknown key; move it under [parallel]"),
+        ("mbs = 1", "mbs = 1\nzero = 1", "parallel.strategy: says the same as zero, with another"),
         (
             "mbs = 1",
             "mbs = 1\nbatch_size = 2",
@@ -184,9 +186,11 @@ def test_the_hint_names_the_key_that_is_meant(before: str, after: str, problem: 
 
 def test_several_mistakes_are_separated() -> None:
     with pytest.raises(DataError) as raised:
-        parse_job(ELSEWHERE.replace("mbs = 1", "mbs = 0\ntp = 2").replace("gbs = 64", "gbs = 0"))
+        text = ELSEWHERE.replace("mbs = 1", "mbs = 0\ntotal_batch_size = 2")
+        parse_job(text.replace("gbs = 64", "gbs = 0"))
     first, others = str(raised.value).split("; and 2 more: ")
-    assert first.endswith("move it under [parallel]") and "\n" not in others
+    assert first.endswith("write global_batch (sequences per step, of all ranks)")
+    assert "\n" not in others
     assert [one.partition(":")[0] for one in others.split(" | ")] == [
         "training.micro_batch", "training.global_batch",
     ]  # fmt: skip
@@ -218,18 +222,20 @@ def test_a_model_by_numbers_says_what_it_takes_and_whether_it_is_the_one_of_its_
         notes = parse_job(NUMBERS.format(keys=keys)).notes
         return [one for one in notes if one.startswith("model")]
 
-    assert note("") == [
+    # What states nothing else than the preset of its name is that model.
+    assert note("") == ["model: gated = true, tied = false as in llama-3.1-8b, which has its sizes"]
+    assert note("gated = true\ntied = false") == []
+    assert note("biases = true") == [
         "model as 5.63B parameters, but llama-3.1-8b has 8.03B: gated, tied are not stated (taken: "
         'gated = false, tied = true); write preset = "llama-3.1-8b" or state them'
     ]
-    assert note("gated = true") == ["model: tied = false (not stated)"]
-    assert note("gated = true\ntied = false") == []
+    assert note("gated = true\nqk_norm = true") == ["model: tied = false (not stated)"]
     assert note("gated = false\ntied = true") == [
         'model as 5.63B parameters, but llama-3.1-8b has 8.03B; write preset = "llama-3.1-8b" or '
         "another name"
     ]
     file = tmp_path / "job.toml"
-    file.write_text(NUMBERS.format(keys=""))
+    file.write_text(NUMBERS.format(keys="biases = true"))
     shown = " ".join(CliRunner().invoke(model_command, [str(file)]).output.split())
     assert "read model as 5.63B parameters, but llama-3.1-8b has 8.03B" in shown
     written = CliRunner().invoke(model_command, [str(file), "--json", "-"]).output
@@ -453,6 +459,14 @@ def test_a_job_typed_from_memory_is_the_job_that_is_meant(typed: str, ours: str)
         ' recompute_granularity = "selective" as Megatron-LM\'s: parallel: zero = 1,'
         ' overlap = ["dp", "tp"], chunks = 4; training: recompute = "selective"' in read.notes
     ) == (typed == MEGATRON)
+
+
+def test_a_flag_of_megatron_and_a_norm_of_gradients_become_values_of_ours() -> None:
+    text = MEGATRON.replace("use_distributed_optimizer", "distributed_optimizer")
+    text = text.replace("bf16 = true", "bf16 = true\nclip_grad = 1.0\nmax_position_embeddings = 9")
+    job = parse_job(text.replace("tensor_model_parallel_size", "tp_size"))
+    assert (job.parallel.zero, job.parallel.tp, job.training.clip_gradients) == (1, 8, True)
+    assert not parse_job(text.replace("clip_grad = 1.0", "grad_clip = 0")).training.clip_gradients
 
 
 TWELVE_LAYERS = """
@@ -686,6 +700,131 @@ def test_keys_before_the_tables_of_torchtitan_name_model_and_device(tmp_path: Pa
     }  # fmt: skip
 
 
+SIZES_IN_DEGREES = """
+[model]
+name = "llama3-8b"
+num_layers = 32
+hidden_size = 4096
+num_attention_heads = 32
+num_key_value_heads = 8
+intermediate_size = 14336
+vocab_size = 128256
+rope_theta = 500000
+[parallelism]
+strategy = "fsdp2"
+data_parallel_shard_degree = 16
+tensor_parallel_degree = 1
+reshard_after_forward = true
+[training]
+sequence_length = 8192
+local_batch_size = 2
+gradient_accumulation_steps = 4
+precision = "bf16"
+activation_checkpointing = "full"
+[hardware]
+gpu = "H100"
+num_nodes = 2
+network = "infiniband 400Gb/s"
+"""
+
+BESIDE_DEEPSPEED = """
+framework = "deepspeed"
+[model]
+type = "llama"
+size = "7b"
+layers = 32
+d_model = 4096
+n_heads = 32
+d_ff = 11008
+vocab_size = 32000
+max_seq_len = 4096
+[deepspeed]
+zero_stage = 3
+train_micro_batch_size_per_gpu = 4
+gradient_accumulation_steps = 8
+bf16 = true
+overlap_comm = true
+gradient_checkpointing = true
+[cluster]
+nodes = 4
+gpus_per_node = 8
+gpu_type = "A100-80GB"
+interconnect = "200Gb HDR InfiniBand"
+"""
+
+EXPERTS_OF_MEGATRON = """
+[model]
+name = "mixtral-8x7b"
+num_layers = 32
+hidden_size = 4096
+ffn_hidden_size = 14336
+num_attention_heads = 32
+num_query_groups = 8
+num_experts = 8
+moe_router_topk = 2
+vocab_size = 32000
+[parallel]
+framework = "megatron"
+pipeline_model_parallel_size = 4
+expert_model_parallel_size = 8
+num_gpus = 64
+use_distributed_optimizer = true
+[train]
+seq_length = 4096
+micro_batch_size = 1
+global_batch_size = 256
+bf16 = true
+moe_grouped_gemm = true
+overlap_grad_reduce = true
+overlap_param_gather = true
+[hardware]
+gpu = "H100-80GB-SXM"
+nvlink = true
+ib = "8x400G"
+"""
+
+
+def test_sizes_of_a_model_beside_degrees_are_no_file_of_torchtitan(tmp_path: Path) -> None:
+    assert read_typed(SIZES_IN_DEGREES, tmp_path) == {
+        "model": "llama3-8b", "gpu": "h100-sxm", "gpus": 16, "layout": (1, 1, 1, 1, 16),
+        "dtype": "bf16", "framework": "fsdp2",
+    }  # fmt: skip
+    job = parse_job(SIZES_IN_DEGREES)
+    assert (job.parallel.reshard_after_forward, job.microbatches) == ("always", 4)
+    # That it is gated and has a head of its own is said by its name.
+    assert count_parameters(job.model) == count_parameters(load_model("llama-3-8b"))
+
+
+def test_keys_of_a_training_in_the_table_of_deepspeed_are_read(tmp_path: Path) -> None:
+    assert read_typed(BESIDE_DEEPSPEED, tmp_path) == {
+        "model": "llama-7b", "gpu": "a100-sxm-80gb", "gpus": 32, "layout": (1, 1, 1, 1, 32),
+        "dtype": "bf16", "framework": "deepspeed",
+    }  # fmt: skip
+    job = read_job(tmp_path / "job.toml")
+    assert (job.parallel.zero, job.training.recompute) == (3, "full")
+    assert job.training.global_batch == 4 * 8 * 32
+    assert job.parallel.overlap == {"dp"}
+    assert "deepspeed: zero_stage = 3 as parallel: zero = 3" in job.notes
+    assert count_parameters(job.model) == count_parameters(load_model("llama-7b"))
+
+
+def test_keys_that_name_what_is_taken_anyway_are_read_as_nothing(tmp_path: Path) -> None:
+    assert read_typed(EXPERTS_OF_MEGATRON, tmp_path) == {
+        "model": "mixtral-8x7b", "gpu": "h100-sxm", "gpus": 64, "layout": (1, 4, 1, 8, 1),
+        "dtype": "bf16", "framework": "megatron",
+    }  # fmt: skip
+    job = parse_job(EXPERTS_OF_MEGATRON)
+    assert job.hardware.inter.name == "ib-ndr-400" and job.model.gated
+    assert {
+        'parallel: framework = "megatron" as training: framework = "megatron"',
+        "training: overlap_param_gather = true as parallel: nothing",
+        "training: moe_grouped_gemm = true as nothing",
+        "hardware: nvlink = true as nothing",
+    } <= {*job.notes}
+    with pytest.raises(DataError, match=r"hardware\.nvlink: unknown key"):
+        parse_job(EXPERTS_OF_MEGATRON.replace("nvlink = true", "nvlink = false"))
+
+
 def test_axes_in_capitals_and_tables_of_other_names(tmp_path: Path) -> None:
     assert read_typed(PLAYBOOK, tmp_path) == {
         "model": "qwen3-235b-a22b", "gpu": "h100-sxm", "gpus": 256, "layout": (2, 8, 4, 32, 1),
@@ -853,6 +992,8 @@ def test_keys_before_the_tables_do_not_override_those_of_another_program(tmp_pat
         ("400G InfiniBand", "ib-ndr-400"),
         ("IB NDR", "ib-ndr-400"),
         ("NDR200", "ib-hdr-200"),
+        ("HDR200 x 8", "ib-hdr-200"),
+        ("8x 400G InfiniBand", "ib-ndr-400"),
         ("RoCE 200 Gb/s", "roce-200"),
         ("efa-p5", "efa-p5"),
     ],
@@ -860,7 +1001,7 @@ def test_keys_before_the_tables_do_not_override_those_of_another_program(tmp_pat
 def test_a_network_by_its_kind_and_rate(words: str, link: str) -> None:
     batch = "micro_batch = 1\nmicrobatches = 1"
     plain = BESIDE.format(layout="", training=batch)
-    for key in ("network", "nodes_link"):
+    for key in ("network", "nic", "nodes_link"):
         job = parse_job(f'{plain}{key} = "{words}"\n')
         assert job.hardware.inter.name == link
 

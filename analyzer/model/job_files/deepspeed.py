@@ -22,6 +22,9 @@ OWN_KEYS = frozenset(
     }
 )  # fmt: skip
 
+OWN_FLAGS = frozenset({"bf16", "fp16"})
+"""Tables of the JSON that are flags where they are typed from memory."""
+
 _OPTIMIZERS = {
     "adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "lion": "lion",
     "muon": "muon",
@@ -41,10 +44,12 @@ def put_settings(values: Mapping[str, Any], job: JobTablesBuilder) -> None:
     if "global_batch" not in job.sections["training"]:
         steps = find_number(values, "gradient_accumulation_steps")
         job.put("training", "microbatches", steps)
-    for dtype in ("bf16", "fp16"):
-        if find_flag(find_table(values, dtype), "enabled"):
-            job.put("training", "dtype", dtype)
-    if find_flag(find_table(values, "bf16"), "enabled") is None and not find_table(values, "fp16"):
+    flags = {
+        dtype: find_flag({"enabled": values.get(dtype), **find_table(values, dtype)}, "enabled")
+        for dtype in sorted(OWN_FLAGS)
+    }
+    job.put("training", "dtype", next((dtype for dtype, flag in flags.items() if flag), None))
+    if flags["bf16"] is None and flags["fp16"] is None:
         job.omitted.append("the dtype: taken as bf16")
     word = find_word(find_table(values, "optimizer"), "type").lower()
     job.put("training", "optimizer", _OPTIMIZERS.get(word))
@@ -54,7 +59,7 @@ def put_settings(values: Mapping[str, Any], job: JobTablesBuilder) -> None:
         job.put("training", "clip_gradients", bool(clip))
     job.put("parallel", "zero", find_number(zero, "stage"))
     if (overlaps := find_flag(zero, "overlap_comm")) is not None:
-        job.put("parallel", "overlap", overlaps)
+        job.put("parallel", "overlap", ["dp"] if overlaps else [])
     # Offloaded parameters of stage 3 come with the optimizer's states.
     devices = {
         "optimizer": find_word(find_table(zero, "offload_optimizer"), "device"),

@@ -84,14 +84,19 @@ RECOMPUTE_MODULES = {
 GPT2_VOCABULARY = 50257
 """Vocabulary of GPT-2's byte pairs, which merges.txt and vocab.json are nearly always of."""
 
+VOCABULARIES = {"gpt2bpetokenizer": GPT2_VOCABULARY, "llama2tokenizer": 32000}
+"""Vocabulary of a tokenizer_type; the second is that of Llama 2, Mistral 7B and Mixtral."""
+
 
 def put_sizes(settings: MegatronSettings, job: JobTablesBuilder) -> None:
     """The keys that are numbers in both."""
     for key, (section, names) in _SIZES.items():
         job.put(section, key, settings.find_int(*names))
-    is_gpt2 = settings.find_word("tokenizer_type") == "gpt2bpetokenizer"
-    if "vocab" not in job.sections["model"] and (is_gpt2 or settings.find("merge_file")):
-        job.put("model", "vocab", GPT2_VOCABULARY)
+    vocab = VOCABULARIES.get(settings.find_word("tokenizer_type"))
+    if vocab is None and settings.find("merge_file"):
+        vocab = GPT2_VOCABULARY
+    if "vocab" not in job.sections["model"]:
+        job.put("model", "vocab", vocab)
 
 
 def put_attention(settings: MegatronSettings, job: JobTablesBuilder) -> None:

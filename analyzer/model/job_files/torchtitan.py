@@ -53,9 +53,12 @@ _AXES = {
 
 
 def _recognize(file: JobFile) -> bool:
-    """By tables that no job.toml has, or by sizes of the mesh that are called degrees."""
+    """By tables that no job.toml has, or by sizes of the mesh that are called degrees; sizes of the
+    model are in none of its files."""
     degrees = [key for key in find_table(file.tables, "parallelism") if key.endswith("_degree")]
-    return file.suffix == ".toml" and bool(degrees or _OWN_TABLES & file.tables.keys())
+    has_sizes = any(type(value) is int for value in find_table(file.tables, "model").values())
+    is_mesh = bool(degrees) and not has_sizes
+    return file.suffix == ".toml" and bool(is_mesh or _OWN_TABLES & file.tables.keys())
 
 
 def _read(file: JobFile, job: JobTablesBuilder) -> None:

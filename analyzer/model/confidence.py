@@ -217,6 +217,17 @@ def list_open_caveats(unstated: Sequence[UnstatedKey]) -> tuple[Caveat, ...]:
     return (Caveat(f"the step depends on keys that are not stated: {names}", "medium"),)
 
 
+def list_unproven_caveats(job: JobConfig) -> tuple[Caveat, ...]:
+    """The caveat of a job against which nothing else is said: a band that is borrowed from runs of
+    a lower confidence is no evidence of a high one."""
+    kind = find_run_kind(job)
+    if is_calibrated(job) or _find_narrowest(kind, "high", load_error_bands()) is not None:
+        return ()
+    return (
+        Caveat(f"{FEW_RUNS} ({kind}) leave nothing open: its band is that of others", "medium"),
+    )
+
+
 def _list_full_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> Iterator[str]:
     share = max(stage.total_bytes for stage in memory) / job.hardware.memory_bytes
     limit = job.profile.memory.nearly_full

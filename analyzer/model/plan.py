@@ -16,6 +16,7 @@ from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.memory import MARGIN, compute_peak_bytes
 from stepsplit.analyzer.model.plan_search import (
     FilteredLayouts,
+    add_confidence,
     are_few,
     bound_layouts,
     build_candidate,
@@ -112,11 +113,12 @@ def plan(
         ranked = [*sure[:places], *unsure][:top]
         # Where more may be needed by what is open, a layout leaves a margin with a lower chance.
         margin = min(MARGIN, sure[0][0].fit_chance or 0.0) if sure else 0.0
-    (first, best_job), *runners = ranked
+    best_job = ranked[0][1]
+    first, *others = (add_confidence(each, its_job, known) for each, its_job in ranked)
     return Plan(
         gpus=gpus,
         best=first,
-        runners_up=tuple(build_runner_up(first, other) for other, _ in runners),
+        runners_up=tuple(build_runner_up(first, other) for other in others),
         tree=build_decision_tree(job, gpus),
         places=list_placements(best_job),
         searched=found.counts,
@@ -206,6 +208,7 @@ def _find_front(job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates) -
     A layout is not timed if one that is no larger is faster than its lower bound.
     """
     front: list[Candidate] = []
+    jobs: dict[Choice, JobConfig] = {}
     (found,) = bound_layouts(job, gpus, keep, rates, 1)
     for one in found.queue:
         peak_bytes = compute_peak_bytes(one.job)
@@ -220,7 +223,9 @@ def _find_front(job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates) -
             each for each in front if make_sort_key(each) < key or each.peak_bytes < peak_bytes
         ]
         front.append(candidate)
-    return _thin_front(sorted(front, key=make_sort_key), job.hardware.memory_bytes)
+        jobs[candidate.choice] = one.job
+    listed = _thin_front(sorted(front, key=make_sort_key), job.hardware.memory_bytes)
+    return [add_confidence(each, jobs[each.choice], rates) for each in listed]
 
 
 def _thin_front(front: list[Candidate], memory_bytes: int) -> list[Candidate]:

@@ -36,7 +36,13 @@ from stepsplit.analyzer.model.plan_space import (
     SearchCounts,
     list_families,
 )
-from stepsplit.analyzer.model.predict import CONVENTION, TimedStep, compute_call_ns, time_step
+from stepsplit.analyzer.model.predict import (
+    CONVENTION,
+    TimedStep,
+    compute_call_ns,
+    predict_step,
+    time_step,
+)
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
 from stepsplit.analyzer.model.step_time import compute_skew
 
@@ -529,6 +535,22 @@ def build_candidate(job: JobConfig, rates: Rates) -> Candidate:
         confidence=decide_confidence(job, step.caveats),
         fit_chance=compute_fit_chance(job, step.memory),
     )
+
+
+CHOSEN = frozenset(
+    {
+        "parallel.zero", "parallel.sequence_parallel", "parallel.chunks", "parallel.expert_tp",
+        "training.recompute",
+    }
+)  # fmt: skip
+"""Keys that a search chooses, so that the job of a layout states them."""
+
+
+def add_confidence(candidate: Candidate, job: JobConfig, rates: Rates) -> Candidate:
+    """The candidate with the confidence of a prediction of its job, which also asks what the job
+    leaves open; that takes several times as long as the step, so only what is shown is asked."""
+    stated = job if job.stated is None else replace(job, stated=job.stated | CHOSEN)
+    return replace(candidate, confidence=predict_step(stated, rates).confidence)
 
 
 def build_choice(job: JobConfig) -> Choice:

@@ -39,6 +39,7 @@ from stepsplit.analyzer.model.confidence import (
     is_calibrated,
     list_caveats,
     list_open_caveats,
+    list_unproven_caveats,
     sort_caveats,
 )
 from stepsplit.analyzer.model.config import HardwareConfig, JobConfig
@@ -187,6 +188,7 @@ def predict_step(job: JobConfig, rates: Rates) -> PredictedStep:
     step = time_step(job, rates)
     unstated = list_alternatives(step, rates)
     caveats = sort_caveats((*step.caveats, *list_open_caveats(unstated)))
+    caveats = caveats or list_unproven_caveats(job)
     return PredictedStep(step, unstated, caveats, decide_confidence(job, caveats))
 
 

@@ -672,10 +672,7 @@ def predict_unseen(cases: Iterable[Case]) -> tuple[UnseenRun, ...]:
     """Predict each run by the constants that were fitted without its publisher."""
     runs = []
     for case in cases:
-        hardware = case.job.hardware
-        constants = load_left_out().get((hardware.family, case.source), {})
-        efficiency = replace(hardware.efficiency, **cast(dict[str, Any], constants))
-        job = replace(case.job, hardware=replace(hardware, efficiency=efficiency))
+        job = build_unseen_job(case)
         prediction = predict_step(job, Rates())
         # The confidence in the run itself, whether or not there are others of its kind.
         notes = (one.text for one in prediction.caveats)
@@ -688,6 +685,14 @@ def predict_unseen(cases: Iterable[Case]) -> tuple[UnseenRun, ...]:
             UnseenRun(case, prediction.step.split.step_ns, find_run_kind(job), confidence, *spread)
         )
     return tuple(runs)
+
+
+def build_unseen_job(case: Case) -> JobConfig:
+    """The job with the constants that were fitted without its publisher."""
+    hardware = case.job.hardware
+    constants = load_left_out().get((hardware.family, case.source), {})
+    efficiency = replace(hardware.efficiency, **cast(dict[str, Any], constants))
+    return replace(case.job, hardware=replace(hardware, efficiency=efficiency))
 
 
 @lru_cache(maxsize=1)

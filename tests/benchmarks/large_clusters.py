@@ -1,28 +1,36 @@
 """Published runs on large clusters as the model predicts them, and what a smaller run of each adds.
 
-python tests/benchmarks/large_clusters.py [--gpus 1024]
+python tests/benchmarks/large_clusters.py [--gpus 1024] [--terms]
 
 By publisher: runs, mean error of the step by constants that know none of its runs, how far they are
 too slow or too fast, and its share of the mean of all. Then the same error if the publisher's own
 runs of that model on at most half of the GPUs set one factor, as a simulator has that measures the
-operators of a cluster; and the spread of runs that publishers give of the same layout.
+operators of a cluster; and the spread of runs that publishers give of the same layout. --terms
+instead tries parts of the step that may take longer than predicted, each by as much as the other
+publishers' runs say.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
+
+import numpy as np
 
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.table import in_markdown
-from stepsplit.analyzer.validation.predictions import UnseenRun, predict_published
-from stepsplit.analyzer.validation.published_runs import ZERO_FAMILY
+from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.predict import TimedStep, time_step
+from stepsplit.analyzer.validation.predictions import UnseenRun, build_unseen_job, predict_published
+from stepsplit.analyzer.validation.published_runs import ZERO_FAMILY, list_published_cases
+from stepsplit.analyzer.validation.tables import Case
 
 
 def count_gpus(run: UnseenRun) -> int:
@@ -76,10 +84,67 @@ def list_spreads(large: Sequence[UnseenRun]) -> list[float]:
     ]
 
 
+def _sum_exposed(step: TimedStep, axis: str) -> int:
+    """The exposed communication of the slowest stage along an axis, in ns."""
+    found = step.list_communication(step.splits.index(step.split))
+    return sum(one.exposed_ns for one in found if one.message.axis.startswith(axis))
+
+
+TERMS: Mapping[str, Callable[[TimedStep], float]] = {
+    "nothing": lambda step: 0.0,
+    "compute x log2 of the ranks": lambda step: (
+        step.split.compute_ns * math.log2(step.job.parallel.world_size)
+    ),
+    "waits for the slowest node": lambda step: step.split.skew_ns,
+    "bubble": lambda step: step.split.bubble_ns,
+    "exposed gradients and weights": lambda step: _sum_exposed(step, "dp"),
+    "exposed tp": lambda step: _sum_exposed(step, "tp"),
+    "messages between stages": lambda step: _sum_exposed(step, "pp"),
+    "the same time in each step": lambda step: 1e9,
+    "the same share of each step": lambda step: step.split.step_ns,
+}
+"""What may take longer in a large cluster than predicted, in ns; all but the first by a factor."""
+
+WORST = 0.2
+"""Measured over predicted steps that differ more count as if they differed by so much."""
+
+
+def list_terms(cases: Sequence[Case]) -> Iterator[tuple[str, ...]]:
+    """A row for each term: the mean error if it takes as much longer as the other publishers' runs
+    say, and for how many publishers that is better and worse by 0.1 points."""
+    steps = [time_step(build_unseen_job(case), Rates()) for case in cases]
+    sources = np.array([case.source for case in cases])
+    runs = Counter(sources.tolist())
+    weights = np.array([runs[source] ** -0.5 for source in sources])
+    measured = np.array([case.step_ns for case in cases])
+    predicted = np.array([step.split.step_ns for step in steps])
+    missing = np.clip(measured / predicted - 1, -WORST, WORST)
+    before = abs(predicted / measured - 1)
+    yield "term", "mean error", "better for", "worse for"
+    for name, compute in TERMS.items():
+        shares = np.array([compute(step) for step in steps]) / predicted
+        after = before.copy()
+        for source in runs:
+            known, left = sources != source, sources == source
+            square = (weights * shares**2)[known].sum()
+            factor = (weights * shares * missing)[known].sum() / square if square else 0.0
+            after[left] = abs(predicted * (1 + factor * shares) / measured - 1)[left]
+        gains = [(before - after)[sources == source].mean() for source in runs]
+        better, worse = (sum(sign * gain > 0.001 for gain in gains) for sign in (1, -1))
+        yield name, f"{after.mean():.1%}", str(better), str(worse)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--gpus", type=int, default=1024, help="least number of GPUs")
-    least = options.parse_args().gpus
+    options.add_argument("--terms", action="store_true", help="what may take longer")
+    given = options.parse_args()
+    least = given.gpus
+    if given.terms:
+        cases = list_published_cases().cases
+        large_cases = [case for case in cases if case.job.parallel.world_size >= least]
+        sys.stdout.write(in_markdown(list(list_terms(large_cases))) + "\n")
+        return
     runs = predict_published()
     large = [run for run in runs if count_gpus(run) >= least]
     sys.stdout.write(in_markdown(list(list_publishers(large))) + "\n\n")

@@ -187,9 +187,9 @@ def test_utilization_is_flops_over_time_and_peak() -> None:
 
 
 def test_a_run_like_the_fitted_ones_has_high_confidence() -> None:
-    found = predict(llama(ParallelConfig(tp=2, dp_replicate=4)))
+    found = predict(llama(ParallelConfig(tp=2, dp_replicate=4), recipe="a"))
     assert (found.confidence, found.notes) == ("high", ())
-    band = find_error_band(RunKind("report", "ampere", "megatron", "dense"), "high")
+    band = find_error_band(RunKind("recipe", "ampere", "megatron", "dense"), "high")
     assert 0.05 < band.error < 0.2
     limits_ns = band.find_limits(found.split.step_ns)
     assert (found.low_ns, found.high_ns) == tuple(map(round, limits_ns))
@@ -202,7 +202,7 @@ def test_a_run_with_the_users_constants_is_calibrated() -> None:
 
 def test_constants_without_a_framework_apply_to_all() -> None:
     any_of = replace(A100, efficiency=replace(A100.efficiency, frameworks=()))
-    job = llama(ParallelConfig(tp=4), any_of, framework="nanotron")
+    job = llama(ParallelConfig(tp=4), any_of, framework="nanotron", recipe="a")
     assert predict(job).confidence == "high"
 
 
@@ -285,6 +285,17 @@ def test_a_kind_without_enough_runs_leaves_a_medium_confidence() -> None:
     (note,) = distances(replace(dense, model=experts, training=tuned))
     kind = "ampere megatron experts recipe"
     assert note == f"too few published runs of this kind ({kind}) for a band of its GPUs"
+
+
+def test_a_borrowed_band_is_no_evidence_of_a_high_confidence() -> None:
+    """Of what others measured on A100, hundreds of runs leave something open, and none nothing."""
+    one = llama(ParallelConfig(tp=2, dp_replicate=4))
+    kind = RunKind("report", "ampere", "megatron", "dense")
+    assert find_error_band(kind, "high").runs > 100
+    assert distances(one) == [
+        f"too few published runs of this kind ({kind}) leave nothing open: its band is that of"
+        " others"
+    ]
 
 
 def test_a_step_that_waits_for_its_launches_is_a_caveat() -> None:

@@ -460,3 +460,30 @@ def test_ten_thousand_layouts_take_less_than_thirty_seconds() -> None:
     considered = plan(NODE, 64).searched.considered
     assert (time.perf_counter() - start) / considered * 10_000 < MOST_S
     assert considered > 5_000
+
+
+OPEN = """
+[model]
+preset = "llama-2-70b"
+[training]
+seq_len = 4096
+micro_batch = 1
+global_batch = 64
+recipe = "of a publisher"
+[hardware]
+preset = "h100-sxm"
+"""
+
+
+def test_a_plan_is_as_sure_as_the_prediction_of_its_layout() -> None:
+    """Communication of tp may be overlapped or not, which the first file leaves open."""
+    for layout, confidence in (("", "medium"), ('[parallel]\noverlap = ["dp", "tp"]\n', "high")):
+        one = parse_job(OPEN + layout)
+        best = plan(one, 64, top=2).best
+        lines = tomllib.loads("\n".join(format_job_lines(one, best.choice)))
+        tables = tomllib.loads(OPEN)
+        training = {**tables["training"], **lines["training"]}
+        found = predict(parse_job(format_toml({**tables, **lines, "training": training})))
+        assert best.confidence == found.confidence == confidence
+        is_open = any("keys that are not stated" in note for note in found.notes)
+        assert is_open == (confidence == "medium")

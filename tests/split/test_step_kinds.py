@@ -88,6 +88,23 @@ def test_calls_of_other_steps_alone_are_no_small_collectives_of_each_step(tmp_pa
     assert {one.code for one in report.findings} == {"other_steps"}
 
 
+def test_what_other_steps_take_within_the_spread_of_the_usual_ones_is_said_to_be_so(
+    tmp_path: Path,
+) -> None:
+    """Every third step logs by an all_gather of 4 us. The six usual steps compute 100, 150, 100,
+    130, 100 and 100 us, those that log 131 and 101: more by less than two standard errors."""
+    slower = {0: 1.5, 3: 1.3, 2: 1.3}
+    report = train(
+        tmp_path, {2: 1, 5: 1}, gathers=1, extra_us=1, slower=slower, name="aten::log"
+    )
+    (found,) = [one for one in report.findings if one.code == "other_steps"]
+    assert "all_gather on dp_replicate" in found.message
+    assert found.message.endswith("; within the spread of the other steps (0.02 ms)")
+    assert found.basis is not None
+    assert (found.basis.steps, found.basis.of_steps, found.basis.repeats) == (2, 8, 4)
+    assert found.basis.would_settle == ("more_steps",)
+
+
 def test_two_kinds_beyond_the_usual_step(tmp_path: Path) -> None:
     """An evaluation, and a longer one."""
     assert others(train(tmp_path, {2: 20, 4: 20, 6: 50})) == [(2, 4), (6,)]

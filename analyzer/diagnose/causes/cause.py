@@ -35,7 +35,7 @@ _APART = 5
 """Two steps or more with nearly all of a saving are named if each has so many times that of any
 other: noise, which has two signs, does not look so."""
 
-_SIGMAS = 2.0
+SIGMAS = 2.0
 """A saving is known if it exceeds so many of its standard errors."""
 
 
@@ -159,7 +159,7 @@ def replay_remedy(
             named = units.format_number_list(sorted(numbers[dominant].tolist()))
             message += f"; nearly all of it in step{'s' if len(dominant) > 1 else ''} {named}"
             names_steps = True
-        elif gain_ns < _SIGMAS * spread_ns / math.sqrt(len(by_step)):
+        elif gain_ns < SIGMAS * spread_ns / math.sqrt(len(by_step)):
             message += f"; within its spread between steps ({units.format_milliseconds(spread_ns)})"
             would_settle = (*would_settle, "more_steps")
     finding = Finding(

@@ -37,7 +37,10 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
         if axes == {"pp"}:
             extra, why = tensors, "across pipeline stages, which only tied embeddings need"
         elif axes and axes <= DATA_AXES and axes != {"cp"}:
-            why = f"on {axis} in the forward, where data parallelism needs none"
+            why = (
+                f"on {axis} in the forward, where data parallelism needs none (a loss over all"
+                " ranks or a synchronized normalization does)"
+            )
             extra = forward_sums
         else:
             continue

@@ -188,7 +188,7 @@ def _complete_basis(
     return replace(
         basis,
         steps=len(finding.steps) or len(numbers),
-        of_steps=len(numbers),
+        of_steps=basis.of_steps or len(numbers),
         repeats=basis.repeats or int(context.counted.sum()),
         would_settle=tuple(needs),
     )

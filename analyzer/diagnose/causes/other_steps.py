@@ -3,15 +3,16 @@ mean step of the headline does not show."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy
+from stepsplit.analyzer.diagnose.causes.cause import SIGMAS, CauseEntry, Remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
-from stepsplit.analyzer.report.report import EventRef, Finding
+from stepsplit.analyzer.report.report import Basis, EventRef, Finding, Settle
 from stepsplit.analyzer.split.step_kinds import describe_steps
 
 
@@ -25,9 +26,8 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
         return
     headline, *others = kinds
     every = [step for rank in context.split.ranks for step in rank.steps if step.kind != "partial"]
-    usual = np.array([step.split.buckets_ns for step in every if step.step in headline.steps]).mean(
-        axis=0
-    )
+    usual_steps = [step for step in every if step.step in headline.steps]
+    usual = np.array([step.split.buckets_ns for step in usual_steps]).mean(axis=0)
     found = []
     for kind in others:
         own = [step for step in every if step.step in kind.steps]
@@ -48,6 +48,21 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
         f" most of it {BUCKETS[int(more.argmax())]}"
     )
     message += f": {extra} more" if extra else ""
+    spread_ns: float | None = None
+    would_settle: tuple[Settle, ...] = ()
+    if len(headline.steps) > 1:
+        # Of the usual steps alone: an evaluation may be longer one time than another, and is no
+        # noise.
+        usual_ns = [
+            np.mean([step.split.step_ns for step in usual_steps if step.step == number])
+            for number in headline.steps
+        ]
+        spread_ns = float(np.std(usual_ns, ddof=1))
+        error_ns = spread_ns * math.sqrt(1 / len(headline.steps) + 1 / len(kind.steps))
+        if more.sum() < SIGMAS * error_ns:
+            spread = units.format_milliseconds(spread_ns)
+            message += f"; within the spread of the other steps ({spread})"
+            would_settle = ("more_steps",)
     whole_ns = float(usual.sum() + more.sum())
     yield Remedy(
         Finding(
@@ -67,6 +82,14 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
                 ),
             ),
             message=message,
+            basis=Basis(
+                "measured",
+                len(kind.steps),
+                len({step.step for step in every}),
+                repeats=len(own),
+                spread_ns=None if spread_ns is None else round(spread_ns * len(own) / len(every)),
+                would_settle=would_settle,
+            ),
         ),
         None,
         names_steps=True,

@@ -84,6 +84,11 @@ OPS = (
 
 OP_CODE = {op: code for code, op in enumerate(OPS)}
 
+RANGE_CODE = np.arange(len(OPS))
+"""By code of an op that of the op whose name gloo's worker gives to its range: a reduce_scatter
+runs as an all_reduce. Of a call that no range is paired with, that is all that is known."""
+RANGE_CODE[OP_CODE["reduce_scatter"]] = OP_CODE["all_reduce"]
+
 
 class Category(IntEnum):
     """The kind of an event in the trace file.

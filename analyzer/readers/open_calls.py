@@ -21,7 +21,7 @@ from stepsplit.analyzer.readers.kineto.calls import (
     are_interchangeable,
     note_open_calls,
 )
-from stepsplit.analyzer.trace import Bool, Calls, Category, Int64, RankTrace
+from stepsplit.analyzer.trace import RANGE_CODE, Bool, Calls, Category, Int64, RankTrace
 
 
 class _PeerCall(Struct, frozen=True):
@@ -44,7 +44,7 @@ class _Completion(Struct, frozen=True):
 
 def complete_open_calls(traces: Sequence[RankTrace]) -> Sequence[RankTrace]:
     """The traces; open gloo collectives between two known calls of a group, before the first or
-    after the last one have the number, size and time of issue of the calls that are missing there,
+    after the last one have the op, number, size and time of issue of the calls missing there,
     if it makes no difference which of them is which."""
     return [
         _complete(trace, traces) if any(note.code == OPEN_CALLS for note in trace.notes) else trace
@@ -88,7 +88,8 @@ def _complete(trace: RankTrace, traces: Sequence[RankTrace]) -> RankTrace:
             if not len(rows) == len(numbers) == len(issued):
                 continue
             peers = [missing[number] for number in numbers]
-            if calls.op[rows].tolist() != [one.op for one in peers]:
+            ran_as = RANGE_CODE[[one.op for one in peers]]
+            if RANGE_CODE[calls.op[rows]].tolist() != ran_as.tolist():
                 continue
             ends = events.ends_of(calls.event[rows])
             ranges = [
@@ -148,6 +149,7 @@ def _set_calls(trace: RankTrace, found: Mapping[int, _Completion]) -> RankTrace:
 
     completed = replace(
         calls,
+        op=complete(calls.op, (one.call.op for one in values)),
         issued_ns=complete(calls.issued_ns, (one.issued_ns for one in values)),
         group_id=complete(calls.group_id, (one.group for one in values)),
         seq=complete(calls.seq, (one.number for one in values)),

@@ -31,6 +31,7 @@ from stepsplit.analyzer.split.lost_work import (
 from stepsplit.analyzer.split.rl_phases import has_rl_phases, list_phases_of_steps
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
+    RANGE_CODE,
     Bool,
     Category,
     Int64,
@@ -367,10 +368,11 @@ _MIN_USUAL = 2
 
 
 def _count_calls(trace: RankTrace, step_of: Int64, steps: int) -> Int64:
-    """The number of calls by step, and by group and op; by op alone if a group is unknown."""
+    """The number of calls by step, and by group and op; if a group is unknown by op alone, as far
+    as the range of an open call of gloo shows it."""
     calls = trace.calls
     op = calls.op.astype(np.int64)
-    of_op = group_ids(calls.group_id, op) if _all_grouped(trace) else op
+    of_op = group_ids(calls.group_id, op) if _all_grouped(trace) else RANGE_CODE[op]
     kinds = int(of_op.max(initial=-1)) + 1
     cells = (step_of * kinds + of_op)[step_of >= 0]
     return np.bincount(cells, minlength=steps * kinds).reshape(steps, kinds)

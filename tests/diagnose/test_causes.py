@@ -709,7 +709,8 @@ def test_a_reduction_in_the_forward_is_extra_and_costs_what_all_wait_for_it(
     assert (extra.gain_ns, extra.ranks, extra.steps) == (99_500, (), (1,))
     assert extra.message == (
         "extra reductions on dp_replicate in the forward, where data parallelism needs none (a loss"
-        " over all ranks or a synchronized normalization does): 1 per step of 4.00 kB; from a single step"
+        " over all ranks or a synchronized normalization does): 1 per step of 4.00 kB; from a"
+        " single step"
     )
 
 

@@ -14,7 +14,7 @@ from support.splitting import recording_of
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.readers.kineto.calls import Range, are_interchangeable, note_open_calls
 from stepsplit.analyzer.readers.open_calls import complete_open_calls
-from stepsplit.analyzer.trace import RankTrace
+from stepsplit.analyzer.trace import OP_CODE, RankTrace
 
 PAIR = [("0", "default_pg", [0, 1])]
 WORKER_A, WORKER_B = 101, 102
@@ -62,6 +62,15 @@ def test_a_peer_completes_what_is_open_in_the_order_of_starts(tmp_path: Path) ->
         assert getattr(completed.calls, name).tolist() == getattr(whole.calls, name).tolist()
     late_ns = whole.calls.issued_ns - completed.calls.issued_ns
     assert late_ns.tolist() == [0, 500, 500]  # of the op's start, half a microsecond earlier
+
+
+def test_a_peer_knows_that_what_ran_as_an_all_reduce_was_a_reduce_scatter(tmp_path: Path) -> None:
+    whole, peer = bucket_and_bitmap(tmp_path)
+    scatter = np.where(peer.calls.seq == 1, OP_CODE["reduce_scatter"], peer.calls.op)
+    scattered = replace(peer, calls=replace(peer.calls, op=scatter.astype(peer.calls.op.dtype)))
+    completed, _ = complete_open_calls([leave_open(whole, 1, 2), scattered])
+    assert completed.notes == ()
+    assert completed.calls.op.tolist() == scatter.tolist()
 
 
 def test_without_a_peer_that_knows_they_stay_open(tmp_path: Path) -> None:

@@ -278,6 +278,29 @@ def test_open_calls_of_two_ranks_are_not_matched_with_each_other(tmp_path: Path)
     assert warnings["unmatched"].startswith("4 of 4 collectives and messages have no matching call")
 
 
+def test_a_step_with_an_open_reduce_scatter_is_like_the_others(tmp_path: Path) -> None:
+    """Gloo's ranges name a reduce_scatter an all_reduce. In step 2 of rank 0 and 3 of rank 1 either
+    worker may have run either call."""
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, PAIR)
+        for step in range(4):
+            at, number = 10_000 * step, 3 * step
+            next_ = 12 if step == rank else 1_200
+            trace.step(2 + step, at, at + 10_000).op("aten::mm", at, at + 10)
+            for n, (called, end, tid) in enumerate(
+                ((10, 4_000, WORKER_A), (next_, 1_900, WORKER_B), (5_000, 5_500, WORKER_A))
+            ):
+                trace.all_reduce(
+                    at + called, at + called + 15 + n, at + end, group="0", seq=number + n, tid=tid,
+                    op="_reduce_scatter_base_" if n < 2 else "allreduce_", nelems=1000 + 8000 * n,
+                )  # fmt: skip
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert "gloo_order_unknown" in {row.code for row in report.warnings}
+    assert report.step_kinds == ()
+    assert {row.kind for row in report.steps} == {"full"}
+
+
 def read_numbers(folder: Path) -> list[int]:
     """The sequence number of each collective of the only rank, by start."""
     (rank,) = recording_of(folder).traces

@@ -94,9 +94,7 @@ def test_what_other_steps_take_within_the_spread_of_the_usual_ones_is_said_to_be
     """Every third step logs by an all_gather of 4 us. The six usual steps compute 100, 150, 100,
     130, 100 and 100 us, those that log 131 and 101: more by less than two standard errors."""
     slower = {0: 1.5, 3: 1.3, 2: 1.3}
-    report = train(
-        tmp_path, {2: 1, 5: 1}, gathers=1, extra_us=1, slower=slower, name="aten::log"
-    )
+    report = train(tmp_path, {2: 1, 5: 1}, gathers=1, extra_us=1, slower=slower, name="aten::log")
     (found,) = [one for one in report.findings if one.code == "other_steps"]
     assert "all_gather on dp_replicate" in found.message
     assert found.message.endswith("; within the spread of the other steps (0.02 ms)")

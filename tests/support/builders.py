@@ -237,17 +237,19 @@ class CpuTrace:
         tid: int,
         nelems: int = 1000,
         shapes: bool = False,
+        op: str = "allreduce_",
     ) -> Self:
-        """A call that the host makes, and its work on a worker thread from start to end."""
+        """A call that the host makes, and its work on a worker thread from start to end; op is that
+        of c10d, as gloo runs a reduce_scatter as an all_reduce, too."""
         dims = {"Input Dims": [[nelems]], "Input type": ["float"]} if shapes else {}
         self._add("gloo:all_reduce", "user_annotation", start, end, tid, **dims)
-        return self.all_reduce_unended(called, group=group, seq=seq, nelems=nelems)
+        return self.all_reduce_unended(called, group=group, seq=seq, nelems=nelems, op=op)
 
     def all_reduce_unended(
-        self, called: float, *, group: str, seq: int, nelems: int = 1000
+        self, called: float, *, group: str, seq: int, nelems: int = 1000, op: str = "allreduce_"
     ) -> Self:
         """A call that the host makes, whose work has not ended when the recording does."""
-        self.op("c10d::allreduce_", called, called + 1)
+        self.op(f"c10d::{op}", called, called + 1)
         number = [name for name, _, _ in self.groups].index(group)
         self.flight.append({
             "process_group": [group, self.groups[number][1]], "pg_id": number,

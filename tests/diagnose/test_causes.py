@@ -777,6 +777,36 @@ def test_an_optimizer_of_a_part_of_the_gradients_says_how_large_the_others_are(
     assert ("extra_reductions" in codes) is is_extra
 
 
+@pytest.mark.parametrize(("second", "is_extra"), [(10_000, True), (20_000, False)])
+def test_gradients_reduced_after_each_microbatch_are_reduced_once_too_often(
+    second: int, is_extra: bool, tmp_path: Path
+) -> None:
+    """DDP without no_sync: the second forward begins when the first reduction, of 100 us, ends."""
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, groups=[("0", "default_pg", [0, 1])]).step(1, 0, 1000)
+        for number, (at, floats) in enumerate(((0, 10_000), (400, second))):
+            trace.annotation("DistributedDataParallel.forward", at, at + 100)
+            trace.op("aten::mm", at, at + 100)
+            trace.op(
+                "autograd::engine::evaluate_function: MmBackward0", at + 100, at + 300, tid=150
+            )
+            trace.op("aten::mm", at + 100, at + 300, tid=150)
+            trace.all_reduce(
+                at + 290, at + 300, at + 400, group="0", seq=number, tid=200, nelems=floats
+            )
+        trace.annotation("Optimizer.step#Adam.step", 800, 1000).op("aten::add_", 800, 1000)
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    extra = [one for one in report.findings if one.code == "extra_reductions"]
+    assert bool(extra) is is_extra
+    for one in extra:
+        assert one.gain_ns == pytest.approx(100_000, abs=1_000)
+        assert one.message == (
+            "extra reductions of gradients after each of 2 microbatches, where those after the last"
+            " are enough (DDP's no_sync): 1 per step of 40.0 kB; from a single step"
+        )
+
+
 def test_a_recorded_job_that_reduces_more_than_its_gradients() -> None:
     """Its own timers say 33 ms (median 38) of 124."""
     first = analyze(shared_repro("users3/post_backward_allreduce") / "red").findings[0]

@@ -14,10 +14,12 @@ from stepsplit.analyzer.diagnose.causes.gradient_calls import (
     find_forward_kernels,
     find_ops,
     find_sums_after_backward,
+    find_sums_of_earlier_passes,
 )
 from stepsplit.analyzer.diagnose.causes.removed_calls import remove_calls_remedy
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.strategy import count_accumulated_microbatches
 from stepsplit.analyzer.trace import Int64
 
 
@@ -25,8 +27,8 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
     """Find the axes with exposed reductions that their parallelism does not need.
 
     These are reductions of data parallel ranks in the forward, their all-reduces after the
-    backward that cannot be of gradients, and all-reduces of tensors across pipeline stages, which
-    only tied embeddings need.
+    backward that cannot be of gradients, those of gradients after each accumulated microbatch, and
+    all-reduces of tensors across pipeline stages, which only tied embeddings need.
     """
     table, matched = context.graph.kernels, context.split.matched
     row = table.row
@@ -59,6 +61,17 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
         what = f"extra reductions on {' x '.join(sorted(reduced))} after the backward"
         than = f", while all gradients are {units.format_size(after.gradient_bytes)}"
         yield _remove(context, kernels, what, than)
+    microbatches = count_accumulated_microbatches(context.split.strategies)
+    if microbatches is None:
+        return
+    kernels = np.flatnonzero(find_sums_of_earlier_passes(context, microbatches))
+    if len(kernels):
+        yield _remove(
+            context,
+            kernels,
+            f"extra reductions of gradients after each of {microbatches} microbatches, where those"
+            " after the last are enough (DDP's no_sync)",
+        )
 
 
 def _remove(context: CauseContext, kernels: Int64, what: str, than: str = "") -> Remedy:

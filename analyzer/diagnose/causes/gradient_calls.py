@@ -121,6 +121,27 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
     return ExtraSums(found | ((shared >= 0) & np.isin(shared, shared[found])), most)
 
 
+def find_sums_of_earlier_passes(context: ReplayContext, passes: int) -> Bool:
+    """Which all_reduces on data axes are of all but the last of so many accumulated microbatches:
+    those in the backwards of a step, if they are the same after each."""
+    table = context.graph.kernels
+    size = context.split.matched.message_bytes[table.row]
+    sums = find_ops(context, ("all_reduce",)) & find_on_data_axes(context) & (size > SCALAR_BYTES)
+    found = np.zeros(len(table), dtype=np.bool_)
+    for index, rank in enumerate(context.split.ranks):
+        mine = table.list_rows(index)
+        in_backward, _ = classify_issue(rank)
+        mine = mine[sums[mine] & in_backward[table.call[mine]]]
+        mine = mine[np.argsort(find_issue_ns(rank.trace)[table.call[mine]], kind="stable")]
+        for step in np.unique(table.step[mine]).tolist():
+            own = mine[table.step[mine] == step]
+            each, rest = divmod(len(own), passes)
+            if each and not rest and (size[own] == np.tile(size[own[:each]], passes)).all():
+                found[own[:-each]] = True
+    shared = context.split.matched.shared[table.row]
+    return found | ((shared >= 0) & np.isin(shared, shared[found]))
+
+
 def _count_gradient_bytes(memory: MemoryState, members: int) -> int:
     """The gradients of a rank; 0 if unknown. Where its optimizer has the part of one of so many
     members, as with ZeRO-1 and 2, those of all parts: as many bytes as weights, or twice that."""

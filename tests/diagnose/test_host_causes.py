@@ -208,6 +208,36 @@ def test_the_rest_of_a_late_host_is_separate_from_its_loader(tmp_path: Path) -> 
     assert (stalls.code, stalls.ranks, stalls.gain_ns) == ("host_stall", (1,), 300_000)
 
 
+@pytest.mark.parametrize(
+    ("short", "who", "named"),
+    [
+        (300, "every rank waits for its data loader 45.0 % of the step", ()),
+        (
+            50,
+            "rank 1 waits for its data loader 60.0 % of the step (the others at most 5.0 %)",
+            (1,),
+        ),
+    ],
+)
+def test_a_loader_that_is_slow_on_one_rank_is_not_that_of_every_rank(
+    short: float, who: str, named: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Rank 1 waits 600 of 1000 for its loader, rank 0 less."""
+    for rank, wait in ((0, short), (1, 600)):
+        trace = CpuTrace(rank, 2, groups=DP)
+        for step in range(3):
+            at = 1000 * step
+            trace.step(step, at, at + 1000).op("aten::mm", at, at + 100)
+            begin = at + 100 + wait
+            trace.op(LOADER.format("Multi"), at + 100, begin)
+            trace.op("aten::mm", begin, begin + 200)
+            trace.all_reduce(begin + 200, begin + 200, at + 950, group="0", seq=step, tid=7)
+            trace.annotation("wait", begin + 201, at + 950).op("aten::mm", at + 950, at + 1000)
+        trace.write(tmp_path)
+    (found,) = [one for one in analyze(tmp_path).findings if one.code == "data_loading"]
+    assert (found.message, found.ranks) == (who, named)
+
+
 def test_the_evidence_of_a_wait_is_of_the_ranks_that_the_finding_names(tmp_path: Path) -> None:
     """Rank 0 waits 40 in each step; rank 1 waits longer, 200, in one: too little to be named."""
     for rank in (0, 1):

@@ -61,8 +61,10 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
         what = f"extra reductions on {' x '.join(sorted(reduced))} after the backward"
         than = f", while all gradients are {units.format_size(after.gradient_bytes)}"
         yield _remove(context, kernels, what, than)
-    microbatches = count_accumulated_microbatches(context.split.strategies)
-    if microbatches is None:
+    # ZeRO-2 shards the gradients of each microbatch, to save memory.
+    strategies = context.split.strategies
+    microbatches = count_accumulated_microbatches(strategies)
+    if microbatches is None or "ddp" not in {one.name for one in strategies}:
         return
     kernels = np.flatnonzero(find_sums_of_earlier_passes(context, microbatches))
     if len(kernels):

@@ -19,6 +19,10 @@ from stepsplit.analyzer.trace import Int64
 
 _IN_PROCESS_LOADER = "_SingleProcessDataLoaderIter"
 
+_ALIKE = 0.5
+"""Ranks with less than this share of the time of the rank with most of it are not named: their mean
+would be true of none of them."""
+
 
 def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Remedy]:
     """Find all idle time with one cause of HostTime.named; text begins the message, with {who},
@@ -26,15 +30,21 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
     named = context.host.named.get(cause)
     if named is None:
         return
-    ranks = np.flatnonzero(named.mean_ns > MIN_LATE_SHARE * context.mean_ns)
+    mean_ns = named.mean_ns
+    has_some = mean_ns > MIN_LATE_SHARE * context.mean_ns
+    has_most = has_some & (mean_ns >= _ALIKE * mean_ns.max())
+    ranks = np.flatnonzero(has_most)
     numbers = context.ranks[ranks].tolist()
     who = f"each of ranks {units.format_number_list(numbers)}"
     if len(ranks) == 1:
         who = f"rank {numbers[0]}"
     elif len(ranks) == len(context.ranks):
         who = "every rank"
-    mean_ns = float(named.mean_ns[ranks].mean())
-    share = units.format_percent(mean_ns / context.mean_ns)
+    measured_ns = float(mean_ns[ranks].mean())
+    share = units.format_percent(measured_ns / context.mean_ns)
+    less_ns = float(mean_ns[has_some & ~has_most].max(initial=0))
+    less = units.format_percent(less_ns / context.mean_ns)
+    others = f" (the others at most {less})" if less_ns else ""
     own = named.idle.select(np.isin(named.idle.rank, ranks))
     counted = np.isin(context.graph.steps.rank, ranks) & context.counted
     mine = counted & (named.removed_ns > 0)
@@ -50,10 +60,11 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
         context,
         named.remove,
         bucket="idle",
-        measured_ns=mean_ns,
+        measured_ns=measured_ns,
         predicted_ns=0,
         rows=mine,
         message=text.format(who=who, share=share, steps=steps)
+        + others
         + _describe(context, cause, ranks)
         + describe_place(context, own.list_spans()),
         ranks=() if len(ranks) == len(context.ranks) else tuple(numbers),

@@ -57,7 +57,10 @@ class StepKind(Struct, frozen=True):
         kernels: compute kernels of a step and rank (ops of a CPU run), the mean.
         ranges: the named ranges of a step and rank that the headline has less often, and how much
             less often, such as ("evaluate", 1.0).
-        period: every so many steps is one; None if they are not regular, or fewer than two.
+        with_more: the steps of other kinds that do what these do beyond the headline, and more: an
+            evaluation in a step that also logs.
+        period: every so many steps does that, with_more included; None if they are not regular, or
+            fewer than two.
     """
 
     kind: str
@@ -65,6 +68,7 @@ class StepKind(Struct, frozen=True):
     calls: tuple[KindCalls, ...]
     kernels: float
     ranges: tuple[tuple[str, float], ...] = ()
+    with_more: tuple[int, ...] = ()
     period: int | None = None
 
     def describe_extra(self, headline: StepKind, ranks: int, *, on_device: bool) -> str:
@@ -239,6 +243,7 @@ def find_step_kinds(
     named = [(HEADLINE, headline)]
     named += [(f"other {i}", own) for i, own in enumerate(alike.values(), 1)]
     usual = _average_ranges(headline, ranges)
+    more = _find_with_more(named, calls, kernels)
     return tuple(
         StepKind(
             kind=name,
@@ -260,15 +265,40 @@ def find_step_kinds(
                     key=lambda one: (one[1], one[0]),
                 )
             ),
-            period=_find_period(own, numbers),
+            with_more=tuple(also),
+            period=_find_period(sorted([*own, *also]), numbers),
         )
-        for name, own in named
+        for (name, own), also in zip(named, more, strict=True)
     )
 
 
 def is_equal_work(one: float, other: float) -> bool:
     """Whether steps with so many kernels may be of one kind."""
     return max(one, other) <= _MORE_WORK * min(one, other)
+
+
+def _find_with_more(
+    named: Sequence[tuple[str, Sequence[int]]],
+    calls: Mapping[int, Counter[tuple[str, str]]],
+    kernels: Mapping[int, float],
+) -> list[list[int]]:
+    """For each kind, the headline first, the steps of other kinds that do the same and more: equal
+    work and further calls, or the calls that set the kind apart and more work."""
+    (_, headline), *others = named
+    usual = _find_most_common(headline, calls)
+    found: list[list[int]] = [[]]
+    for _, own in others:
+        called = Counter(_find_most_common(own, calls))
+        work = sum(kernels[number] for number in own) / len(own)
+        found.append([
+            number
+            for _, apart in others
+            if apart is not own
+            for number in apart
+            if (calls[number] > called and is_equal_work(kernels[number], work))
+            or (calls[number] == called > Counter(usual) and kernels[number] > work)
+        ])  # fmt: skip
+    return found
 
 
 def _find_most_common(

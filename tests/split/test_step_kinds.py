@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def train(
     *,
     steps: int = 8,
     gathers: int = 0,
+    logs: Sequence[int] = (),
     only: int | None = None,
     kernels: int = KERNELS,
     slower: dict[int, float] | None = None,
@@ -28,7 +30,8 @@ def train(
 ) -> Report:
     """Two ranks; a step has 20 kernels of 5 us and an all_reduce, and, as more says, further
     kernels and all_gathers in a range "evaluate"; on one rank only if there is an only. slower: how
-    many times as long the kernels of a step take. name, extra_us: the further kernels."""
+    many times as long the kernels of a step take. logs: steps
+    with an all_gather in any case. name, extra_us: the further kernels."""
     for rank in (0, 1):
         trace, at = GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]), 0.0
         for step in range(steps):
@@ -46,7 +49,7 @@ def train(
                     at += extra_us * factor
             elif extra:
                 at += extra_us * factor * extra
-            for call in range(gathers if extra else 0):
+            for call in range((gathers if extra else 0) + (step in logs)):
                 seq = {"Seq": 100 * step + 1 + call}
                 trace.collective("AllGather", "_allgather_base", at, at + 4, **seq)
                 at += 4
@@ -101,6 +104,17 @@ def test_what_other_steps_take_within_the_spread_of_the_usual_ones_is_said_to_be
     assert found.basis is not None
     assert (found.basis.steps, found.basis.of_steps, found.basis.repeats) == (2, 8, 4)
     assert found.basis.would_settle == ("more_steps",)
+
+
+def test_what_a_step_does_besides_something_else_is_of_its_period(tmp_path: Path) -> None:
+    """Every third step evaluates, every fourth one logs: step 4 does both and is of a kind of its
+    own, but one of every three, and one of every four."""
+    report = train(tmp_path, dict.fromkeys((1, 4, 7), 20), steps=9, logs=(0, 4, 8))
+    assert others(report) == [(0, 8), (1, 7), (4,)]
+    assert [kind.period for kind in report.step_kinds] == [None, 4, 3, None]
+    (found,) = [one for one in report.findings if one.code == "other_steps"]
+    assert found.message.startswith("every 3rd step takes 0.10 ms more than the others")
+    assert (found.steps, found.gain_ns) == ((1, 4, 7), 100_000 * 3 // 9)
 
 
 def test_two_kinds_beyond_the_usual_step(tmp_path: Path) -> None:

@@ -32,17 +32,19 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
     for kind in others:
         own = [step for step in every if step.step in kind.steps]
         more = np.array([step.split.buckets_ns for step in own]).mean(axis=0) - usual
-        gain_ns = int(more.sum() * len(own) / len(every))
-        found.append((gain_ns, kind, more, own))
-    gain_ns, kind, more, own = max(found, key=lambda one: one[0])
+        doing = [step for step in every if step.step in (*kind.steps, *kind.with_more)]
+        gain_ns = int(more.sum() * len(doing) / len(every))
+        found.append((gain_ns, kind, more, own, doing))
+    gain_ns, kind, more, own, doing = max(found, key=lambda one: one[0])
     if gain_ns <= 0:
         return
     longest = max(own, key=lambda step: step.split.step_ns)
     extra = kind.describe_extra(
         headline, len(context.ranks), on_device=context.split.ranks[0].trace.on_device
     )
-    takes = "takes" if len(kind.steps) == 1 or kind.period else "take"
-    which = describe_steps(kind.steps, kind.period)
+    numbers = tuple(sorted((*kind.steps, *kind.with_more)))
+    takes = "takes" if len(numbers) == 1 or kind.period else "take"
+    which = describe_steps(numbers, kind.period)
     message = (
         f"{which} {takes} {units.format_milliseconds(more.sum())} more than the others,"
         f" most of it {BUCKETS[int(more.argmax())]}"
@@ -72,7 +74,7 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
             measured_ns=int(whole_ns),
             predicted_ns=int(usual.sum()),
             ranks=(),
-            steps=kind.steps,
+            steps=numbers,
             events=(
                 EventRef(
                     longest.rank,
@@ -84,10 +86,10 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
             message=message,
             basis=Basis(
                 "measured",
-                len(kind.steps),
+                len(numbers),
                 len({step.step for step in every}),
-                repeats=len(own),
-                spread_ns=None if spread_ns is None else round(spread_ns * len(own) / len(every)),
+                repeats=len(doing),
+                spread_ns=None if spread_ns is None else round(spread_ns * len(doing) / len(every)),
                 would_settle=would_settle,
             ),
         ),

@@ -777,6 +777,23 @@ def test_an_optimizer_of_a_part_of_the_gradients_says_how_large_the_others_are(
     assert ("extra_reductions" in codes) is is_extra
 
 
+@pytest.mark.parametrize(("reduced", "is_extra"), [(10_000, True), (9_500, False)])
+def test_gradients_that_are_dropped_after_their_reduction_were_reduced(
+    reduced: int, is_extra: bool, tmp_path: Path
+) -> None:
+    """Of weights of 40 kB the optimizer has gradients of 36 kB, as a layer is frozen. The backward
+    has reduced all, or the last bucket follows it."""
+    calls = [(590.0, 600.0, 640.0, reduced), (650.0, 650.0, 740.0, 500)]
+    for rank in (0, 1):
+        trace = ddp_step(rank, *calls).annotation("Optimizer.step#Adam.step", 900, 1000)
+        trace.op("aten::mm", 645, 650).write(tmp_path)
+        place = RankInfo(rank, rank, "host0", 1, "cpu")
+        memory = MemoryState(weights_bytes=40_000, gradients_bytes=36_000)
+        write_record(tmp_path, RankRecord("job", place, 2, "gloo", memory=memory))
+    codes = [one.code for one in analyze(tmp_path).findings]
+    assert ("extra_reductions" in codes) is is_extra
+
+
 @pytest.mark.parametrize(("second", "is_extra"), [(10_000, True), (20_000, False)])
 def test_gradients_reduced_after_each_microbatch_are_reduced_once_too_often(
     second: int, is_extra: bool, tmp_path: Path

@@ -100,17 +100,16 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
             continue
         groups = np.unique(context.split.matched.group[table.row[mine[later]]]).tolist()
         members = max(len(context.split.matched.groups[one].ranks) for one in groups)
-        known = [
-            _count_gradient_bytes(one.memory, members)
-            for one in context.list_records(index)
-            if one.memory is not None
-        ]
+        memories = [one.memory for one in context.list_records(index) if one.memory is not None]
+        known = [_count_gradient_bytes(memory, members) for memory in memories]
         weights = float(max(known, default=0))
         gradients = max(reduced, weights)
         if not gradients:
             continue
         total = size[mine[later]].sum() / steps
-        is_done = abs(reduced - weights) <= _SAME_BYTES * weights
+        # Gradients may be dropped once they are reduced, such as those of frozen layers.
+        whole = [weights, *(float(memory.weights_bytes or 0) for memory in memories)]
+        is_done = any(abs(reduced - one) <= _SAME_BYTES * one for one in whole)
         too_many = reduced > 0.9 * gradients and total > (1 + _SAME_BYTES) * gradients
         extra = all_reduces[mine] & data[mine] & after[call] & (size[mine] > SCALAR_BYTES)
         if not too_many and not (is_done and total > 2 * _SAME_BYTES * weights):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.report.axis_names import UNKNOWN_AXIS, name_axes
 from stepsplit.analyzer.report.headline import BucketMean, round_shares, summarize
 from stepsplit.analyzer.report.report import IdleRow, Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
@@ -90,7 +91,8 @@ def _describe_axis(report: Report, bucket: str) -> str:
     if not spent.total():
         return ""
     ((axis, phase), most), *_ = spent.most_common(1)
-    where = "an unknown axis" if axis is None else axis
+    name = name_axes(report).name(axis)
+    where = "an unknown axis" if name == UNKNOWN_AXIS else name
     op = _find_main_op(report, axis) if bucket in ("collective", "p2p") else ""
     share = units.format_percent(most / spent.total())
     return f"{share} of it on {where} in {phase}{f', mostly {op}' if op else ''}"

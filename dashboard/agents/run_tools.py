@@ -13,13 +13,8 @@ from stepsplit.analyzer.report.explain import explain_idle, list_unexplained_buc
 from stepsplit.analyzer.report.headline import describe_lacks, sum_exposed_by_phase, summarize
 from stepsplit.analyzer.report.kind_rows import describe_other_steps
 from stepsplit.analyzer.report.path_shares import compute_path_shares
-from stepsplit.analyzer.report.report import (
-    SETTLES,
-    Report,
-    find_world_size,
-    format_hosts,
-    merge_groups,
-)
+from stepsplit.analyzer.report.report import SETTLES, Report, find_world_size, format_hosts
+from stepsplit.analyzer.report.same_calls import merge_groups
 from stepsplit.analyzer.report.step_rows import list_full_steps, select_full_steps
 from stepsplit.analyzer.report.waits import sum_waits_by_root
 from stepsplit.analyzer.trace import Lack

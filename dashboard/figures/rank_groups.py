@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.report.axis_names import find_mesh
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.collectors.formats.run_spec import Mesh
@@ -71,12 +71,7 @@ def list_groupings(
     report: Report, stages: Mapping[int, int | None], hosts: Mapping[int, str | None]
 ) -> tuple[RankGrouping, ...]:
     """The ways to group the ranks that yield several groups: by stage, host and mesh axis."""
-    # The mesh, if it covers all ranks of the job.
-    mesh = None
-    with suppress(ValueError):
-        mesh = Mesh.of({one.axis: one.size for one in report.run.mesh or ()})
-        if not mesh.axes or mesh.world_size != report.run.world_size:
-            mesh = None
+    mesh = find_mesh(report.run)
     by_stage: dict[int, _Label | None] = {}
     for rank, stage in stages.items():
         number = stage

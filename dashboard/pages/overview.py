@@ -11,6 +11,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.axis_names import name_axes
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     compute_mean_step_ns,
@@ -27,11 +28,10 @@ from stepsplit.analyzer.report.report import (
     Gap,
     GroupRow,
     Report,
-    SameCalls,
     find_world_size,
     format_world_size,
-    merge_groups,
 )
+from stepsplit.analyzer.report.same_calls import SameCalls, merge_groups
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
@@ -327,9 +327,10 @@ def build_exposed_table(report: Report) -> list[html.Section]:
     compute_ns = sum(row.compute_ns for row in full)
     counts = round_parts([compute_ns, *parts_ns], unit_ns * len(full))[1:]
     shown = dict(zip(places, counts, strict=True))
+    axes = name_axes(report)
     rows = [
         [
-            Cell(axis or "other"),
+            Cell(axes.name(axis)),
             Cell(phase),
             *(
                 build_number_cell(
@@ -360,11 +361,12 @@ def build_blame_table(view: View) -> list[html.Section]:
     windows = sum(row.step in numbers for row in report.steps)
     if not report.blame or not windows:
         return []
+    axes = name_axes(report)
     rows = [
         [
             build_rank_cell(view, row.rank, step=row.steps[len(row.steps) // 2]),
             Cell(row.cause),
-            Cell(row.axis or ""),
+            Cell(axes.name(row.axis)),
             build_time_cell(row.caused_skew_ns / windows),
             build_time_cell(row.caused_bubble_ns / windows),
             build_time_cell(row.caused_ns / windows),
@@ -565,9 +567,10 @@ def build_coverage(report: Report) -> list[html.Section]:
     parts: list[html.P | DataTable] = [html.P(missing)] if missing else []
     if report.coverage:
         heads = ("axis", "waits", "groups", "complete", "one rank only", "calls", "unmatched")
+        axes = name_axes(report)
         rows = [
             [
-                Cell(one.axis or "other"),
+                Cell(axes.name(one.axis)),
                 Cell(_WAITS[one.holds]),
                 build_count_cell(one.groups),
                 build_count_cell(one.whole),

@@ -15,6 +15,7 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.axis_names import name_axes
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     BucketMean,
@@ -38,8 +39,8 @@ from stepsplit.analyzer.report.report import (
     describe_ideal_bubble,
     format_hosts,
     format_world_size,
-    merge_groups,
 )
+from stepsplit.analyzer.report.same_calls import merge_groups
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.dashboard.reporters.console import DIM, Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
@@ -257,7 +258,7 @@ class BucketTable:
     """
 
     def __init__(self, report: Report, summary: Summary | None) -> None:
-        self._axes: list[str | None] = []
+        self._names, self._axes = name_axes(report), list[str | None]()
         if summary is not None:
             used = dict.fromkeys(part.axis for row in summary.buckets for part in row.by_axis)
             # A mesh may have axes of any name, and without their column a row would not add up.
@@ -288,7 +289,8 @@ class BucketTable:
 
     def _build(self, axes: bool, model: bool, causes: bool, bars: bool) -> Table:
         """The table with these columns; causes are those of idle time."""
-        names = [_name_axis(axis) for axis in self._axes] if axes else []
+        shown = map(self._names.name, self._axes if axes else ())
+        names = [AXIS_SHORT.get(name, name) for name in shown]
         compared = self._compared if model else ()
         bar = ("",) if bars else ()
         table = build_table("", "measured", "share", *compared, *names, "worst rank", *bar)
@@ -383,10 +385,6 @@ def _format_worst_rank(row: BucketMean, time: str, idle: Sequence[IdleRow] = ())
     known = [one for one in idle if one.rank == row.worst_rank and one.cause != "unknown"]
     why = f" ({known[0].cause.replace('_', ' ')})" if row.bucket == "idle" and known else ""
     return f"r{row.worst_rank}{why} {time}"
-
-
-def _name_axis(axis: str | None) -> str:
-    return AXIS_SHORT.get(axis, axis) if axis else "other"
 
 
 def build_stages_table(report: Report, pipeline: Pipeline) -> Group:

@@ -212,7 +212,9 @@ def choose_run_name(paths: Sequence[str]) -> str:
     'exp2'
     """
     named = [path for path in paths if path not in _NOT_TRACES and not path.endswith(".toml")]
-    traces = named or list(paths)
+    # What else lies in the folder of a recording, such as notes, names nothing.
+    ranks = [path for path in named if _RANK_IN_NAME.search(posixpath.basename(path))]
+    traces = ranks or named or list(paths)
     if len(traces) == 1 and "/" not in traces[0]:
         return traces[0]
     folder = posixpath.commonpath([posixpath.dirname(path) for path in traces])

@@ -146,7 +146,8 @@ def build_model_comparison(view: View) -> list[html.Section]:
     stage = f" of stage {gap.stage}" if len(gap.stages) > 1 else ""
     difference = format_signed_percent(measured / predicted - 1) if predicted else "?"
     note = (
-        f"median step{stage}: measured {format_milliseconds(measured)} ({difference}), "
+        f"median step{stage}, step {shown.step} of rank {shown.rank}: "
+        f"measured {format_milliseconds(measured)} ({difference}), "
         f"predicted {format_milliseconds(predicted)} "
         f"(range {format_milliseconds_range(gap.low_ns, gap.high_ns)}, confidence {gap.confidence})"
     )

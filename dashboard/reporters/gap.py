@@ -28,7 +28,8 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
     if gap.bound_ns is not None:
         bound = f"bound {units.format_milliseconds(gap.bound_ns)} ({gap.bound_resource}), "
     heading = (
-        f"MODEL COMPARISON{stage}   median step: measured {units.format_milliseconds(measured)}, "
+        f"MODEL COMPARISON{stage}   median step, step {shown.step} of rank {shown.rank}: "
+        f"measured {units.format_milliseconds(measured)}, "
         f"predicted {units.format_milliseconds(predicted)} ({band}), {bound}"
         f"difference {units.format_signed_percent(measured / predicted - 1)}   "
         f"confidence {gap.confidence}"

@@ -233,6 +233,8 @@ def test_a_run_without_a_name_is_named_by_its_files(client: FlaskClient, store: 
         (["exp-12.json", "exp-13.json"], "exp"),
         (["rank0.json", "rank1.json"], "rank0.json and 1 more"),
         (["a/rank0.json", "b/rank1.json"], "a and 1 more"),
+        (["NOTES.txt", "exp_rank0.json", "exp_rank1.json", "report.json"], "exp"),
+        (["NOTES.txt", "rank0.json", "rank1.json"], "rank0.json and 1 more"),
     ],
 )
 def test_the_name_of_files(paths: list[str], name: str) -> None:

@@ -519,8 +519,8 @@ def test_the_screen_shows_both_sides_and_the_parts(tmp_path: Path) -> None:
         return 1000 * price(like, message_bytes)
 
     assert screen(gap(tmp_path, found, expected, of=ms)) == [
-        "MODEL COMPARISON   median step: measured 120 ms, predicted 100 ms (100-100 ms),",
-        "difference +20.1 %   confidence high",
+        "MODEL COMPARISON   median step, step 1 of rank 0: measured 120 ms, predicted 100",
+        "ms (100-100 ms), difference +20.1 %   confidence high",
         "difference by cause",
         "+20.0 ms  all_reduce on tp takes 2.00x the predicted time",
         "+0.10 ms  smaller differences together",

@@ -57,8 +57,8 @@ def find_few_microbatches(context: CauseContext) -> Iterator[Remedy]:
             f"{units.format_percent(measured)} of the pipeline window, "
             f"{describe_ideal_bubble(measured, now)} with "
             f"{units.format_microbatches(schedule.microbatches)}; "
-            f"{2 * schedule.microbatches} would reduce the ideal to "
-            f"{units.format_percent(then)}{least}"
+            f"{2 * schedule.microbatches} of the same size in half as many steps would reduce "
+            f"the ideal to {units.format_percent(then)}{least}"
         ),
     )
     yield Remedy(finding, change=None)

@@ -117,7 +117,10 @@
     const ids = [...picked.keys()].sort((one, other) => (added(one) < added(other) ? -1 : 1));
     const odd = ids.filter((id) => !picked.get(id)[1]).length;
     const link = document.getElementById("compare-link");
-    const count = ids.length + (ids.length === 1 ? " run" : " runs") + " selected";
+    /* By a search, on another page of the list; the page Compare has no list. */
+    const unseen = all ? ids.length - shown.filter((box) => picked.has(box.dataset.pick)).length : 0;
+    const count = ids.length + (ids.length === 1 ? " run" : " runs") + " selected"
+      + (unseen ? ", " + unseen + " not in this list" : "");
     const hint = odd ? odd + " without a step cannot be compared"
       : ids.length > MOST ? "at most " + MOST + " are compared"
       : ids.length === 1 ? "select another run to compare" : "";

@@ -7,22 +7,56 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from flask import Flask
+from flask import Flask, request
 from werkzeug.routing import Rule
 
 from stepsplit.dashboard.web.auth import find_needed_role
+from stepsplit.dashboard.web.http_error import HttpError
 
 ADDRESS = "/api/v1/openapi.json"
 
-QUERIES: dict[str, dict[str, str]] = {
+_RANGE = {"from": "begin in ns of the timeline", "to": "end in ns of the timeline"}
+_RANKS = {"ranks": "ranks, separated by commas"}
+
+_QUERIES: dict[str, dict[str, str]] = {
     "api.list": {
         "tag": "KEY=VALUE; runs have all that are given",
         "job": "key of a job",
         "state": "uploading, queued, running, done or failed",
         "last": "number of runs, by default 100",
     },
+    "api.list_audit": {
+        "since": "date or time of the oldest entry, such as 2026-11-30",
+        "last": "number of entries, by default 100",
+    },
+    "html_export.export_run": {"note": "a note of the timeline; may be repeated"},
+    "timeline.window": {
+        **_RANGE,
+        **_RANKS,
+        "slots": "most slices of a row",
+        "compact": "most slices of the row of a rank that is not open, by default slots",
+        "open": "ranks with all their lanes, separated by commas",
+        "q": "text that the names of marked slices contain",
+    },
+    "timeline.search": {
+        **_RANGE,
+        **_RANKS,
+        "q": "text that the names contain",
+        "at": "number of the first match of the answer",
+        "near": "time in ns from which on the first match of the answer starts",
+        "limit": "number of matches in the answer",
+    },
+    "timeline.measure": {**_RANGE, **_RANKS},
+    "timeline.names": {**_RANGE, **_RANKS},
+    "timeline.slice": {
+        "rank": "rank",
+        "lane": "name of the lane",
+        "depth": "depth on the lane, from 0",
+        "start": "begin in ns",
+    },
+    "timeline.name": {**_RANGE, "rank": "rank", "bucket": "number of the bucket, from 0"},
 }
-"""The query parameters of routes that refuse all others, by endpoint."""
+"""The query parameters of the addresses that are read with some, by endpoint."""
 
 _OF_WHOLE_RUNS = {"api.hang", "api.read_job", "api.read_job_form", "api.roles"}
 """What is read of a run alone, and not of a role of it."""
@@ -41,6 +75,18 @@ _ERROR = {
         }
     },
 }
+
+
+def refuse_unknown_parameters() -> None:
+    """Raises HttpError if an address of the API is read with a parameter that it does not know: a
+    misspelled filter would give everything."""
+    rule = request.url_rule
+    if request.method != "GET" or rule is None or not rule.rule.startswith("/api/v1/"):
+        return
+    known = _QUERIES.get(rule.endpoint, {})
+    if unknown := sorted(set(request.args) - set(known)):
+        words = f"known are {', '.join(known)}" if known else "this address has none"
+        raise HttpError(400, f"unknown parameters {', '.join(unknown)}; {words}")
 
 
 def describe_api(app: Flask) -> dict[str, Any]:
@@ -78,7 +124,7 @@ def _describe_operation(app: Flask, rule: Rule, method: str) -> dict[str, Any]:
             has_roles = method == "GET" and rule.endpoint not in _OF_WHOLE_RUNS
             role_words = "; ID.N is the role number N, from 0, of a run of several roles"
             parameter["description"] = "id of a run" + role_words * has_roles
-    for name, words in QUERIES.get(rule.endpoint, {}).items():
+    for name, words in _QUERIES.get(rule.endpoint, {}).items():
         schema = {"type": "string"}
         parameters.append({"name": name, "in": "query", "description": words, "schema": schema})
     described: dict[str, Any] = {

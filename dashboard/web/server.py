@@ -16,6 +16,7 @@ from stepsplit.dashboard.web.app import add_pages
 from stepsplit.dashboard.web.auth import Authenticator, build_login_routes, protect
 from stepsplit.dashboard.web.http_error import HttpError, build_error_response
 from stepsplit.dashboard.web.metrics import build_health_routes, log_requests
+from stepsplit.dashboard.web.openapi import refuse_unknown_parameters
 from stepsplit.dashboard.web.options import Access
 from stepsplit.dashboard.web.uploads import Limits
 
@@ -49,6 +50,7 @@ def create_server(
     with server.test_request_context():
         server.view_functions["/"]()
     protect(server, authenticator, script_hashes)
+    server.before_request(refuse_unknown_parameters)
     return server
 
 

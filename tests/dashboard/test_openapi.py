@@ -95,6 +95,33 @@ def test_unknown_parameters_of_the_list_are_refused(client: FlaskClient) -> None
     assert answer.json["error"] == "unknown parameters branch; known are tag, job, state, last"
 
 
+@pytest.mark.parametrize(
+    ("address", "known"),
+    [
+        ("/api/v1/audit?until=2026-11-30", "known are since, last"),
+        (f"{RUNS}/0/timeline/measure?from=0&to=1&rank=0&x=1", "known are from, to, ranks"),
+        ("/api/v1/tokens?last=5", "this address has none"),
+    ],
+)
+def test_unknown_parameters_are_refused_everywhere(
+    client: FlaskClient, address: str, known: str
+) -> None:
+    answer = client.get(address)
+    assert answer.status_code == 400
+    assert answer.json is not None and answer.json["error"].endswith(known)
+
+
+def test_the_parameters_that_an_address_is_read_with_are_described(client: FlaskClient) -> None:
+    paths = client.get("/api/v1/openapi.json").json["paths"]
+    for path, names in (
+        ("/api/v1/audit", {"since", "last"}),
+        ("/api/v1/runs/{run_id}/timeline/names", {"from", "to", "ranks"}),
+        ("/api/v1/runs/{run_id}/report.html", {"note"}),
+    ):
+        described = paths[path]["get"]["parameters"]
+        assert {one["name"] for one in described if one["in"] == "query"} == names
+
+
 def test_who_am_i(store: Store) -> None:
     client = create_server(store, choose_access("0.0.0.0", password="adm")).test_client()
     token = store.tokens.create("ci", Role.UPLOADER)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from msgspec import structs
 
@@ -97,10 +96,12 @@ def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:
         blame=blamed,
         critical_path=paths.parts,
         path_steps=tuple(
-            replace(step, start_ns=step.start_ns - origin, end_ns=step.end_ns - origin)
+            structs.replace(step, start_ns=step.start_ns - origin, end_ns=step.end_ns - origin)
             for step in paths.steps
         ),
-        path_kernels=tuple(replace(one, start_ns=one.start_ns - origin) for one in paths.kernels),
+        path_kernels=tuple(
+            structs.replace(one, start_ns=one.start_ns - origin) for one in paths.kernels
+        ),
         lateness=lateness,
         slow_kernels=slow_kernels,
         notes=tuple(notes),

@@ -176,7 +176,7 @@ def _merge_sequence(line: _Timeline, forward: ForwardPlaces, numbers: PartNumber
     edges = sort_distinct(np.concatenate((line.edges_ns, forward.start_ns)))
     at = line.find_at(edges)
     last = np.searchsorted(forward.start_ns, edges, side="right") - 1
-    by_sequence = np.where(last >= 0, np.array(of_place)[np.maximum(last, 0)], 0)
+    by_sequence = np.where(last >= 0, np.array(of_place)[forward.number[last]], 0)
     # An op that says its kind by its name has no layer; its place in the sequence has.
     is_alone = np.array(
         [one.layer == NO_LAYER and one.phase == PartPhase.FORWARD for one in numbers]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
+from operator import itemgetter
 from statistics import mode
 
 import numpy as np
@@ -161,8 +162,11 @@ def find_size(shapes: str | None) -> Size | None:
     return None if one is None else (*sorted((one.rows, one.columns, one.inner)), one.count)
 
 
-def label_by_sizes(letters: str, sizes: Sequence[Size | None]) -> list[Place] | None:
+@lru_cache(1 << 10)
+def label_by_sizes(letters: str, sizes: tuple[Size | None, ...]) -> Sequence[Place] | None:
     """The place of each item of a forward pass; None without a regular sequence.
+
+    The passes of a job have few sequences, so each is labeled once.
 
     sizes are those of the products. Some models have products before the first layer's projections
     that other layers lack, such as gates: then a layer has as many projections as make all products
@@ -182,9 +186,10 @@ def label_by_sizes(letters: str, sizes: Sequence[Size | None]) -> list[Place] | 
 
 
 class ForwardPlaces(Struct, frozen=True):
-    """Where the forward of a thread is from each instant on, in order."""
+    """Where the forward of a thread is from each instant on, in order: at places[number]."""
 
     start_ns: Int64
+    number: Int64
     places: tuple[Place, ...]
 
 
@@ -217,7 +222,9 @@ def find_forward_places(
     passes = _find_forward_passes(events, letters, backward, start, turns_ns)
     between = _OpsBetween(
         *(
-            np.sort(events.start_ns[on_host & events.match_names(pattern)])
+            _find_firsts(
+                np.sort(events.start_ns[on_host & events.match_names(pattern)]), start, end
+            )
             for pattern in (_RESIDUAL, _SQUARE, _PERMUTATION)
         )
     )
@@ -229,7 +236,7 @@ def find_forward_places(
     edges: list[tuple[int, Place]] = []
     for low, high in passes:
         one = slice(low, high)
-        places = label_by_sizes(letters[one], sizes[one])
+        places = label_by_sizes(letters[one], tuple(sizes[one]))
         if places is None:
             continue
         is_apart = has_ranges or len(backward_ns) or _is_whole(letters[one], places)
@@ -237,7 +244,7 @@ def find_forward_places(
             # Passes that nothing separates look like one of more layers.
             places = [(NO_LAYER, kind) for _, kind in places]
         edges += zip(start[one].tolist(), places, strict=True)
-        edges += between.list_edges(letters[one], places, start[one], end[one])
+        edges += between.list_edges(letters[one], places, low)
         # What follows a norm belongs to what comes next; what follows the pass to no layer.
         following = [*places[1:], (NO_LAYER, PartKind.OTHER)]
         edges += [
@@ -247,10 +254,11 @@ def find_forward_places(
         ]
     if not edges:
         return None
-    edges.sort(key=lambda edge: edge[0])
-    return ForwardPlaces(
-        np.array([at for at, _ in edges], dtype=np.int64), tuple(place for _, place in edges)
-    )
+    edges = sorted((edge for edge in edges if edge[0] != _NONE), key=itemgetter(0))
+    numbers: dict[Place, int] = {}
+    number = [numbers.setdefault(place, len(numbers)) for _, place in edges]
+    start_ns = np.array([at for at, _ in edges], dtype=np.int64)
+    return ForwardPlaces(start_ns, np.array(number), tuple(numbers))
 
 
 def _is_whole(letters: str, places: Sequence[Place]) -> bool:
@@ -329,35 +337,38 @@ _RESIDUAL, _SQUARE = re.compile(r"^aten::add_?$"), re.compile(r"^aten::(pow|squa
 _PERMUTATION = re.compile(r"^aten::(argsort|sort|one_hot|nonzero|index_select|index)$")
 """What puts the tokens of each expert together."""
 
+_NONE = int(np.iinfo(np.int64).max)
+
+
+def _find_firsts(starts_ns: Int64, start_ns: Int64, end_ns: Int64) -> list[int]:
+    """The first of these starts in the gap before each item, which has this start and end; _NONE
+    without one."""
+    first = np.append(starts_ns, _NONE)[
+        starts_ns.searchsorted(np.append(start_ns[:1], end_ns[:-1]))
+    ]
+    return np.where(first < start_ns, first, _NONE).tolist()
+
 
 class _OpsBetween(Struct, frozen=True):
-    """The starts of ops that are no items, but begin or end a part between two items."""
+    """The starts of ops that are no items, but begin or end a part between two items: the first
+    before each item since the one before, or _NONE."""
 
-    residual_ns: Int64
-    square_ns: Int64
-    permutation_ns: Int64
+    residual_ns: list[int]
+    square_ns: list[int]
+    permutation_ns: list[int]
 
     def list_edges(
-        self, letters: str, places: Sequence[Place], start_ns: Int64, end_ns: Int64
+        self, letters: str, places: Sequence[Place], begin: int
     ) -> Iterator[tuple[int, Place]]:
-        """Where a pass of these items changes its place between two of them."""
+        """Where a pass of these items, the first of which is item begin, changes its place between
+        two of them; _NONE where it does not."""
         for i in range(1, len(letters)):
             layer, kind = places[i - 1]
-            gap = int(end_ns[i - 1]), int(start_ns[i])
             if kind == PartKind.ROUTER:
-                yield from _find_first(self.permutation_ns, gap, places[i])
+                yield self.permutation_ns[begin + i], places[i]
             if letters[i] != NORM:
                 continue
             # Between two parts the residual is added; a norm op by op begins with squares.
             if kind in (PartKind.ATTENTION, PartKind.MLP, PartKind.EXPERTS):
-                yield from _find_first(self.residual_ns, gap, (layer, PartKind.OTHER))
-            yield from _find_first(self.square_ns, gap, places[i])
-
-
-def _find_first(
-    starts_ns: Int64, gap: tuple[int, int], place: Place
-) -> Iterator[tuple[int, Place]]:
-    """The first of these starts in a gap, as an edge to the place; none without one."""
-    at = int(np.searchsorted(starts_ns, gap[0]))
-    if at < len(starts_ns) and starts_ns[at] < gap[1]:
-        yield int(starts_ns[at]), place
+                yield self.residual_ns[begin + i], (layer, PartKind.OTHER)
+            yield self.square_ns[begin + i], places[i]

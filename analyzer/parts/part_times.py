@@ -225,13 +225,19 @@ def _place_in_slots(
     ends = np.array([slot.end_ns for slot in slots], dtype=np.int64)
     at = begins.searchsorted(trace.events.start_ns[rows], side="right") - 1
     inside = (at >= 0) & (trace.events.ends_of(rows) <= ends[at])
-    phases = [
-        PartPhase.FORWARD if slot.phase == "forward" else PartPhase.BACKWARD for slot in slots
-    ]
-    event_part[rows[inside]] = [
-        numbers[structs.replace(parts[place], phase=phases[slot])]
-        for place, slot in zip(event_part[rows[inside]].tolist(), at[inside].tolist(), strict=True)
-    ]
+    rows = rows[inside]
+    is_forward = np.array([slot.phase == "forward" for slot in slots])[at[inside]]
+    # Many events are of one part in one pass.
+    pairs = list(zip(event_part[rows].tolist(), is_forward.tolist(), strict=True))
+    placed = {
+        (place, forward): numbers[
+            structs.replace(
+                parts[place], phase=PartPhase.FORWARD if forward else PartPhase.BACKWARD
+            )
+        ]
+        for place, forward in dict.fromkeys(pairs)
+    }
+    event_part[rows] = [placed[pair] for pair in pairs]
 
 
 def _place_products_by_size(rank: RankSplit, event_part: Int64, numbers: PartNumbers) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from operator import sub
 from typing import Annotated, Any, Literal, TypeVar
@@ -432,8 +431,7 @@ def _build_timeline_record(
     return MemoryRecord(where, "timeline", (device,), categories, notes)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryCurve:
+class MemoryCurve(Struct, frozen=True):
     """Memory after each event, in the order of the events; -1 is unknown.
 
     The first row of a snapshot is the state before its first event. Columns of shape (n,).
@@ -452,8 +450,7 @@ class MemoryCurve:
         return len(self.time_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationStack:
+class AllocationStack(Struct, frozen=True):
     """What was allocated by one line of the program and lived at the peak of a device.
 
     Attributes:
@@ -468,8 +465,7 @@ class AllocationStack:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class DeviceMemory(Struct, frozen=True):
     """Memory of one device at the end of the recording, and its peaks; -1 is unknown.
 
     Attributes:
@@ -498,8 +494,7 @@ class DeviceMemory:
     stacks: tuple[AllocationStack, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CategoryMemory:
+class CategoryMemory(Struct, frozen=True):
     """Memory of one category of tensors in a memory timeline.
 
     Attributes:
@@ -513,8 +508,7 @@ class CategoryMemory:
     at_peak_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRecord:
+class MemoryRecord(Struct, frozen=True):
     """The memory of one process, recorded by the caching allocator or torch.profiler.
 
     Attributes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class PathPart:
+class PathPart(Struct, frozen=True):
     """Time that one rank contributes to the critical path of a step, per bucket and mesh axis.
 
     The parts of a step add up to its length.
@@ -31,8 +30,7 @@ class PathPart:
     ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class PathStep:
+class PathStep(Struct, frozen=True):
     """Extent of the critical path of one step.
 
     Attributes:
@@ -55,8 +53,7 @@ class PathStep:
     jumps: int
 
 
-@dataclass(frozen=True, slots=True)
-class PathKernel:
+class PathKernel(Struct, frozen=True):
     """Time of the kernels of one name and stream on the critical paths; copies, collectives and
     messages, and in CPU runs ops, count as kernels.
 
@@ -88,8 +85,7 @@ class PathKernel:
     dur_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lateness:
+class Lateness(Struct, frozen=True):
     """How often one rank arrived last at the collectives or messages on one axis.
 
     Only calls with all members recorded count, each once. Lateness is measured from the median
@@ -133,8 +129,7 @@ class Lateness:
         return self.last / self.calls
 
 
-@dataclass(frozen=True, slots=True)
-class SlowKernel:
+class SlowKernel(Struct, frozen=True):
     """A kernel that is slower on one rank than on its peers.
 
     Attributes:

@@ -21,7 +21,7 @@ SHORT = {"attention": "a", "mlp": "m", "experts": "x", "router": "r", "norm": "n
 def show(letters: str, sizes: str = "") -> str | None:
     """The places of a pass as text, such as "0a"; without a layer, the kind alone. Products of one
     size have the same letter in sizes."""
-    known: list[Size | None] = [None if one == "?" else (ord(one), 1) for one in sizes]
+    known: tuple[Size | None, ...] = tuple(None if one == "?" else (ord(one), 1) for one in sizes)
     places = label_by_sizes(letters, known) if sizes else label_pass(letters)
     if places is None:
         return None

@@ -346,7 +346,8 @@ def _find_firsts(starts_ns: Int64, start_ns: Int64, end_ns: Int64) -> list[int]:
     first = np.append(starts_ns, _NONE)[
         starts_ns.searchsorted(np.append(start_ns[:1], end_ns[:-1]))
     ]
-    return np.where(first < start_ns, first, _NONE).tolist()
+    in_gap: list[int] = np.where(first < start_ns, first, _NONE).tolist()
+    return in_gap
 
 
 class _OpsBetween(Struct, frozen=True):

@@ -50,7 +50,7 @@ from stepsplit.analyzer.model.memory import NO_CALIBRATION, calibrate_memory, co
 from stepsplit.analyzer.model.predict import time_step
 from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
-from stepsplit.analyzer.model.step_time import compute_skew
+from stepsplit.analyzer.model.stragglers import compute_skew
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 
 # A calibration as TOML, for `file` in [hardware].

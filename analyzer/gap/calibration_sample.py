@@ -31,7 +31,7 @@ from stepsplit.analyzer.model.parameters import StageParameters, count_stage_par
 from stepsplit.analyzer.model.preset_names import find_preset, list_hardware_names
 from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import StageConfig, list_stages
-from stepsplit.analyzer.model.step_time import compute_stage_time
+from stepsplit.analyzer.model.stage_time import compute_stage_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.kernel_shapes import (

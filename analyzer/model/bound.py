@@ -13,12 +13,14 @@ from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches
 from stepsplit.analyzer.model.comm_volume import list_shared_ops
 from stepsplit.analyzer.model.config import Efficiency, JobConfig
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed, find_wide_peak
+from stepsplit.analyzer.model.exposed_comm import TimedMessage
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.layer_time import FUSED_BACKWARD, LayerPass, compute_chunk_passes
 from stepsplit.analyzer.model.memory_states import compute_layers_by_kind, compute_stage_activations
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import StageParameters
+from stepsplit.analyzer.model.pipeline import list_chunk_costs
 from stepsplit.analyzer.model.prediction import Bound, ComputePart
 from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import (
@@ -28,7 +30,7 @@ from stepsplit.analyzer.model.rank_layout import (
     place_group,
 )
 from stepsplit.analyzer.model.schedule_time import compute_pipeline_time
-from stepsplit.analyzer.model.step_time import StageTime, TimedMessage, list_chunk_costs
+from stepsplit.analyzer.model.stage_time import StageTime
 
 BOUND = Formula(
     "step.bound",

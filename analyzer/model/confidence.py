@@ -29,7 +29,7 @@ from stepsplit.analyzer.model.prediction import Confidence, StageMemory, Unstate
 from stepsplit.analyzer.model.preset_names import PRESETS
 from stepsplit.analyzer.model.profile import load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
-from stepsplit.analyzer.model.step_time import StageTime
+from stepsplit.analyzer.model.stage_time import StageTime
 from stepsplit.analyzer.model.unstated import join_spread
 
 # The error band: what 9 of 10 published runs of the same kind stay within, none of which was known

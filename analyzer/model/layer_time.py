@@ -35,12 +35,7 @@ from stepsplit.analyzer.model.elementwise import (
     time_softmax,
 )
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory_states import (
-    count_hidden,
-    has_fp32_experts,
-    is_autocast,
-    is_clamped,
-)
+from stepsplit.analyzer.model.memory_states import count_hidden, has_fp32_experts, is_clamped
 from stepsplit.analyzer.model.parameters import (
     Adapter,
     compute_stopped_share,
@@ -215,9 +210,14 @@ def _time_mtp(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
 def time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     gemm, head_speed = build_head_gemm(job), speed.head_speed
     logits = gemm.rows * gemm.columns
-    costs = select_framework_costs(job)
-    gradients = gemm.parameters * costs.accumulate_bytes
-    forward_bytes, backward_bytes = costs.loss_bytes
+    gradients = gemm.parameters * count_accumulate_bytes(job)
+    is_upcast = {
+        "never": False,
+        "unfused": not job.training.fused_loss,
+        "transformers": job.runs_transformers,
+    }[job.profile.times.upcasts_loss]
+    is_wide = is_upcast and not job.training.compile
+    forward_bytes, backward_bytes = UPCAST_LOSS_BYTES if is_wide else LOSS_BYTES
     formulas = (UNALIGNED,) if is_head_unaligned(job) else ()
     weight_ns = gemm.compute_weight_ns(head_speed) + speed.compute_memory_ns(gradients)
     return LayerPass(
@@ -354,7 +354,7 @@ def time_linear(job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> 
     if job.training.lora_rank:
         return replace(passes, weight_ns=0.0)
     weights = sum(product.parameters for product in gemms)
-    sums_ns = speed.compute_memory_ns(weights * select_framework_costs(job).accumulate_bytes)
+    sums_ns = speed.compute_memory_ns(weights * count_accumulate_bytes(job))
     return passes + LayerPass(0.0, 0.0, sums_ns, formulas=(ACCUMULATE,))
 
 
@@ -546,8 +546,6 @@ def build_head_gemm(job: JobConfig) -> Gemm:
     )
 
 
-# Memory traffic and launch time of each framework.
-
 ACCUMULATE = Formula(
     "step.accumulate",
     "every microbatch but the first accumulates its gradients: 3 b_g bytes per parameter,"
@@ -557,66 +555,15 @@ ACCUMULATE = Formula(
     "arithmetic; Megatron-LM gradient_accumulation_fusion; DeepSpeed bf16_optimizer.py",
 )
 
-UNIT_COPIES = Formula(
-    "step.fsdp_copies",
-    "16 bytes per parameter and microbatch: gathered weights are copied out twice (2 x 4),"
-    " gradients copied in and cast to fp32 (8), in which they are summed",
-    "arithmetic; Zhao et al., PyTorch FSDP, arXiv:2304.11277, section 3.2",
-)
 
-
-AUTOCAST = Formula(
-    "step.autocast",
-    "12 bytes per parameter and microbatch: autocast reads each fp32 weight and writes it in 16"
-    " bits forward, and each gradient the other way backward",
-    "arithmetic; torch.autocast, which caches a weight's cast until the end of its block",
-)
-
-BUCKET_COPIES = Formula(
-    "step.bucket_copies",
-    "4 g bytes per parameter and step: DistributedDataParallel copies each gradient, divided by the"
-    " ranks, to its bucket and the sum back",
-    "torch/csrc/distributed/c10d/reducer.cpp",
-)
-
-BUCKET_PASSES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class FrameworkCosts:
-    """Constants of a framework.
-
-    accumulate_bytes are moved per parameter and microbatch for
-    gradient accumulation, unit_bytes for the copies around FSDP's collectives, or by autocast,
-    loss_bytes per logit, forward and backward.
-    """
-
-    accumulate_bytes: float
-    unit_bytes: float
-    loss_bytes: tuple[float, float] = LOSS_BYTES
-
-
-def select_framework_costs(job: JobConfig) -> FrameworkCosts:
-    """The constants of the job's framework."""
-    training, costs, m = job.training, job.profile.times, job.microbatches
-    accumulate_bytes = 0.0
+def count_accumulate_bytes(job: JobConfig) -> float:
+    """Bytes moved per parameter and microbatch to accumulate gradients (ACCUMULATE)."""
+    costs, m = job.profile.times, job.microbatches
     adds_in_reduction = costs.accumulation == "reduction" and not job.parallel.sum_once
-    if costs.accumulation not in ("gemm", "free") and not adds_in_reduction:
-        each_bytes = costs.accumulate_bytes or 3.0 * training.gradient_bytes
-        accumulate_bytes = each_bytes * ((m - 1) / m)
-    unit_bytes = costs.unit_copy_bytes
-    if job.parallel.sum_once:
-        # Weights are copied for every microbatch, gradients once.
-        unit_bytes = unit_bytes / 2 + unit_bytes / 2 / m
-    if job.runs_transformers:
-        unit_bytes = costs.cast_bytes if is_autocast(job) else 0.0
-    is_upcast = {
-        "never": False,
-        "unfused": not training.fused_loss,
-        "transformers": job.runs_transformers,
-    }
-    wide = is_upcast[costs.upcasts_loss] and not training.compile
-    return FrameworkCosts(accumulate_bytes, unit_bytes, UPCAST_LOSS_BYTES if wide else LOSS_BYTES)
+    if costs.accumulation in ("gemm", "free") or adds_in_reduction:
+        return 0.0
+    each_bytes = costs.accumulate_bytes or 3.0 * job.training.gradient_bytes
+    return each_bytes * ((m - 1) / m)
 
 
 # Ring attention computes its result in pieces, which it has to merge.

@@ -23,7 +23,7 @@ from stepsplit.analyzer.model.layer_time import (
 )
 from stepsplit.analyzer.model.predict import time_step
 from stepsplit.analyzer.model.rank_layout import Chunk
-from stepsplit.analyzer.model.step_time import StageTime
+from stepsplit.analyzer.model.stage_time import StageTime
 
 PARTS = ("embedding", "attention", "mlp", "experts", "norm", "head", "optimizer")
 """The parts that are predicted. "norm" is norms, residuals and rotary embeddings, and all else of a

@@ -44,7 +44,7 @@ from stepsplit.analyzer.model.predict import (
     time_step,
 )
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
-from stepsplit.analyzer.model.step_time import compute_skew
+from stepsplit.analyzer.model.stragglers import compute_skew
 
 _T = TypeVar("_T")
 

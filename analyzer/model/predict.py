@@ -26,7 +26,7 @@ from stepsplit.analyzer.model import (
     parameters,
     schedule,
     schedule_time,
-    step_time,
+    weight_copies,
 )
 from stepsplit.analyzer.model.bound import BOUND, compute_bound, list_compute_parts
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
@@ -52,6 +52,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
 )
 from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.exposed_comm import EXPOSED, TimedMessage
 from stepsplit.analyzer.model.features import KeyFeature
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
@@ -71,6 +72,14 @@ from stepsplit.analyzer.model.parameters import (
     count_stage_parameters,
     count_step_flops,
 )
+from stepsplit.analyzer.model.pipeline import (
+    NETWORK_SHARE,
+    PipelineResult,
+    compute_pipeline,
+    compute_transfer_ns,
+    list_pipeline_messages,
+    time_pipeline,
+)
 from stepsplit.analyzer.model.prediction import (
     GRADIENT_AXIS,
     Band,
@@ -87,20 +96,9 @@ from stepsplit.analyzer.model.rank_layout import (
     list_stages,
     place_group,
 )
-from stepsplit.analyzer.model.step_time import (
-    PipelineResult,
-    Skew,
-    StageTime,
-    TimedMessage,
-    compute_idle_time,
-    compute_pipeline,
-    compute_skew,
-    compute_splits,
-    compute_stage_time,
-    compute_transfer_ns,
-    list_pipeline_messages,
-    time_pipeline,
-)
+from stepsplit.analyzer.model.stage_split import compute_splits
+from stepsplit.analyzer.model.stage_time import StageTime, compute_idle_time, compute_stage_time
+from stepsplit.analyzer.model.stragglers import STRAGGLERS, Skew, compute_skew
 from stepsplit.analyzer.model.unstated import list_unstated
 
 # predict: a job in, its Prediction out.
@@ -353,14 +351,14 @@ ORDER = (
     device_speed.ATTENTION, device_speed.UNALIGNED,
     layer_time.CASTS, layer_time.EXPERTS_FP32, elementwise.EAGER, elementwise.UNFUSED,
     elementwise.CLAMPED, layer_time.LORA,
-    layer_time.ACCUMULATE, layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST,
-    layer_time.BUCKET_COPIES,
+    layer_time.ACCUMULATE, layer_time.MTP, weight_copies.UNIT_COPIES, weight_copies.AUTOCAST,
+    weight_copies.BUCKET_COPIES,
     layer_time.SEQUENCE_COPIES, layer_time.EARLY_STOP, layer_time.SELECTIVE_OPS,
-    step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
-    step_time.NETWORK_SHARE,
+    EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
+    NETWORK_SHARE,
     optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,
     offload.HOST_UPDATE, offload.TRANSFERS,
-    host_time.HOST, host_time.HOST_CALLS, host_time.EXPERT_LAUNCH, step_time.STRAGGLERS, BOUND,
+    host_time.HOST, host_time.HOST_CALLS, host_time.EXPERT_LAUNCH, STRAGGLERS, BOUND,
 )  # fmt: skip
 
 

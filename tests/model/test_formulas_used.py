@@ -29,6 +29,7 @@ from stepsplit.analyzer.model.parameters import (
     count_stage_parameters,
     count_step_flops,
 )
+from stepsplit.analyzer.model.pipeline import compute_pipeline
 from stepsplit.analyzer.model.predict import (
     ORDER,
     collect_formulas,
@@ -38,7 +39,7 @@ from stepsplit.analyzer.model.predict import (
 )
 from stepsplit.analyzer.model.schedule import SCHEDULES
 from stepsplit.analyzer.model.schedule_names import Schedule
-from stepsplit.analyzer.model.step_time import compute_pipeline, compute_skew
+from stepsplit.analyzer.model.stragglers import compute_skew
 
 ALONE = (
     "parameters.total", "parameters.stage", "parameters.layer", "flops.C1", "flops.mfu",

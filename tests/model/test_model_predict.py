@@ -37,6 +37,7 @@ from stepsplit.analyzer.model.hardware_config import load_link
 from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.layer_time import LayerPass
 from stepsplit.analyzer.model.parameters import count_stage_parameters
+from stepsplit.analyzer.model.pipeline import compute_pipeline
 from stepsplit.analyzer.model.predict import compute_stage_times, predict, time_messages
 from stepsplit.analyzer.model.prediction import (
     Band,
@@ -48,7 +49,7 @@ from stepsplit.analyzer.model.prediction import (
 from stepsplit.analyzer.model.profile import list_frameworks
 from stepsplit.analyzer.model.rank_layout import list_stages
 from stepsplit.analyzer.model.schedule_names import SCHEDULES, Schedule
-from stepsplit.analyzer.model.step_time import StageTime, compute_pipeline, compute_stage_time
+from stepsplit.analyzer.model.stage_time import StageTime, compute_stage_time
 from stepsplit.analyzer.units import format_percent
 
 FAST = replace(DEVICE, peaks_flops_per_s=(("bf16", 1e9),), memory_bytes_per_s=1e9)

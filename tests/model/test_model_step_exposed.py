@@ -12,6 +12,7 @@ from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
+from stepsplit.analyzer.model.exposed_comm import OverlapCompute, TimedMessage, compute_exposed_time
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.layer_time import LayerPass, time_dense_layer
@@ -21,13 +22,7 @@ from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.rank_layout import list_stages
 from stepsplit.analyzer.model.schedule_names import Schedule
-from stepsplit.analyzer.model.step_time import (
-    OverlapCompute,
-    StageTime,
-    TimedMessage,
-    compute_exposed_time,
-    compute_stage_time,
-)
+from stepsplit.analyzer.model.stage_time import StageTime, compute_stage_time
 
 UNIT = DeviceSpeed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import add
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 from msgspec.structs import astuple
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import Intervals
-from stepsplit.analyzer.buckets import WAITS
-from stepsplit.analyzer.diagnose.rl_windows import JobRole, map_to_unix_ns, sum_windows
+from stepsplit.analyzer.diagnose.rl_windows import JobRole, sum_windows
+from stepsplit.analyzer.diagnose.role_ranks import (
+    SHORTEST,
+    RankOnClock,
+    RolePhases,
+    list_ranks,
+    list_spans,
+)
 from stepsplit.analyzer.report.headline import divide_parts
 from stepsplit.analyzer.report.rl_step import RoleTime
 from stepsplit.analyzer.report.roles import PathLink, PathRow, PhaseSpan
-from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import Int64
-
-SHORTEST = 0.0005
-"""Of the RL step: a shorter link of the path is part of the one before it, and a shorter pause
-between two spans of a phase is part of it. At a tenth of it the path of a job that calls a
-collective in each layer has thousands of links, at ten times it the reward of a rule is none."""
-
-MOST_SPANS = 20_000
-"""Spans of phases in roles.json: those of more ranks are left out, the last ones first."""
-
-
-class _RankOnClock(Struct, frozen=True):
-    """A rank on the clock of all roles; times in Unix ns, intervals sorted and without overlap.
-
-    wait_* are its waits in communication for a recorded rank that comes later: from the start to
-    when that rank comes, with its place in the list of all ranks. phase_* are its phases and marks.
-    """
-
-    role: JobRole
-    rank: RankSplit
-    wait_start: Int64
-    wait_until: Int64
-    wait_owner: Int64
-    phase_start: Int64
-    phase_end: Int64
-    phase_name: tuple[str, ...]
-
-    @property
-    def label(self) -> str:
-        return f"{self.role.name}/{self.rank.trace.rank}"
 
 
 class _Piece(Struct, frozen=True):
@@ -60,10 +35,6 @@ class _Piece(Struct, frozen=True):
     phase: str
     start_ns: int
     end_ns: int
-
-
-RolePhases = Mapping[str, Sequence[Mapping[str, Intervals]]]
-"""The phases of each rank of each role, in own ns."""
 
 
 class RolePath(Struct, frozen=True):
@@ -90,7 +61,7 @@ def find_path(
     So each instant of the step is that of one rank, and the links add up to it. A rank that runs
     nothing is not left: no call says for whom it waits.
     """
-    ranks = _list_ranks(roles, phases)
+    ranks = list_ranks(roles, phases)
     links: list[PathLink] = []
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * len(_PARTS))
     of_rank: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -114,109 +85,14 @@ def find_path(
         parts = means[at * len(_PARTS) : (at + 1) * len(_PARTS)]
         most = max(of_rank[name, phase], key=lambda rank: of_rank[name, phase][rank])
         rows.append(PathRow(name, most, phase, RoleTime(sum(parts), *parts)))
-    spans = _list_spans(ranks, edges, numbers)
+    spans = list_spans(ranks, edges, numbers)
     return RolePath(tuple(links), tuple(rows), spans, tuple(_describe_doubts(roles, rows)))
-
-
-def _list_spans(
-    ranks: Sequence[_RankOnClock], edges: Int64, numbers: Sequence[int]
-) -> tuple[PhaseSpan, ...]:
-    """The phases of the ranks in the RL steps, without pauses that cannot be seen in a picture."""
-    spans: list[PhaseSpan] = []
-    least_ns = int(SHORTEST * int(np.diff(edges).mean()))
-    for one in ranks:
-        role, rank, own = one.role.name, one.rank.trace.rank, list[PhaseSpan]()
-        for at, number in enumerate(numbers):
-            begin, end = int(edges[at]), int(edges[at + 1])
-            first = int(np.searchsorted(one.phase_end, begin, side="right"))
-            last = int(np.searchsorted(one.phase_start, end, side="left"))
-            for row in range(first, last):
-                name = one.phase_name[row]
-                start_ns = max(int(one.phase_start[row]), begin) - int(edges[0])
-                end_ns = min(int(one.phase_end[row]), end) - int(edges[0])
-                before = own[-1] if own and own[-1].step == number else None
-                if before and before.phase == name and start_ns - before.end_ns <= least_ns:
-                    own[-1] = structs.replace(before, end_ns=end_ns)
-                elif end_ns - start_ns > least_ns:
-                    own.append(PhaseSpan(role, rank, number, name, start_ns, end_ns))
-        if len(spans) + len(own) > MOST_SPANS:
-            break
-        spans += own
-    return tuple(spans)
 
 
 _PARTS = RoleTime.__struct_fields__[1:]
 
 
-def _list_ranks(roles: Sequence[JobRole], phases: RolePhases) -> list[_RankOnClock]:
-    places = {
-        (role.program, rank.trace.rank): place
-        for place, (role, rank) in enumerate((r, rank) for r in roles for rank in r.ranks)
-    }
-    found = []
-    for role in roles:
-        for rank, spans in zip(role.ranks, phases[role.name], strict=True):
-            wait_start, wait_until, wait_owner = _list_waits(role, rank)
-            owner = np.array(
-                [places.get((role.program, one), -1) for one in wait_owner.tolist()], dtype=np.int64
-            )
-            known_owner = owner >= 0
-            start = np.concatenate([one.start_ns for one in spans.values()] or [_NONE])
-            end = np.concatenate([one.end_ns for one in spans.values()] or [_NONE])
-            names = np.repeat(np.arange(len(spans)), [len(one) for one in spans.values()])
-            order = np.argsort(start, kind="stable")
-            known = list(spans)
-            found.append(
-                _RankOnClock(
-                    role,
-                    rank,
-                    wait_start[known_owner],
-                    wait_until[known_owner],
-                    owner[known_owner],
-                    map_to_unix_ns(role.split, rank, start[order]),
-                    map_to_unix_ns(role.split, rank, end[order]),
-                    tuple(known[name] for name in names[order].tolist()),
-                )
-            )
-    return found
-
-
-_NONE = np.zeros(0, dtype=np.int64)
-
-
-def _list_waits(role: JobRole, rank: RankSplit) -> tuple[Int64, Int64, Int64]:
-    """The waits of the rank for one that comes later: from when, until that one comes, and its
-    number."""
-    split, exposed = role.split, rank.attribution.exposed
-    matched = split.matched
-    is_wait = np.isin(exposed.bucket, WAITS) & (exposed.owner >= 0) & (exposed.call >= 0)
-    rows = np.flatnonzero(is_wait & (exposed.end_ns > exposed.start_ns))
-    rows = rows[np.argsort(exposed.start_ns[rows], kind="stable")]
-    start = map_to_unix_ns(split, rank, exposed.start_ns[rows])
-    end = map_to_unix_ns(split, rank, exposed.end_ns[rows])
-    own = matched.slice_trace(split.ranks.index(rank)).start
-    shared = matched.shared[own + exposed.call[rows]]
-    come = end.copy()
-    for number in np.unique(exposed.owner[rows]).tolist():
-        at = next((at for at, one in enumerate(split.ranks) if one.trace.rank == number), None)
-        if at is None:
-            continue
-        calls = matched.slice_trace(at)
-        of_owner = np.flatnonzero((matched.shared[calls] >= 0) & matched.leads[calls])
-        labels = matched.shared[calls][of_owner]
-        order = np.argsort(labels, kind="stable")
-        place = np.searchsorted(labels[order], shared)
-        place = np.minimum(place, max(len(labels) - 1, 0))
-        arrival = map_to_unix_ns(split, split.ranks[at], matched.start_ns[calls][of_owner][order])
-        if len(labels):
-            is_same = (exposed.owner[rows] == number) & (labels[order][place] == shared)
-            come = np.where(is_same, np.minimum(come, arrival[place]), come)
-    # A rank that had come before is not waited for: what follows its data, such as the host.
-    later = come > start
-    return start[later], come[later], exposed.owner[rows][later].astype(np.int64)
-
-
-def _find_last_rank(ranks: Sequence[_RankOnClock], stepping: JobRole, end_ns: int) -> int:
+def _find_last_rank(ranks: Sequence[RankOnClock], stepping: JobRole, end_ns: int) -> int:
     """The rank of the stepping role that ends its step last: the one whose end is the edge."""
     found = []
     for place, one in enumerate(ranks):
@@ -229,7 +105,7 @@ def _find_last_rank(ranks: Sequence[_RankOnClock], stepping: JobRole, end_ns: in
 
 
 def _walk_back(
-    ranks: Sequence[_RankOnClock], place: int, step: int, begin_ns: int, end_ns: int
+    ranks: Sequence[RankOnClock], place: int, step: int, begin_ns: int, end_ns: int
 ) -> list[_Piece]:
     """The path of one step, from its start on."""
     pieces: list[_Piece] = []
@@ -258,7 +134,7 @@ def _walk_back(
 
 
 def _cut_by_phase(
-    one: _RankOnClock, place: int, step: int, start_ns: int, end_ns: int
+    one: RankOnClock, place: int, step: int, start_ns: int, end_ns: int
 ) -> list[_Piece]:
     """The phases of a rank between two instants, the last one first."""
     first = int(np.searchsorted(one.phase_end, start_ns, side="right"))
@@ -278,7 +154,7 @@ def _cut_by_phase(
     return pieces[::-1]
 
 
-def _measure(ranks: Sequence[_RankOnClock], pieces: Sequence[_Piece]) -> list[RoleTime]:
+def _measure(ranks: Sequence[RankOnClock], pieces: Sequence[_Piece]) -> list[RoleTime]:
     """What the rank of each piece does in it."""
     times: dict[int, RoleTime] = {}
     for place, one in enumerate(ranks):
@@ -303,7 +179,7 @@ class _Group:
     of_phase: Counter[tuple[str, str]] = field(default_factory=Counter)
     of_rank: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def add(self, ranks: Sequence[_RankOnClock], piece: _Piece, time: RoleTime) -> None:
+    def add(self, ranks: Sequence[RankOnClock], piece: _Piece, time: RoleTime) -> None:
         """Adds a piece."""
         self.pieces.append((piece, time))
         role = ranks[piece.place].role.name
@@ -317,7 +193,7 @@ class _Group:
 
 
 def _join_pieces(
-    ranks: Sequence[_RankOnClock], pieces: Sequence[tuple[_Piece, RoleTime]], t0_ns: int
+    ranks: Sequence[RankOnClock], pieces: Sequence[tuple[_Piece, RoleTime]], t0_ns: int
 ) -> list[PathLink]:
     """The links of one step: successive pieces of a role and phase, whichever ranks they are of."""
     least_ns = SHORTEST * sum(time.window_ns for _, time in pieces)
@@ -354,7 +230,7 @@ def _join_pieces(
 
 
 def _find_meanwhile(
-    ranks: Sequence[_RankOnClock], idle: _RankOnClock, start_ns: int, end_ns: int
+    ranks: Sequence[RankOnClock], idle: RankOnClock, start_ns: int, end_ns: int
 ) -> str:
     """What a rank of another program does for half of the time in which this one runs nothing."""
     longest, name = (end_ns - start_ns) // 2, ""

@@ -24,6 +24,7 @@ from stepsplit.analyzer.diagnose.hang.rank_states import (
     read_states,
     summarize_state,
 )
+from stepsplit.analyzer.diagnose.hang.ras import RAS_ALONE, describe_ras
 from stepsplit.analyzer.diagnose.hang.result import (
     CLEAR,
     LATE,
@@ -48,19 +49,11 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
 from stepsplit.analyzer.readers.file_kinds import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
-from stepsplit.analyzer.readers.nccl.inspector import (
-    RAS_HEAD_BYTES,
-    RasCommunicator,
-    RasMissingRank,
-    RasRank,
-    is_ras,
-    read_ras,
-)
 from stepsplit.analyzer.readers.run_metadata import read_run_spec
 from stepsplit.analyzer.readers.sources import is_special
 from stepsplit.analyzer.readers.watchdog_log import IS_WATCHDOG, read_watchdog_log
 from stepsplit.analyzer.trace import Group
-from stepsplit.collectors.formats.rank_state import RAISED, RAS_NAME, RankState
+from stepsplit.collectors.formats.rank_state import RAISED, RankState
 from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec
 
 _GUESSED_TEXT = "the dumps do not list group members: inferred from the ranks that used each group"
@@ -104,7 +97,7 @@ def read_calls(places: Sequence[str | Path], states: tuple[RankState, ...] | Non
     known = () if spec is None else spec.groups
     groups = tuple(Group(one.name, one.ranks, one.description) for one in known)
     hang = msgspec.structs.replace(
-        examine_dumps(dumps, warnings, states, groups), ras=_describe_ras(places)
+        examine_dumps(dumps, warnings, states, groups), ras=describe_ras(places)
     )
     if spec is None or states or hang.condition != CLEAR:
         return hang
@@ -129,53 +122,12 @@ def _examine_other_files(places: Sequence[str | Path]) -> Hang | None:
                 is_log = bool(IS_WATCHDOG.search(content.read(MAX_STATE_BYTES)))
             if is_log:
                 logs.append(read_watchdog_log(source))
-    ras = _describe_ras(places)
+    ras = describe_ras(places)
     if logs:
         return msgspec.structs.replace(examine_watchdog_logs(logs), ras=ras)
     if not ras:
         return None
-    return Hang(verdict=_RAS_ALONE, ranks=(), condition=LATE, note=_RAS_ALONE, ras=ras)
-
-
-_RAS_ALONE = (
-    "not known to be a hang: NCCL's RAS counts what ranks have launched at one moment; if a second"
-    " answer has the same counts, the ranks with fewer launches are those that others wait for"
-)
-
-
-def _describe_ras(places: Sequence[str | Path]) -> tuple[str, ...]:
-    """What NCCL's RAS said of the job, in words: ranks that are behind or do not answer."""
-    sentences: list[str] = []
-    with list_files([str(place) for place in places]) as sources:
-        for source in sources:
-            if is_special(source):
-                continue
-            with open_unpacked(source) as content:
-                head = content.read(RAS_HEAD_BYTES)
-                if source.inner.name != RAS_NAME and not is_ras(head):
-                    continue
-                body = head + content.read(MAX_STATE_BYTES)
-            status = read_ras(body.decode(errors="replace"))
-            sentences += status.findings
-            # The largest communicators first: they have most of the job in them.
-            for one in sorted(status.communicators, key=lambda each: -each.size):
-                for missing in one.missing_ranks:
-                    dead = missing.status.considered_dead
-                    what = "is considered dead" if dead else "does not answer"
-                    sentences.append(f"{_name_ras_rank(missing, one)} {what}")
-                for op in dict.fromkeys(op for rank in one.ranks for op in rank.collective_counts):
-                    most = max(rank.collective_counts.get(op, 0) for rank in one.ranks)
-                    sentences += [
-                        f"{_name_ras_rank(rank, one)} has launched {launched} {op}, others {most}"
-                        for rank in one.ranks
-                        if (launched := rank.collective_counts.get(op, 0)) < most
-                    ]
-    return tuple(sentences)
-
-
-def _name_ras_rank(rank: RasRank | RasMissingRank, communicator: RasCommunicator) -> str:
-    where = f"rank {rank.rank} of communicator {communicator.hash} of {communicator.size}"
-    return f"{where} (process {rank.pid} on {rank.host})"
+    return Hang(verdict=RAS_ALONE, ranks=(), condition=LATE, note=RAS_ALONE, ras=ras)
 
 
 def read_spec(places: Sequence[str | Path]) -> RunSpec | None:

@@ -3,35 +3,73 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 MESSAGES = ("send", "recv")
 
-SYMMETRIC_OPS = ("all_reduce", "all_gather", "reduce_scatter")
-"""Collectives whose members all pass the same size, and whose kernels end simultaneously."""
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a collective does in a ring of n ranks; nccl-tests' busbw factor follows from it
+    (doc/PERFORMANCE.md of NVIDIA/nccl-tests; GatherGetBw and ScatterGetBw in its src/).
+
+    rounds: how often n-1 steps are made. keeps_part: a rank's own part, 1/n, crosses no link.
+    is_symmetric: all members pass the same size, and their kernels end simultaneously.
+    passes_parts: each rank's part passes all others in turn.
+    """
+
+    rounds: int = 1
+    keeps_part: bool = False
+    is_symmetric: bool = False
+    passes_parts: bool = False
+
+    def count_fraction(self, ranks: int) -> tuple[int, int]:
+        """The bytes that a rank sends, divided by the message size: numerator and denominator."""
+        return (self.rounds * (ranks - 1), ranks) if self.keeps_part else (1, 1)
+
+    def format_factor(self, size: str = "") -> str:
+        """The same as a formula of n, with the name of the message size."""
+        factors = ["2"] * (self.rounds == 2) + [size] * bool(size)
+        return " ".join([*factors, *["(n-1)/n"] * self.keeps_part]) or "1"
+
+
+COLLECTIVES = {
+    "all_reduce": Collective(rounds=2, keeps_part=True, is_symmetric=True),
+    "all_gather": Collective(keeps_part=True, is_symmetric=True, passes_parts=True),
+    "reduce_scatter": Collective(keeps_part=True, is_symmetric=True, passes_parts=True),
+    "all_to_all": Collective(keeps_part=True),
+    "gather": Collective(keeps_part=True),
+    "scatter": Collective(keeps_part=True),
+    "broadcast": Collective(),
+    "reduce": Collective(),
+    "send": Collective(),
+    "recv": Collective(),
+}
+
+SYMMETRIC_OPS = tuple(op for op, one in COLLECTIVES.items() if one.is_symmetric)
 
 
 def count_ring_bytes(op: str, ranks: int, message_bytes: int) -> int:
     """Bytes that each rank of a ring sends for a collective of this message size (that of the
-    whole buffer of an all_gather or reduce_scatter), by nccl-tests' factor of the op."""
-    numerator, denominator = _find_ring_fraction(op, ranks)
+    whole buffer of an all_gather or reduce_scatter)."""
+    numerator, denominator = COLLECTIVES[op].count_fraction(ranks)
     return message_bytes * numerator // denominator
 
 
 def compute_busbw_factor(op: str, ranks: int) -> float:
-    """busbw / algbw, as nccl-tests define it (doc/PERFORMANCE.md of NVIDIA/nccl-tests; GatherGetBw
-    and ScatterGetBw in its src/gather.cu and src/scatter.cu)."""
-    numerator, denominator = _find_ring_fraction(op, ranks)
+    """busbw / algbw, as nccl-tests define it; 1 for an unknown op."""
+    numerator, denominator = COLLECTIVES.get(op, Collective()).count_fraction(ranks)
     return numerator / denominator
 
 
-def _find_ring_fraction(op: str, ranks: int) -> tuple[int, int]:
-    if op == "all_reduce":
-        return 2 * (ranks - 1), ranks
-    # What a root gathers or scatters does not cross a link for its own part.
-    if op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
-        return ranks - 1, ranks
-    return 1, 1
+def format_factors(ops: Iterable[str], size: str = "") -> list[tuple[str, list[str]]]:
+    """The factors of these ops as formulas, each with the ops that have it."""
+    by_factor: dict[str, list[str]] = {}
+    for op in ops:
+        by_factor.setdefault(COLLECTIVES[op].format_factor(size), []).append(op)
+    return list(by_factor.items())
 
 
 # Names of ops and dtypes, and sizes in bytes.

@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.parameters import (
     select_trained,
 )
 from stepsplit.analyzer.model.rank_layout import StageConfig, list_rank_chunks, place_group
-from stepsplit.analyzer.ops import count_ring_bytes
+from stepsplit.analyzer.ops import count_ring_bytes, format_factors
 
 # Tensor parallelism, with and without sequence parallelism.
 
@@ -613,10 +613,12 @@ class CommOp:
         )  # fmt: skip
 
 
+_SENT_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
+
 WIRE = Formula(
     "comm.wire",
-    "all_reduce 2 S (n-1)/n; all_gather, reduce_scatter, all_to_all S (n-1)/n; send, broadcast S"
-    " (S message bytes: the gathered buffer; ring algorithms, a lower bound for each rank)",
+    "; ".join(f"{', '.join(ops)} {sent}" for sent, ops in format_factors(_SENT_OPS, "S"))
+    + " (S message bytes: the gathered buffer; ring algorithms, a lower bound for each rank)",
     "NVIDIA/nccl-tests PERFORMANCE.md; Patarasuk and Yuan, J. Parallel Distrib. Comput. 2009",
 )
 

@@ -12,7 +12,7 @@ from stepsplit.analyzer.model.config import HardwareConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
-from stepsplit.analyzer.ops import compute_busbw_factor
+from stepsplit.analyzer.ops import COLLECTIVES, compute_busbw_factor, format_factors
 
 # Time of one collective or message, and its error band.
 
@@ -144,10 +144,16 @@ def compute_all_to_all_ns(
 
 # NCCL's algorithms for a collective: latency plus bytes over bandwidth.
 
+_RING_OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+
+_RING_FACTORS = ", ".join(
+    f"{factor.replace(' ', '')} {' and '.join(ops)}" for factor, ops in format_factors(_RING_OPS)
+)
+
 RING_ALGORITHM = Formula(
     "comm.ring",
     "t = base + steps a + S f / (B e); steps 2(n-1) all_reduce, n-1 otherwise;"
-    " f = 2(n-1)/n all_reduce, (n-1)/n all_gather and reduce_scatter, 1 broadcast and reduce;"
+    f" f = {_RING_FACTORS};"
     " over k nodes 2(k-1) or k-1 of the steps are between nodes; large messages wait for these"
     " and, in an all_reduce, for the steps of one node, otherwise for 0.55 of all others; B ="
     " min(NVLink, ranks per node x NIC)",
@@ -167,10 +173,6 @@ NVLS = Formula(
     "NVIDIA/nccl src/graph/tuning.cc; ml-engineering network/README.md, 8xH200 rows",
 )
 
-_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1}
-
-_PASSED_ON = ("all_gather", "reduce_scatter")
-
 
 def compute_ring_ns(
     op: str, message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
@@ -189,7 +191,7 @@ def compute_ring_ns(
     ll128 = LL128_BASE_NS.value
     if group.nodes == 1:
         ll128 += hops_ns * LL128_STEP.value
-    elif op in _PASSED_ON and hardware.inter.name.startswith(LL128_NETWORKS):
+    elif COLLECTIVES[op].passes_parts and hardware.inter.name.startswith(LL128_NETWORKS):
         ll128 += large_hops_ns * LL128_STEP.value
     else:
         return min(simple, ll)
@@ -201,13 +203,13 @@ def _compute_ring_hops_ns(
 ) -> tuple[float, float]:
     """Latency in ns of all steps, and of those that a large message waits for: between nodes, and
     of one node or, where each rank's part passes all others in turn, of all nodes."""
-    rounds, here = _STEPS[op], group.ranks_per_node - 1
+    rounds, here = COLLECTIVES[op].rounds, group.ranks_per_node - 1
     between = rounds * (group.nodes - 1)
     steps = rounds * (group.ranks - 1) - between
     between_ns = between * hardware.inter.latency_ns
     inside_ns = steps * hardware.intra.latency_ns
     own_ns = rounds * here * hardware.intra.latency_ns
-    if op in _PASSED_ON and group.nodes > 1:
+    if COLLECTIVES[op].passes_parts and group.nodes > 1:
         own_ns = inside_ns * PASS_STEP.value
     return inside_ns + between_ns, own_ns + between_ns
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.ops import COLLECTIVES, format_factors
 from stepsplit.analyzer.report.headline import Summary, summarize
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
@@ -197,8 +198,8 @@ NUMBERS: Mapping[str, NumberEntry] = _BUCKET_ENTRIES | {
     ),
     "busbw": NumberEntry(
         "bandwidth that the links carry, comparable between ops and numbers of ranks",
-        "algbw x factor: all_reduce 2 (n - 1) / n; all_gather, reduce_scatter, all_to_all, gather,"
-        " scatter (n - 1) / n; broadcast, reduce, send, recv 1",
+        "algbw x factor: "
+        + "; ".join(f"{', '.join(ops)} {factor}" for factor, ops in format_factors(COLLECTIVES)),
         "collectives",
         "docs/method.md#transfer-and-waiting",
     ),

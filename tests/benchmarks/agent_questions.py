@@ -199,7 +199,7 @@ def list_sample_questions() -> list[Question]:
         Question("Who is the straggler?", who, {"recording": "one_of_four"},
                  lambda one: one["stragglers"][0]["rank"], REFUSED, doubt="lost"),
         Question("How is busbw of an all_reduce computed?", "what does this number mean",
-                 {"number": "busbw"}, lambda one: "all_reduce 2 (n - 1) / n" in one["formula"],
+                 {"number": "busbw"}, lambda one: "all_reduce 2 (n-1)/n" in one["formula"],
                  True),
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.split.call_purposes import find_call_purposes
-from stepsplit.analyzer.split.job_size import JobSize, find_job_size
+from stepsplit.analyzer.split.job_size import JobSize
 from stepsplit.analyzer.split.mesh_groups import (
     RankLine,
     build_mesh,
@@ -140,15 +140,15 @@ def _find_spread_axes(mesh: Mesh, ranks: tuple[int, ...]) -> frozenset[str]:
 
 
 def infer_layout(
-    spec: RunSpec | None, traces: Sequence[RankTrace], mesh: Mesh | None = None
+    spec: RunSpec | None, traces: Sequence[RankTrace], mesh: Mesh | None, size: JobSize
 ) -> RankLayout:
     """The layout from the mesh that the user states, else from run.json, else inferred from group
     names, messages and usage.
 
     Stated axes are compared with the names of the groups and the code that issued their calls; a
-    contradiction is a note. Raises UsageError if the user states a mesh of other ranks.
+    contradiction is a note.
     """
-    groups, size = _collect_groups(spec, traces), find_job_size(spec, traces, mesh)
+    groups = _collect_groups(spec, traces)
     stated, source = mesh, STATED
     if stated is None and spec is not None:
         stated, source = spec.mesh, RUN_JSON

@@ -156,7 +156,7 @@ def split_run(
             mesh if mesh is not None else spec.mesh if spec is not None else None, size,
         )  # fmt: skip
     traces = assign_world_group(found.traces)
-    layout = infer_layout(spec, traces, mesh)
+    layout = infer_layout(spec, traces, mesh, size)
     traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]
     if named is not None and all(map(is_, traces, usable.traces)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,20 @@ from support.required import shared_repro
 from support.splitting import recording_of
 
 from stepsplit.analyzer import Group, RankTrace, UsageError, analyze
+from stepsplit.analyzer.split.job_size import find_job_size
 from stepsplit.analyzer.split.mesh import RankLayout, infer_layout
 from stepsplit.analyzer.split.mesh_groups import GroupName, parse_group_name
 from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.collectors.formats.run_spec import GroupInfo
 
 MESH = Mesh.of({"pp": 2, "dp": 2, "tp": 2})
+
+
+def layout_of(
+    spec: RunSpec | None, traces: Sequence[RankTrace], mesh: Mesh | None = None
+) -> RankLayout:
+    """The layout of a job, of the size that the recording says."""
+    return infer_layout(spec, traces, mesh, find_job_size(spec, traces, mesh))
 
 
 def spec(mesh: Mesh | None, *groups: GroupInfo) -> RunSpec:
@@ -30,7 +39,7 @@ def mesh_groups(*axes: str) -> list[GroupInfo]:
 
 
 def test_the_mesh_in_run_json_defines_every_axis() -> None:
-    layout = infer_layout(spec(MESH), [])
+    layout = layout_of(spec(MESH), [])
     assert (layout.source, layout.notes) == ("run.json", ())
     assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert [layout.find_stage(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -41,13 +50,13 @@ def test_the_mesh_in_run_json_defines_every_axis() -> None:
 
 
 def test_the_names_of_groups_make_the_same_mesh() -> None:
-    layout = infer_layout(spec(None, *mesh_groups("pp", "dp_replicate", "tp")), [])
+    layout = layout_of(spec(None, *mesh_groups("pp", "dp_replicate", "tp")), [])
     assert (layout.mesh, layout.source) == (MESH, "group names")
     assert [note.code for note in layout.notes] == ["mesh_inferred"]
 
 
 def test_groups_that_do_not_cover_the_world_name_stages_and_axes_but_no_mesh() -> None:
-    layout = infer_layout(spec(None, *mesh_groups("pp", "tp")), [])
+    layout = layout_of(spec(None, *mesh_groups("pp", "tp")), [])
     assert (layout.mesh, layout.source) == (None, "group names")
     assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert [note.code for note in layout.notes] == ["mesh_inferred"]
@@ -116,7 +125,7 @@ MEGATRON_RANK_9 = (
 
 def described(world_size: int, *groups: tuple[str, tuple[int, ...]]) -> RankLayout:
     infos = [GroupInfo(f"{i}", description, ranks) for i, (description, ranks) in enumerate(groups)]
-    return infer_layout(RunSpec("run", world_size, "nccl", groups=tuple(infos)), [])
+    return layout_of(RunSpec("run", world_size, "nccl", groups=tuple(infos)), [])
 
 
 def axes(layout: RankLayout, *groups: tuple[str, tuple[int, ...]]) -> list[str | None]:
@@ -126,7 +135,7 @@ def axes(layout: RankLayout, *groups: tuple[str, tuple[int, ...]]) -> list[str |
 def read(folder: Path, *traces: GpuTrace | CpuTrace) -> RankLayout:
     for trace in traces:
         trace.write(folder)
-    return infer_layout(None, recorded(folder))
+    return layout_of(None, recorded(folder))
 
 
 def recorded(folder: Path) -> tuple[RankTrace, ...]:
@@ -182,7 +191,7 @@ def test_torchtitan_dims_map_to_the_axes_that_they_flatten() -> None:
 
 def test_a_group_of_experts_lies_along_ep_even_if_the_mesh_lacks_it() -> None:
     stated = RunSpec("run", 4, "nccl", mesh=Mesh.of({"dp": 4}))
-    layout = infer_layout(stated, [])
+    layout = layout_of(stated, [])
     pairs = (("mesh_ep", (0, 1)), ("mesh_dp", (0, 1, 2, 3)))
     assert axes(layout, *pairs) == ["ep", "dp_replicate"]
 
@@ -203,9 +212,9 @@ def test_a_stated_mesh_is_used_and_a_contradicting_name_is_a_warning(
     stated = Mesh.parse(mesh)
     groups = (GroupInfo("0", "mesh_dp", (0, 2)), GroupInfo("1", "mesh_tp", (0, 1)))
     spec = RunSpec("run", 4, "nccl", groups=groups)
-    layout = infer_layout(spec, [], stated)
+    layout = layout_of(spec, [], stated)
     assert (layout.mesh, layout.source) == (stated, "stated")
-    in_run_json = infer_layout(RunSpec("run", 4, "nccl", mesh=stated, groups=groups), [])
+    in_run_json = layout_of(RunSpec("run", 4, "nccl", mesh=stated, groups=groups), [])
     assert (in_run_json.source, in_run_json.notes) == ("run.json", layout.notes)
     full = mesh.replace("fsdp", "dp_shard").replace("dp=", "dp_replicate=")
     assert [(note.code, note.message) for note in layout.notes] == (
@@ -218,7 +227,7 @@ def test_ranks_may_have_a_group_of_another_axis_beside_the_stated_one() -> None:
     stated = Mesh.parse("pp=2,tp=2")
     names = (("mesh_dp_replicate", (0, 2)), ("mesh_pp", (0, 2)), ("mesh_tp", (0, 1)))
     groups = tuple(GroupInfo(str(i), name, ranks) for i, (name, ranks) in enumerate(names))
-    assert infer_layout(RunSpec("run", 4, "nccl", groups=groups), [], stated).notes == ()
+    assert layout_of(RunSpec("run", 4, "nccl", groups=groups), [], stated).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +259,7 @@ def test_a_stated_mesh_without_the_pipeline_of_the_messages_is_contradicted(
 ) -> None:
     for rank in (0, 1):
         swap(rank, works_first=True).write(tmp_path)
-    layout = infer_layout(None, recorded(tmp_path), Mesh.of({"tp": 2}))
+    layout = layout_of(None, recorded(tmp_path), Mesh.of({"tp": 2}))
     assert [note.message for note in layout.notes] == [
         "stated mesh tp=2: ranks 0, 1 are along tp, but their messages show pp"
     ]
@@ -259,7 +268,7 @@ def test_a_stated_mesh_without_the_pipeline_of_the_messages_is_contradicted(
 def test_a_stated_mesh_of_other_ranks_is_refused() -> None:
     spec = RunSpec("run", 4, "nccl", groups=(GroupInfo("0", "mesh_tp", (0, 1, 2, 3)),))
     with pytest.raises(UsageError) as error:
-        infer_layout(spec, [], MESH)
+        layout_of(spec, [], MESH)
     assert str(error.value) == (
         "stated mesh pp=2,dp_replicate=2,tp=2 has 8 ranks, but the job has 4; state a mesh of 4, "
         "or none"

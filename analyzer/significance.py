@@ -354,11 +354,11 @@ _PRECISION = 1e-3
 def _compute_decidable_ratio(runs: int) -> float:
     """The smallest budget, in standard deviations of one run."""
     low, high = 0.0, 1.0
-    while compute_pass_rate(1.0, high, runs) < POWER:
+    while compute_pass_rate(high, runs) < POWER:
         low, high = high, 2 * high
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
-        enough = compute_pass_rate(1.0, middle, runs) >= POWER
+        enough = compute_pass_rate(middle, runs) >= POWER
         low, high = (low, middle) if enough else (middle, high)
     return high
 
@@ -366,15 +366,17 @@ def _compute_decidable_ratio(runs: int) -> float:
 _N_QUANTILES = 200
 
 
-def compute_pass_rate(noise: float, allowed: float, runs: int) -> float:
-    """How often so many runs per side, which differ by normal noise above 0 only, pass the check.
+def compute_pass_rate(allowed: float, runs: int) -> float:
+    """How often so many runs per side, which differ by normal noise only, pass the check.
+
+    allowed is in standard deviations of a run.
 
     The noise that the check itself estimates varies too: the mean is taken over its quantiles.
     """
     import numpy as np
     from scipy.special import gammaincinv, ndtr
 
-    error, degrees_of_freedom = noise * math.sqrt(2 / runs), 2.0 * runs - 2
+    error, degrees_of_freedom = math.sqrt(2 / runs), 2.0 * runs - 2
     levels = (np.arange(_N_QUANTILES) + 0.5) / _N_QUANTILES
     half = degrees_of_freedom / 2
     # The quantiles of the square root of chi square / degrees of freedom.

@@ -91,7 +91,7 @@ def infer_tables(spec: RunSpec | None, split: RunSplit) -> tuple[TomlTable, ...]
     parallel = infer_parallel(spec, split)
     vocab = parallel.values.get("split_vocab")
     split_vocab = vocab if isinstance(vocab, bool) else None
-    shape = infer_model_shape(split, find_mesh(spec, split), split_vocab)
+    shape = infer_model_shape(split, find_mesh(split), split_vocab)
     # The model in run.json, completed by the shapes of the ops and the activation function.
     activation, names = None, _collect_names(split)
     if shape.heads and not names & {"aten::gelu", "aten::silu"}:  # which are the default ones
@@ -276,7 +276,7 @@ def infer_parallel(spec: RunSpec | None, split: RunSplit) -> TomlTable:
     If the mesh is unknown all ranks count as replicas unless a job.toml defines axes.
     """
     recorded = (spec.training if spec else None) or Training()
-    mesh, strategies = find_mesh(spec, split), {one.name: one for one in split.strategies}
+    mesh, strategies = find_mesh(split), {one.name: one for one in split.strategies}
     zero = recorded.zero
     if zero is None:
         # FSDP that keeps weights until the backward (ZeRO-2) shards them as well.
@@ -315,7 +315,7 @@ def _infer_strategies(
     fsdp = messages.weights_sharded_from == 2
     # A custom loop reduces gradients in one call after the backward where DistributedDataParallel
     # could not be used: it supports neither tensor-parallel weights nor expert parallelism.
-    loop, mesh = recorded.framework or _CUSTOM_LOOP, find_mesh(spec, split)
+    loop, mesh = recorded.framework or _CUSTOM_LOOP, find_mesh(split)
     is_split = (mesh is not None and mesh.size("tp") > 1) or "ep" in strategies
     by_hand = loop == _CUSTOM_LOOP and is_split and messages.wraps_replicas == "always"
     accumulation = strategies.get("gradient accumulation")
@@ -462,7 +462,7 @@ def infer_framework(spec: RunSpec | None, split: RunSplit) -> str:
     known = list_framework_aliases().get(recorded.lower(), recorded.lower())
     if known in list_frameworks():
         return known
-    mesh = find_mesh(spec, split)
+    mesh = find_mesh(split)
     is_replicated = (
         mesh is not None and mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") == 1
     )
@@ -473,7 +473,7 @@ _CUSTOM_LOOP = "torch"
 """What collectors record of a training loop of one's own."""
 
 
-def find_mesh(spec: RunSpec | None, split: RunSplit) -> Mesh | None:
+def find_mesh(split: RunSplit) -> Mesh | None:
     """The mesh from run.json or inferred from messages; for a single rank a mesh of size 1."""
     if split.layout.mesh is not None:
         return split.layout.mesh

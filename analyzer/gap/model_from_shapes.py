@@ -80,7 +80,7 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
     first = next((one for one in ops.values() if one.embeddings), None)
     last = next((one for one in ops.values() if one.losses), None)
     batch = _infer_batch(first or last, whole)
-    ends = _infer_ends(ops, passes, batch, whole)
+    ends = _infer_ends(ops, passes, batch)
     hidden = ends.hidden
     blocks = {
         rank: block
@@ -219,7 +219,6 @@ def _infer_ends(
     ops: Mapping[int, ForwardOps],
     passes: Mapping[int, int],
     batch: _Batch | None,
-    mesh: Mesh | None,
 ) -> _Ends:
     """The ends from the ranks that have the embedding or the loss; a loss with fewer rows than half
     of the tokens is over classes, not over a vocabulary."""

@@ -639,8 +639,6 @@ def _infer_overlap(stated: Mapping[str, Any], framework: Framework) -> frozenset
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full", "sqrt")
 
-TARGETS: tuple[Target, ...] = get_args(Target)
-
 STATES: tuple[State, ...] = get_args(State)
 
 _TRAINING_KINDS: Mapping[str, Any] = {

@@ -407,9 +407,6 @@ def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> 
 # Links, efficiencies and attention kernels by name: presets/links.toml, efficiency.toml and
 # attention.toml.
 
-REQUIRED_EFFICIENCY_KEYS = list_required_keys(Efficiency)
-"""The keys that every family must have."""
-
 
 def load_link(name: str) -> Link:
     """Loads a link of links.toml. Raises UsageError, which suggests similar names."""

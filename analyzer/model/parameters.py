@@ -90,13 +90,13 @@ def count_parameters(model: ModelConfig, vocab: int | None = None) -> int:
     return _count_outside_layers(model, vocab) + _sum_dense(model) + _sum_experts(model)
 
 
-def count_active_parameters(model: ModelConfig, vocab: int | None = None) -> int:
+def count_active_parameters(model: ModelConfig) -> int:
     """Counts the active parameters of a token: top_k of the experts and all of the rest."""
     if model.experts is None:
-        return count_parameters(model, vocab)
+        return count_parameters(model)
     active_experts = model.experts.top_k * count_mlp_parameters(model, model.experts.ffn)
     return (
-        _count_outside_layers(model, vocab)
+        _count_outside_layers(model, None)
         + _sum_dense(model)
         + model.expert_layers * active_experts
     )
@@ -721,8 +721,6 @@ CONVENTIONS: dict[Convention, Formula] = {
 }
 """Written for GPT with full attention; other architectures are counted GEMM by GEMM."""
 
-DAYS = Formula("flops.days", "T F / (B s n X)", f"{_SC21}, eq. 3 over eq. 4's n X")
-
 
 def compute_sc21_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
     """Computes C3 of a GPT step in closed form (Narayanan et al., eq. 3): full recomputation."""
@@ -733,7 +731,8 @@ def compute_sc21_flops(layers: int, hidden: int, seq: int, vocab: int, batch: in
 def compute_training_days(
     tokens: float, flops_per_token: float, world_size: int, flops_per_s: float
 ) -> float:
-    """Computes the days to train on tokens with flops_per_s on each of world_size GPUs."""
+    """Computes the days to train on tokens with flops_per_s on each of world_size GPUs (Narayanan
+    et al., eq. 3 over eq. 4's n X)."""
     return tokens * flops_per_token / (world_size * flops_per_s) / SECONDS_PER_DAY
 
 

@@ -108,42 +108,6 @@ def _compute_closed_form(
 
 # Bubbles of pipelines of equal stages in closed form, with the time of messages.
 
-ONE_AT_A_TIME = Formula(
-    "schedule.naive",
-    "bubble = m (p-1) (T + 2 Tc), with T = TF + TB + TW",
-    "Narayanan et al., SC'21, section 2.2: one microbatch at a time",
-)
-
-GPIPE = Formula(
-    "schedule.gpipe",
-    "bubble = (p-1) (T + 2 Tc)",
-    "Narayanan et al., SC'21, section 2.2.1; Tc: the first microbatch there, the last one back",
-)
-
-ONE_F_ONE_B = Formula(
-    "schedule.1f1b",
-    "bubble = (p-1) T + (2 (p-1) (m+p) / p - 2) Tc where p divides m",
-    "Narayanan et al., SC'21, section 2.2.1; Tc: Qi et al., arXiv:2401.10241, tables 5 and 9",
-)
-
-INTERLEAVED = Formula(
-    "schedule.interleaved",
-    "bubble = (p-1) T / v + (2 p v - p - 2) Tc where p divides m",
-    "Narayanan et al., SC'21, section 2.2.2; Tc: Qi et al., arXiv:2401.10241, tables 5 and 9",
-)
-
-ZB_H1 = Formula(
-    "schedule.zb-h1",
-    "bubble = (p-1) (TF + TB - TW + 4 Tc) where m > p, with m-1 for p-1 TWs below",
-    "Qi et al., arXiv:2401.10241, table 2 and appendix H; Tc: tables 5 and 9",
-)
-
-ZB_H2 = Formula(
-    "schedule.zb-h2",
-    "bubble = (p-1) (TF + TB - 2 TW + 2 Tc) where m >= 2p-1, with m-1 TWs below",
-    "Qi et al., arXiv:2401.10241, table 2 and appendix H; Tc: tables 5 and 9",
-)
-
 
 def compute_bubble_ns(
     schedule: str,
@@ -169,9 +133,11 @@ def compute_bubble_ns(
     forward, inputs, weights = times_ns
     total_ns = sum(times_ns)
     match schedule:
+        # Narayanan et al., SC'21, section 2.2; Tc: Qi et al., arXiv:2401.10241, tables 5 and 9.
         case "naive":
             return m * (p - 1) * (total_ns + 2 * transfer_ns)
         case "gpipe":
+            # Tc: the first microbatch there, the last one back.
             return (p - 1) * (total_ns + 2 * transfer_ns)
         case "1f1b":
             # Messages on the longest path: forward and backward, and p-1 more in each direction for
@@ -181,6 +147,7 @@ def compute_bubble_ns(
             return (p - 1) * total_ns + messages * transfer_ns
         case "interleaved" if m % p == 0:
             return (p - 1) * total_ns / v + (2 * p * v - p - 2) * transfer_ns
+        # Qi et al., table 2 and appendix H.
         case "zb-h1":
             messages = 2 * (p - 1) + 2 * max(0, min(m - 2, p - 1))
             filled = min(m - 1, p - 1) * weights

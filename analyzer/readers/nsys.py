@@ -98,7 +98,7 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
             if name in _FIELDS:
                 fields[domain, schema].append((_FIELDS[name], max(offset, 0)))
         payloads = {}
-        for row, data in db.read_blobs("NVTX_EVENTS", "binaryData", build_range_condition(db)):
+        for row, data in db.read_payloads(build_range_condition(db)):
             known_fields = fields.get((_read_number(data, 0, 8), _read_number(data, 8, 8)), ())
             values = {
                 name: _read_number(data, _HEADER_BYTES + offset, 8 if name in _EIGHT_BYTES else 4)
@@ -690,16 +690,17 @@ class NsysDatabase(Struct, frozen=True):
     def read_texts(
         self, table: str, column: str, condition: str = "1", max_chars: int = MAX_TEXT
     ) -> Iterator[str]:
-        """One column of the table as text, truncated to `most` characters; "" for NULL."""
+        """One column of the table as text, truncated to max_chars characters; "" for NULL."""
         if self.has_column(table, column):
             term = f"IFNULL(SUBSTR(CAST({column} AS TEXT), 1, {max_chars}), '')"
             yield from chain.from_iterable(self._select_rows(table, term, condition))
 
-    def read_blobs(self, table: str, column: str, condition: str) -> Iterator[tuple[int, bytes]]:
-        """The row numbers and bytes of one column, without NULLs."""
-        if self.has_column(table, column):
-            term = f"_rowid_, SUBSTR(CAST({column} AS BLOB), 1, {MAX_TEXT})"
-            yield from self._select_rows(table, term, f"{column} IS NOT NULL AND {condition}")
+    def read_payloads(self, condition: str) -> Iterator[tuple[int, bytes]]:
+        """The row numbers and payloads of NVTX ranges that have one."""
+        if self.has_column("NVTX_EVENTS", "binaryData"):
+            term = f"_rowid_, SUBSTR(CAST(binaryData AS BLOB), 1, {MAX_TEXT})"
+            condition = f"binaryData IS NOT NULL AND {condition}"
+            yield from self._select_rows("NVTX_EVENTS", term, condition)
 
     def read_strings(self, ids: Int64) -> tuple[str, ...]:
         """The text of each id in StringIds, "" if missing."""

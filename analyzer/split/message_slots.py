@@ -82,9 +82,7 @@ def order_passes(
         messages: The kind of each message of the rank, in the order of issue.
         place: The place of the rank in its pipeline.
     """
-    units = (
-        _list_units(work, messages) if work.has_backwards else _guess_units(work, messages, place)
-    )
+    units = _list_units(work) if work.has_backwards else _guess_units(work, messages, place)
     _mark_sent(units, work, messages)
     forwards = list(_find_forwards(units, work, place))
     backwards, weights = _find_backwards(units, work, place)
@@ -103,7 +101,7 @@ def order_passes(
     )
 
 
-def _list_units(work: LaunchedWork, messages: Sequence[int]) -> list[_Unit]:
+def _list_units(work: LaunchedWork) -> list[_Unit]:
     """The launches between two messages, split where a backward begins or ends."""
     label = 2 * work.gap + work.backward
     edges = np.flatnonzero(np.diff(label, prepend=-1, append=-1))
@@ -121,12 +119,10 @@ its forward from its backward, it only places their border: they leave no bubble
 def _guess_units(work: LaunchedWork, messages: Sequence[int], place: StagePosition) -> list[_Unit]:
     """The launches between two messages by what is sent after them, without other evidence."""
     units: list[_Unit] = []
-    whole = _list_units(work, messages)
-    pure = next(
-        (unit for unit in whole if NEXT in _list_following(unit, whole, work, messages)), None
-    )
+    whole = _list_units(work)
+    pure = next((unit for unit in whole if NEXT in _list_following(unit, work, messages)), None)
     for unit in whole:
-        following = _list_following(unit, whole, work, messages)
+        following = _list_following(unit, work, messages)
         border = unit.first
         if NEXT in following and pure is not None:
             # On the first stage a backward may come before the forward, which begins a step.
@@ -145,9 +141,7 @@ def _guess_units(work: LaunchedWork, messages: Sequence[int], place: StagePositi
     return [unit for unit in units if unit.after > unit.first]
 
 
-def _list_following(
-    unit: _Unit, units: Sequence[_Unit], work: LaunchedWork, messages: Sequence[int]
-) -> Sequence[int]:
+def _list_following(unit: _Unit, work: LaunchedWork, messages: Sequence[int]) -> Sequence[int]:
     """The messages between a unit and the next one."""
     low = int(work.gap[unit.after - 1])
     high = int(work.gap[unit.after]) if unit.after < len(work.gap) else len(messages)
@@ -288,11 +282,11 @@ def order_folded_passes(
         place: The place of the rank in its pipeline.
         both_ways: Each chunk has microbatches of its own.
     """
-    units = _list_units(work, messages) if work.has_backwards else []
+    units = _list_units(work) if work.has_backwards else []
     last = max((i for i, unit in enumerate(units) if unit.backward), default=-1)
     launched: list[_Launched] = []
     for unit in units[: last + 1]:  # what follows is the optimizer
-        following = _list_following(unit, units, work, messages)
+        following = _list_following(unit, work, messages)
         toward = next((kind for kind in following if kind != RECEIVE), RECEIVE)
         launched.append(_Launched(unit.first, _list_names(unit, work), unit.backward, toward))
     # In one direction outputs only go on, and gradients only back.

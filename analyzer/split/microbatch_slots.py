@@ -203,7 +203,7 @@ def infer_slots(
     if chunks > 1 or _has_several_chunks(trace, line):
         return _order_slots(trace, work, line, steps, chunks)
     gaps = _assign_gaps(work, messages, _find_host_step(messages, steps))
-    kind = _classify_work(work, gaps, first=trace.rank == line[0], last=trace.rank == line[-1])
+    kind = _classify_work(gaps, first=trace.rank == line[0], last=trace.rank == line[-1])
     slots = _build_slots(work, gaps.number, kind, layout.find_stage(trace.rank))
     return slots or _order_slots(trace, work, line, steps, chunks)
 
@@ -284,7 +284,7 @@ def _collect_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
     rows = np.flatnonzero(works)
     launched = events.find_launch_ns(rows) if trace.on_device else events.start_ns[rows]
     step = _find_host_step(launched, steps)
-    counts = (launched >= 0) & (step >= 0) & ~_is_launched_in(events, "Optimizer.", launched)
+    counts = (launched >= 0) & (step >= 0) & ~_is_launched_in_optimizer(events, launched)
     backwards = find_backward_spans(trace)
     if not len(backwards):
         # No range of autograd ends the last backward. Kernels of optimizers are not part of it, and
@@ -338,9 +338,9 @@ def _mask_host_events(events: Events, name: str) -> Bool:
     return events.is_category(Category.OP, Category.ANNOTATION) & events.match_prefix(name)
 
 
-def _is_launched_in(events: Events, name: str, launched: Int64) -> Bool:
-    """Which of these times are inside an op or annotation with this name prefix."""
-    spans = _mask_host_events(events, name)
+def _is_launched_in_optimizer(events: Events, launched: Int64) -> Bool:
+    """Which of these times are inside a step of torch's optimizers."""
+    spans = _mask_host_events(events, "Optimizer.")
     covered = union(events.start_ns[spans], events.ends_of(spans))
     edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
     return np.asarray(np.searchsorted(edges, launched, side="right") % 2 == 1)
@@ -377,7 +377,7 @@ def _assign_gaps(work: _Work, messages: Int64, message_step: Int64) -> _Gaps:
     )
 
 
-def _classify_work(work: _Work, gaps: _Gaps, *, first: bool, last: bool) -> Int64:
+def _classify_work(gaps: _Gaps, *, first: bool, last: bool) -> Int64:
     """For each event 0 for a forward, 1 for a backward, -1 for neither.
 
     Every stage but the first receives the input of a forward; every stage but the last sends its

@@ -7,25 +7,25 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from support.published_checks import validate_published
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS
+from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS, Efficiency, Target
+from stepsplit.analyzer.model.config_decode import list_required_keys
 from stepsplit.analyzer.model.config_file import (
     MODEL_KEYS,
     PARALLEL_KEYS,
     RECOMPUTES,
     STATES,
-    TARGETS,
     TRAINING_KEYS,
     parse_job,
 )
 from stepsplit.analyzer.model.hardware_config import (
     HARDWARE_KEYS,
     PEAKS,
-    REQUIRED_EFFICIENCY_KEYS,
     list_families,
     list_link_names,
 )
@@ -158,7 +158,7 @@ def test_every_key_of_a_job_file_is_on_the_page(section: str) -> None:
 def test_every_constant_of_the_hardware_is_on_the_page() -> None:
     written = {key.split(" = ")[0] for key in keys_of("hardware")}
     known = {f"peaks.{dtype}" for dtype in PEAKS} | {
-        f"efficiency.{name}" for name in REQUIRED_EFFICIENCY_KEYS
+        f"efficiency.{name}" for name in list_required_keys(Efficiency)
     }
     assert known - written == set()
 
@@ -167,7 +167,10 @@ def test_every_constant_of_the_hardware_is_on_the_page() -> None:
     ("section", "known"),
     [
         ("parallel", SCHEDULES),
-        ("training", (*DTYPES, *OPTIMIZERS, *list_frameworks(), *RECOMPUTES, *STATES, *TARGETS)),
+        (
+            "training",
+            (*DTYPES, *OPTIMIZERS, *list_frameworks(), *RECOMPUTES, *STATES, *get_args(Target)),
+        ),
         ("hardware", list_families()),
     ],
 )

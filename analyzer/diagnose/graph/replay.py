@@ -207,6 +207,9 @@ class _Branch(Struct, frozen=True):
 
 # The input of every bottleneck analysis: the split, its graph, and the steps as a table.
 
+_MOST_EVENTS = 3
+"""Examples that a finding gives of a rank's intervals or calls; chosen, not measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayContext:
@@ -374,13 +377,13 @@ class ReplayContext:
         start = rank.clock.map_instant_to_common_ns(int(events.start_ns[row])) - self.origin_ns
         return EventRef(rank.trace.rank, start, int(events.dur_ns[row]), events.name_of(row))
 
-    def list_longest(self, index: int, bucket: str, most: int = 3) -> tuple[EventRef, ...]:
+    def list_longest(self, index: int, bucket: str) -> tuple[EventRef, ...]:
         """The longest intervals of a rank in one bucket."""
         rank, number = self.split.ranks[index], BUCKETS.index(bucket)
         band = rank.attribution.band
         rows = np.flatnonzero(band.bucket == number)
         length = (band.end_ns - band.start_ns)[rows]
-        chosen = rows[np.argsort(-length, kind="stable")[:most]]
+        chosen = rows[np.argsort(-length, kind="stable")[:_MOST_EVENTS]]
         starts = rank.clock.map_to_common_ns(band.start_ns[chosen]) - self.origin_ns
         lengths = (band.end_ns - band.start_ns)[chosen]
         return tuple(
@@ -388,7 +391,7 @@ class ReplayContext:
             for start, took in zip(starts.tolist(), lengths.tolist(), strict=True)
         )
 
-    def list_longest_calls(self, kernels: Int64, most: int = 3) -> tuple[EventRef, ...]:
+    def list_longest_calls(self, kernels: Int64) -> tuple[EventRef, ...]:
         """The longest of these collectives and messages."""
         table, ranks = self.graph.kernels, self.split.ranks
         events = [
@@ -396,7 +399,7 @@ class ReplayContext:
             for rank, call in zip(table.rank[kernels], table.call[kernels], strict=True)
         ]
         longest = sorted(events, key=lambda at: -int(ranks[at[0]].trace.events.dur_ns[at[1]]))
-        return tuple(self.make_event_ref(*at) for at in longest[:most])
+        return tuple(self.make_event_ref(*at) for at in longest[:_MOST_EVENTS])
 
 
 # Replay: the time of each node of a graph.

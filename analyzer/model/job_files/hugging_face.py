@@ -113,6 +113,9 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
     hidden = find_number(values, "hidden_size", "n_embd", "d_model")
     heads = find_number(values, "num_attention_heads", "n_head", "num_heads")
     width = find_number(values, "intermediate_size", "n_inner", "ffn_dim")
+    # A model of text and images may state it outside of its language model.
+    tied = find_flag(values, "tie_word_embeddings")
+    tied = find_flag(outer, "tie_word_embeddings") if tied is None else tied
     sizes: dict[str, object] = {
         "layers": find_number(values, "num_hidden_layers", "n_layer", "num_layers"),
         "hidden": hidden,
@@ -123,7 +126,7 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
         "vocab": find_number(values, "vocab_size"),
         "gated": known.gated,
         "norm": known.norm,
-        "tied": _find_outer_flag(values, outer, "tie_word_embeddings", known.tied),
+        "tied": known.tied if tied is None else tied,
         "biases": known.biases,
         "activation": known.activation or None,
         "parallel_block": known.parallel_block or None,
@@ -140,15 +143,6 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
     _put_window(values, known, job)
     _put_experts(kind, values, job)
     _put_latent(values, heads, job)
-
-
-def _find_outer_flag(
-    values: Mapping[str, Any], outer: Mapping[str, Any], key: str, default: bool
-) -> bool:
-    for table in (values, outer):
-        if (flag := find_flag(table, key)) is not None:
-            return flag
-    return default
 
 
 def _put_window(values: Mapping[str, Any], known: _Architecture, job: JobTablesBuilder) -> None:

@@ -45,7 +45,7 @@ def find_captured_ops(
         find_op: The op of a kernel by its name, "unknown" if it does not tell.
     """
     found = np.full(len(kernels), -1, dtype=np.int64)
-    captures = _list_captures(events, ops, args_of_op)
+    captures = _list_captures(events, ops)
     graph = events.is_category(Category.RUNTIME) & events.match_names(_GRAPH_LAUNCH)
     if not captures:
         return found
@@ -65,9 +65,7 @@ def find_captured_ops(
     return found
 
 
-def _list_captures(
-    events: Events, ops: Sequence[int], args_of_op: Mapping[int, Args]
-) -> list[_Ops]:
+def _list_captures(events: Events, ops: Sequence[int]) -> list[_Ops]:
     """The ops of each capture of a graph, in order."""
     captures = []
     for begin, end in _list_spans(events):

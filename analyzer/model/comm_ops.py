@@ -543,6 +543,7 @@ NORM = Formula(
 )
 
 NORM_BYTES = 4
+"""The sum of the squares, in fp32."""
 
 
 def list_grad_norm_ops(job: JobConfig, stage: int) -> tuple[CommOp, ...]:

@@ -21,6 +21,7 @@ from stepsplit.analyzer.model.config_limits import KEY, MAX_NUMBER, AsDecimal, N
 _T = TypeVar("_T")
 
 _MAX_CHOICES, _FEW = 4, 7
+"""Words that a hint proposes, and those that it lists as a whole; chosen, not measured."""
 
 _MAX_MISTAKES = 20
 """After so many mistakes no more unknown keys are listed."""
@@ -92,6 +93,7 @@ _IN_TABLE = re.compile(r"""[{,]\s*([\w.-]+)\s*=\s*([^\s,{}\[\]#"']+)(?=\s*[,}])"
 _SEVERAL = re.compile(r"""\A\s*[\w.-]+\s*=\s*("[^"]*"|[^\s,;]+)\s*[,;]?\s+[\w.-]+\s*=.*""")
 
 _MOST_LINES = 10_000
+"""A longer text is no job.toml; chosen, not measured."""
 
 
 def _list_broken_lines(where: str | Path, text: str) -> Mistakes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 MAX_NUMBER = 10**18
+"""Of an integer in a file: far above any count, and within int64. Chosen, not measured."""
 
 KEY = "key"
 """Metadata of a field: its key in a file if that differs from its name, "" if it has no key."""

@@ -256,6 +256,7 @@ UNALIGNED = Formula(
 )
 
 UNALIGNED_FLOPS_PER_S = 124e12
+"""The harmonic mean of the three rates of UNALIGNED."""
 
 ALIGNED_COLUMNS = 8
 """Columns in 16 bits that fill 16 bytes."""

@@ -231,6 +231,7 @@ MAX_SPREAD = 10.0
 _FRACTIONS = ("gemm", "gemm_fp8", "gemm_nvfp4", "attention", "unfused_attention", "memory")
 
 _MIN_FRACTION = 1e-6
+"""Smaller ones are mistakes of units; chosen, not measured."""
 
 _MAX_OF_PROCESSOR = 1e3
 """Largest fraction of a processor's peak, which is a guess that programs may exceed."""

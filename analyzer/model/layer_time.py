@@ -375,6 +375,7 @@ LORA = Formula(
 )
 
 LORA_OUTPUT_BYTES, LORA_GRADIENT_BYTES, LORA_INPUT_BYTES = 10, 4, 6
+"""Per element, as in LORA."""
 
 
 def _time_adapters(job: JobConfig, speed: DeviceSpeed, adapters: tuple[Adapter, ...]) -> LayerPass:

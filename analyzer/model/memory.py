@@ -167,6 +167,7 @@ RESERVED = Formula(
 )
 
 RESERVED_OVER_ALLOCATED = (1.03, 1.05, 1.09)
+"""Low, middle and high, of the runs of RESERVED."""
 
 CALIBRATED_BAND = (0.9, 1.1)
 """Error band of a calibrated peak: measured over predicted."""

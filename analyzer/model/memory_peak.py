@@ -612,6 +612,7 @@ BUCKETS = Formula(
 )
 
 KEPT_BUCKETS = 2
+"""Copies of the gradients over NCCL, as in BUCKETS."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ FSDP_STATES = Formula(
 )
 
 MASTER_BYTES = 4
+"""Of an fp32 weight."""
 
 MOMENTS_BYTES = {
     "adam": 8, "adam-8bit": 2, "sgd": 0, "sgd-momentum": 4, "muon": 4, "lion": 4,

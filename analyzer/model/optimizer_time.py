@@ -89,6 +89,7 @@ MUON = Formula(
 )
 
 ITERATIONS = 5
+"""Newton-Schulz steps, the default of torch.optim.Muon."""
 
 
 def compute_orthogonalization_ns(

@@ -32,6 +32,7 @@ BUCKET_COPIES = Formula(
 )
 
 BUCKET_PASSES = 4
+"""Reads and writes of each gradient: to its bucket and back."""
 
 
 def time_weight_copies(

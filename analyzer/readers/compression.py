@@ -56,6 +56,7 @@ class ZstdStream:
 # Listing of files in paths, folders, archives and URLs.
 
 MAX_MEMBERS = 32_768
+"""Files of an archive, of which more are refused; chosen, not measured."""
 
 # A .gz alone is a file and no archive.
 _ARCHIVE = re.compile(r"\.(zip|tar|tgz|tbz2|txz|tar\.\w+)$", re.I)
@@ -321,6 +322,7 @@ except ImportError:  # the extra [fast] is not installed
     igzip_lib = None  # type: ignore[assignment]
 
 _PACKED_BLOCK_BYTES = 1 << 16
+"""Read at a time; chosen, not measured."""
 
 _MAX_XZ_BYTES = 256 << 20
 """Memory limit for unpacking xz."""

@@ -468,6 +468,7 @@ def _parse_dtype(types: list[Any]) -> str:
 # Streaming of the nodes of an execution trace.
 
 BLOCK_BYTES = 1 << 20
+"""Read at a time; chosen, not measured."""
 
 MAX_NODE_BYTES = 4 << 20
 """A larger node is treated as damage."""

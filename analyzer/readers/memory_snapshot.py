@@ -26,6 +26,7 @@ from stepsplit.analyzer.trace import Int64, Lack, Note
 # slightly underestimated.
 
 ALLOCATOR_UNIT_BYTES = 512
+"""kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp."""
 
 # Python's stack of an allocation is kept, those of C++ and of the forward are not.
 _UNUSED_KEYS = frozenset({"cpp_frames", "forward_frames", "external_annotations"})
@@ -47,6 +48,7 @@ _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 _FREES = frozenset({"free_requested", "free_completed"})
 
 _MAX_BYTES = 1 << 60
+"""A sum of sizes beyond is damage: it would come near the end of int64."""
 
 _Kind = TypeVar("_Kind", bound=Struct)
 
@@ -333,6 +335,7 @@ _RAW = re.compile(rb"\A\s*\[\s*" + _ROW.pattern)
 _SUMMED = re.compile(rb"\A\s*\[\s*\[\s*1\d{15}\s*[,\]]")
 
 _MAX_ROW_BYTES = 256
+"""Longer than four integers of 64 bits and their spaces; chosen, not measured."""
 
 
 def read_timeline(first: bytes, content: UnpackedStream, where: str) -> MemoryRecord:

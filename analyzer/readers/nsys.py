@@ -220,6 +220,7 @@ def _assign_ranks(
 _NCCL = re.compile(r"nccl[A-Z]")
 
 _HEADER_BYTES = 32
+"""Of a payload before its fields: domain, schema, size and offset, 8 bytes each."""
 
 _FIELDS = {
     "NCCL communicator ID": "communicator",
@@ -474,6 +475,7 @@ def _distribute_api_calls(
 _STREAM = (1 << 40) - 1
 
 _DEVICE_LANE = 1 << 62
+"""Set in the lanes of devices: no id of a thread reaches it."""
 
 _KERNEL_NAMES = ("demangledName", "shortName", "mangledName")
 

@@ -46,6 +46,7 @@ _TABLES = (
 )
 
 _BATCH_ROWS = 1 << 16
+"""Read at a time; chosen, not measured."""
 
 _PART_BYTES = 8 << 20
 """Of the texts of a batch that are in memory at a time."""

@@ -16,6 +16,7 @@ from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import ByteReader
 
 MAX_BYTES = 1 << 30
+"""Of a file, which is in memory as a whole; chosen, not measured."""
 
 # PROTO with a list, dict or object of protocols 2 to 5, or the first opcodes of protocol 0.
 _PICKLE_START = re.compile(
@@ -266,6 +267,7 @@ MOST_VALUES = 1 << 26
 """The most values of a file, each counted as often as a traversal visits it."""
 
 MAX_DEPTH = 64
+"""Of containers in one another, far below Python's limit of recursion; chosen, not measured."""
 
 _CONTAINERS = frozenset({list, tuple, dict})
 

@@ -12,6 +12,7 @@ from stepsplit.collectors.formats.rank_record import RANK_SCHEMA, RankRecord, re
 from stepsplit.collectors.formats.run_spec import RunSpec, from_json
 
 _MAX_BYTES = 64 << 20
+"""Of a file; what follows is not read, and the text then invalid. Chosen, not measured."""
 
 _RECORD_BEGIN = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*"' + re.escape(RANK_SCHEMA.encode()) + rb'"')
 

@@ -200,6 +200,7 @@ _WIDER = re.compile(r"\s{16,}")
 _UNFINISHED = re.compile(r"(?<![\d.,])[\d.,]+$")
 
 _MAX_LINE_BYTES = 1 << 16
+"""A longer line is cut: the patterns see no more of it. Chosen, not measured."""
 
 
 def _read_blocks(content: UnpackedStream) -> Iterator[bytes]:

@@ -90,6 +90,7 @@ _STATUS = re.compile(
 _MAX_LINE = 4096
 
 _MAX_BYTES = 256 << 20
+"""Of a log, which is in memory as a whole; what follows is not read. Chosen, not measured."""
 
 
 def read_watchdog_log(source: Source) -> WatchdogLog:

@@ -621,6 +621,7 @@ def _build_native(rows: SortedRows, event: int, op_row: int, groups: Sequence[Gr
 # numbers begin anew at the system's largest one, often 32,768.
 
 WORKERS = 2
+"""PyTorch starts two a device (torch/csrc/distributed/c10d/init.cpp)."""
 
 EARLY_NS = 1_000_000
 """Tolerance for a range that starts before its call, because two clocks are read in sequence."""

@@ -31,6 +31,7 @@ READY, COPIES = "ncclCopyEngineReady", "ncclCopyEngineCopies"
 _OPS = ("all_gather", "all_to_all", "gather", "scatter")
 
 _FLAG_BYTES = 4
+"""Of a barrier, as above."""
 
 
 def join_copy_engine_calls(rows: SortedRows) -> tuple[SortedRows, tuple[Note, ...]]:

@@ -35,6 +35,7 @@ MAX_BLOCK_BYTES = 32 << 20
 """A larger entry is treated as damaged."""
 
 MAX_TAIL_BYTES = 64 << 20
+"""Of the fields after the entries, which are small; the rest is not read. Chosen, not measured."""
 
 _BLOCK_TRIES, _NEAR_BYTES = 4, 1 << 16
 """A comma that looks like the boundary of two entries may be in a text or in arguments: so many are

@@ -408,8 +408,10 @@ def _build_notes(rows: SortedRows, whole: bool, torn: str) -> tuple[Note, ...]:
 # The position of the array of entries in a trace's text, and the fields around it.
 
 MAX_HEADER_BYTES = 64 << 20
+"""Of the fields before the entries; a text with more is no trace. Chosen, not measured."""
 
 _BLOCK_BYTES = 1 << 16
+"""Read first, then as much again until the entries begin; chosen, not measured."""
 
 _BOM = b"\xef\xbb\xbf"
 

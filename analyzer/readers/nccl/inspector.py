@@ -29,6 +29,7 @@ MAX_DUR_US = 1 << 43
 """A duration of months is an underflow of an unsigned clock difference."""
 
 MAX_UNIX_US = 1 << 53
+"""Damage from there on: the year 2255, up to which a float has each microsecond."""
 
 _OPS = {"SendRecv": "send_recv", "All2All": "all_to_all"}
 
@@ -465,6 +466,7 @@ _RAS_HEADING = re.compile(r"(#\d+-\d+ \([0-9a-f]+\) )?(INCOMPLETE|ERROR|MISMATCH
 
 
 RAS_HEAD_BYTES = 4096
+"""Read to recognize an answer, which begins within them; chosen, not measured."""
 
 _RAS_TEXT = re.compile(rb"NCCL version \S+ compiled with CUDA.{0,400}^Job summary$", re.S | re.M)
 

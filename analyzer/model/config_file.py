@@ -561,7 +561,11 @@ def build_layout(
         "overlap": _infer_overlap(stated, framework or infer_framework(table)),
     }
     layout = ParallelConfig(**{**defaults, **select_fields(ParallelConfig, stated), **resolved})
-    _check_world_size(table, layout)
+    for key in ("world_size", "gpus"):
+        if stated.get(key, layout.world_size) != layout.world_size:
+            sizes = f"tp ({layout.tp}) x pp ({layout.pp}) x dp ({layout.dp}) x cp ({layout.cp})"
+            problem = f"does not match {sizes} = {layout.world_size}"
+            raise _build_size_error(table, key, problem)
     return layout
 
 
@@ -608,15 +612,6 @@ def _count_remaining_ranks(table: TomlTable) -> int:
         product = f"tp ({tp}) x pp ({pp}) x cp ({cp})"
         raise _build_size_error(table, key, f"is not divisible by {product}")
     return int(world // (tp * pp * cp))
-
-
-def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
-    stated = table.values
-    for key in ("world_size", "gpus"):
-        if stated.get(key, layout.world_size) != layout.world_size:
-            sizes = f"tp ({layout.tp}) x pp ({layout.pp}) x dp ({layout.dp}) x cp ({layout.cp})"
-            problem = f"does not match {sizes} = {layout.world_size}"
-            raise _build_size_error(table, key, problem)
 
 
 def _build_size_error(table: TomlTable, key: str, problem: str) -> DataError:

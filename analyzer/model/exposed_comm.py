@@ -81,17 +81,6 @@ class OverlapCompute:
     microbatches: int
     last_microbatches: float = 1.0
 
-    def find_pool(self, phase: str) -> tuple[str, float]:
-        """The pass that a phase overlaps, and its time (of the last microbatches if once per
-        step)."""
-        pool = _find_pass(phase)
-        pass_ns = self.backward_ns if pool == "backward" else self.forward_ns
-        return pool, pass_ns * self.find_window_share(phase)
-
-    def find_window_share(self, phase: str) -> float:
-        """The share of a pass that a phase can overlap."""
-        return self.last_microbatches / self.microbatches if phase in ONCE_A_STEP else 1.0
-
 
 def _find_pass(phase: str) -> str:
     return "backward" if phase in ("backward", "grad_sync") else "forward"
@@ -115,36 +104,31 @@ def compute_exposed_time(
     another.
     """
     messages = tuple(timed)
-    # Compute the exposed share of each group's time.
     groups = _group_by_overlap(job, messages)
     # By pass, and whether it runs once per step.
     used_ns: defaultdict[tuple[str, bool], float] = defaultdict(float)
-    shares = {}
+    shares: dict[OverlapGroup, float] = {}
     for key in sorted(groups, key=lambda each: OVERLAP_ORDER.index(each[0])):
-        group = groups[key]
-        total_ns = sum(each.time.ns for each in group)
-        shares[key] = 1.0
-        if total_ns and can_overlap(job, key[0]):
-            pool, pass_ns = compute.find_pool(key[1])
-            # Compute available for overlap: for context parallelism only attention's core, in a
-            # ring without its last step, after which no message follows; in torch's forward only
-            # the first.
-            axis, phase = key
-            # What overlaps another axis in every microbatch is in this window for its share.
-            is_once = phase in ONCE_A_STEP
-            free_ns = pass_ns - used_ns[pool, True]
-            free_ns -= used_ns[pool, False] * compute.find_window_share(phase)
-            if axis in ("cp", "ulysses"):
-                core_ns = compute.core_backward_ns if phase == "backward" else compute.core_ns
-                free_ns = min(
-                    free_ns, core_ns * (_compute_ring_share(job, phase) if axis == "cp" else 1.0)
-                )
-            room_ns = max(0.0, free_ns)
-            shares[key] = min(
-                1.0,
-                max(_compute_min_exposed_share(job, key, group, total_ns), 1 - room_ns / total_ns),
+        axis, phase = key
+        total_ns = sum(each.time.ns for each in groups[key])
+        if not total_ns or not can_overlap(job, axis):
+            shares[key] = 1.0
+            continue
+        pool, is_once = _find_pass(phase), phase in ONCE_A_STEP
+        window = compute.last_microbatches / compute.microbatches if is_once else 1.0
+        pass_ns = compute.backward_ns if pool == "backward" else compute.forward_ns
+        # What overlaps another axis in every microbatch is in this window for its share.
+        free_ns = pass_ns * window - used_ns[pool, True] - used_ns[pool, False] * window
+        # Context parallelism overlaps only attention's core: in a ring without its last step, after
+        # which no message follows, and in torch's forward only the first.
+        if axis in ("cp", "ulysses"):
+            core_ns = compute.core_backward_ns if phase == "backward" else compute.core_ns
+            free_ns = min(
+                free_ns, core_ns * (_compute_ring_share(job, phase) if axis == "cp" else 1.0)
             )
-            used_ns[pool, is_once] += total_ns * (1 - shares[key])
+        least = _compute_min_exposed_share(job, key, groups[key], total_ns)
+        shares[key] = min(1.0, max(least, 1 - max(0.0, free_ns) / total_ns))
+        used_ns[pool, is_once] += total_ns * (1 - shares[key])
     return tuple(
         Communication(
             each.message,
@@ -190,16 +174,14 @@ def _group_by_overlap(
 def find_overlap_group(job: JobConfig, message: CommOp) -> OverlapGroup:
     """Axis and phase of the messages that overlap together with this one."""
     axis = "dp" if message.axis in DATA_AXES else message.axis
-    in_backward = message.phase in BACKWARD or _is_reduced_every_microbatch(job, message)
+    if message.phase == "grad_sync" and job.parallel.pp == 1:
+        # Gradients may be reduced in the backward of every microbatch.
+        in_backward = message.strategy in ("fsdp", "hsdp") or (
+            message.strategy == "zero-2" and is_reduced_every_microbatch(job)
+        )
+    else:
+        in_backward = message.phase in BACKWARD
     return axis, "backward" if in_backward else message.phase
-
-
-def _is_reduced_every_microbatch(job: JobConfig, message: CommOp) -> bool:
-    """Whether gradient reduction runs in the backward of every microbatch."""
-    if message.phase != "grad_sync" or job.parallel.pp > 1:
-        return False
-    sharded = message.strategy in ("fsdp", "hsdp")
-    return sharded or (message.strategy == "zero-2" and is_reduced_every_microbatch(job))
 
 
 def can_overlap(job: JobConfig, axis: str) -> bool:

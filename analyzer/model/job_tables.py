@@ -92,7 +92,12 @@ def read_job_tables(
     if kind and kind not in words:
         raise UsageError(f"--from {kind!r} is unknown; write {join_choices(words)}")
     files = [JobFile(str(path), read_file(path)) for path in paths]
-    kinds = [_find_kind(file, kind if file is files[0] else "") for file in files]
+    # None for a job.toml, which a file is that nothing else recognizes.
+    kinds: list[JobFileKind | None] = []
+    for file in files:
+        is_named = bool(kind) and file is files[0]
+        fitting = (k for k in KINDS if (k.name == kind if is_named else k.recognize(file)))
+        kinds.append(next(fitting, None))
     if len(files) == 1 and kinds[0] is None and not settings:
         return JobSource(place_keys(parse_table(files[0].path, files[0].content), keys))
     merged: dict[str, Any] = {}
@@ -132,7 +137,13 @@ def read_job_tables(
                 raise file.build_error(
                     f"says nothing of a job as {own.title}", "check the file, or give --from"
                 )
-            notes += _describe(file, own, builder)
+            # What was read, in a line for each table, and what was not.
+            name = Path(file.path).name
+            notes += [
+                f"{name} ({own.title}): {section}: {', '.join(format_toml_lines(values))}"
+                for section, values in builder.list_stated()
+            ]
+            notes += [f"{name}: not read: {one}" for one in builder.omitted]
             _merge(merged, stated)
     settled = _merge_settings(merged, settings, keys)
     notes += settled.notes
@@ -184,23 +195,6 @@ def place_keys(table: TomlTable, keys: Mapping[str, Collection[str]]) -> TomlTab
             own[key] = value
     mistakes.raise_all()
     return TomlTable(table.where, table.name, sections)
-
-
-def _find_kind(file: JobFile, kind: str) -> JobFileKind | None:
-    """None for a job.toml, which a file is that nothing else recognizes."""
-    if kind:
-        return next((each for each in KINDS if each.name == kind), None)
-    return next((each for each in KINDS if each.recognize(file)), None)
-
-
-def _describe(file: JobFile, kind: JobFileKind, builder: JobTablesBuilder) -> list[str]:
-    """What was read, in a line for each table, and what was not."""
-    name = Path(file.path).name
-    notes = [
-        f"{name} ({kind.title}): {section}: {', '.join(format_toml_lines(keys))}"
-        for section, keys in builder.list_stated()
-    ]
-    return notes + [f"{name}: not read: {one}" for one in builder.omitted]
 
 
 def _merge(merged: dict[str, Any], tables: Mapping[str, Any]) -> None:

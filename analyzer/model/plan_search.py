@@ -96,7 +96,13 @@ def search_layouts(
                 ranked = _drop_dominated(best.values())[:top]
     if left_out_ns < math.inf and left_out_ns <= _find_slowest_ns(ranked, top):
         return search_layouts(job, gpus, keep, top, rates, 1, with_margin)
-    return SearchResult(tuple(ranked), _count_layouts(parts, timed))
+    fit, too_big = sum(part.fit for part in parts), sum(part.too_big for part in parts)
+    refused = sum((part.refused for part in parts), Counter[str]())
+    # By name among equals: the parts end in any order.
+    by_count = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
+    considered = fit + too_big + refused.total()
+    counts = SearchCounts(considered, too_big, fit, timed, tuple(by_count))
+    return SearchResult(tuple(ranked), counts)
 
 
 TIMED_FIRST = 100
@@ -129,15 +135,6 @@ def _time_layouts(
 
 def _build_candidates(jobs: Sequence[JobConfig], rates: Rates) -> list[Candidate]:
     return [build_candidate(job, rates) for job in jobs]
-
-
-def _count_layouts(parts: Sequence[BoundedLayouts], timed: int) -> SearchCounts:
-    fit, too_big = sum(part.fit for part in parts), sum(part.too_big for part in parts)
-    refused = sum((part.refused for part in parts), Counter[str]())
-    # By name among equals: the parts end in any order.
-    by_count = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
-    considered = fit + too_big + refused.total()
-    return SearchCounts(considered, too_big, fit, timed, tuple(by_count))
 
 
 def _find_slowest_ns(ranked: list[TimedLayout], top: int) -> float:

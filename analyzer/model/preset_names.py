@@ -56,12 +56,6 @@ def _list_driver_names() -> tuple[tuple[str, re.Pattern[str]], ...]:
     )
 
 
-def read_published_parameters(name: str) -> int | None:
-    """The published number of parameters of a model preset, None if none is published."""
-    count = read_preset(MODELS, "model", name).values.get("parameters")
-    return count if isinstance(count, int) else None
-
-
 def read_preset(folder: Path, kind: str, name: str) -> TomlTable:
     """Reads a preset's table from the file whose name is the longest prefix of the preset's.
 

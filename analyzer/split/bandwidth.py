@@ -195,7 +195,13 @@ def group_by_kind(
 ) -> list[tuple[CallKind, Int64]]:
     """Each kind with the rows of its calls, in order of first occurrence; calls of steps before the
     recording are of no kind."""
-    names, dtype = _collect_dtypes(traces)
+    # All traces' names of dtypes, "" for unknown, and the place of each call's among them.
+    names = tuple(dict.fromkeys(("", *(name for trace in traces for name in trace.calls.dtypes))))
+    number = {name: i for i, name in enumerate(names)}
+    dtype = np.concatenate([
+        np.array([number[name] for name in trace.calls.dtypes], dtype=np.int64)[trace.calls.dtype]
+        for trace in traces
+    ])  # fmt: skip
     dtype, size = _fill_from_members(matched, dtype, names.index(""))
     # A barrier is part of the call that another kernel carries out.
     own = matched.carrier == np.arange(len(matched))
@@ -211,17 +217,6 @@ def group_by_kind(
             (CallKind(int(matched.group[first_row]), op, name, int(size[first_row])), rows)
         )
     return rows_by_kind
-
-
-def _collect_dtypes(traces: Sequence[RankTrace]) -> tuple[tuple[str, ...], Int64]:
-    """(all dtype names, with "" for unknown; index of each call's dtype)."""
-    names = tuple(dict.fromkeys(("", *(name for trace in traces for name in trace.calls.dtypes))))
-    number = {name: i for i, name in enumerate(names)}
-    columns = [
-        np.array([number[name] for name in trace.calls.dtypes], dtype=np.int64)[trace.calls.dtype]
-        for trace in traces
-    ]
-    return names, np.concatenate(columns)
 
 
 def _fill_from_members(matched: MatchedCalls, dtype: Int64, unknown: int) -> tuple[Int64, Int64]:

@@ -77,7 +77,13 @@ class _ClockJoin:
         domain, clocks = next((one for one in links if one[1]), (domains[0], ()))
         if not clocks:
             if self.clocks:
-                self._begin_island(domain)
+                # Forgets the times so far, which are not comparable with those of this domain.
+                # Nothing is left that they would align, as all domains have been tried.
+                self._island = self._traces[domain.traces[0]].rank
+                self._causality = self._causality.copy_empty()
+                self._message_ends = self._message_ends.copy_empty()
+                self._touching.count[:] = 0
+                self._of_host.clear()
             clocks = self._build_clocks(domain, EXACT)
         self.left.remove(domain)
         for trace, clock in zip(domain.traces, clocks, strict=True):
@@ -104,17 +110,6 @@ class _ClockJoin:
                 text = f"rank {clock.rank} is aligned with rank {clock.island} alone, and {text}"
             notes.append(Note("clock_unaligned", text, clock.rank, Lack.CLOCK))
         return tuple(notes)
-
-    def _begin_island(self, domain: ClockDomain) -> None:
-        """Forgets the times so far, which are not comparable with those of this domain.
-
-        Nothing is left that they would align, as all domains have been tried.
-        """
-        self._island = self._traces[domain.traces[0]].rank
-        self._causality = self._causality.copy_empty()
-        self._message_ends = self._message_ends.copy_empty()
-        self._touching.count[:] = 0
-        self._of_host.clear()
 
     def _link_domain(self, domain: ClockDomain) -> tuple[Clock, ...]:
         """The clocks of a domain's ranks by what links them to the aligned ones, () if nothing

@@ -223,7 +223,13 @@ def find_unmarked_steps(trace: RankTrace) -> MarkedSteps:
     """The steps of a trace without marks: by repetition, else one whole step."""
     boundaries = find_boundaries(trace)
     if boundaries is None:
-        return _take_whole_trace(trace)
+        # One step from the first event of host or device to the last one.
+        events = trace.events
+        rows = ~events.is_category(Category.OTHER)
+        rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
+        step = HostStep(0, int(events.start_ns[rows].min()), int(events.ends_of(rows).max()))
+        note = Note("no_steps", f"{_NO_MARKS}: the whole trace counts as one step", trace.rank)
+        return MarkedSteps((step,), (note,), whole=True)
     # The steps between these ends, plus the incomplete ones at both edges of the recording.
     first, last = int(trace.events.start_ns.min()), int(trace.events.end_ns.max())
     edges = [first, *(end for end in boundaries.ends_ns.tolist() if first < end < last), last]
@@ -237,16 +243,6 @@ def find_unmarked_steps(trace: RankTrace) -> MarkedSteps:
 
 def _note_inferred(source: str, rank: int) -> Note:
     return Note("steps_inferred", f"{_NO_MARKS}: steps were inferred from {source}", rank)
-
-
-def _take_whole_trace(trace: RankTrace) -> MarkedSteps:
-    """One step from the first event of host or device to the last one."""
-    events = trace.events
-    rows = ~events.is_category(Category.OTHER)
-    rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
-    step = HostStep(0, int(events.start_ns[rows].min()), int(events.ends_of(rows).max()))
-    note = Note("no_steps", f"{_NO_MARKS}: the whole trace counts as one step", trace.rank)
-    return MarkedSteps((step,), (note,), whole=True)
 
 
 # Ranges such as "Step 3", "iteration_7" or "train_step".

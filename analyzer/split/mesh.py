@@ -148,7 +148,9 @@ def infer_layout(
     Stated axes are compared with the names of the groups and the code that issued their calls; a
     contradiction is a note.
     """
-    groups = _collect_groups(spec, traces)
+    listed = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
+    every = dict.fromkeys([*listed, *(g for trace in traces for g in trace.groups)])
+    groups = [group for group in every if group.ranks]
     stated, source = mesh, STATED
     if stated is None and spec is not None:
         stated, source = spec.mesh, RUN_JSON
@@ -352,9 +354,3 @@ def assign_message_groups(trace: RankTrace, layout: RankLayout) -> RankTrace:
 def _list_pipelines(mesh: Mesh) -> list[tuple[int, ...]]:
     lines = dict.fromkeys(mesh.line(rank, "pp") for rank in range(mesh.world_size))
     return [line for line in lines if len(line) > 1]
-
-
-def _collect_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group]:
-    stated = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
-    every = dict.fromkeys([*stated, *(g for trace in traces for g in trace.groups)])
-    return [group for group in every if group.ranks]

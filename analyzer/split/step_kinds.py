@@ -225,7 +225,14 @@ def find_step_kinds(
         ):
             kernels[window.step] += count / len(traces)
         if i == 0:
-            _count_ranges(trace, windows, ranges)
+            # The named ranges that begin in each step, without numbers in their names.
+            events = trace.events
+            opened = np.flatnonzero(events.is_category(Category.ANNOTATION))
+            at = _find_window(windows, events.start_ns[opened])
+            for row, place in zip(opened.tolist(), at.tolist(), strict=True):
+                text = events.name_of(row)
+                if place >= 0 and not _OF_PROFILER.match(text):
+                    ranges[windows[place].step][_NUMBER.sub("#", text)] += 1
     alike: dict[tuple[frozenset[tuple[tuple[str, str], int]], int], list[int]] = defaultdict(list)
     for number in others:
         key = frozenset(calls[number].items())
@@ -330,19 +337,6 @@ _NUMBER = re.compile(r"\d+")
 
 _OF_PROFILER = re.compile(r"ProfilerStep|(?:gloo|nccl|nccl:|c10d|hccl)[:_]|\[param\||##")
 """Ranges that are marks of steps and calls, or that fused code is named by."""
-
-
-def _count_ranges(
-    trace: RankTrace, windows: Sequence[StepWindow], ranges: dict[int, Counter[str]]
-) -> None:
-    """Adds the named ranges that begin in each step, without numbers in their names."""
-    events = trace.events
-    rows = np.flatnonzero(events.is_category(Category.ANNOTATION))
-    at = _find_window(windows, events.start_ns[rows])
-    for row, place in zip(rows.tolist(), at.tolist(), strict=True):
-        name = events.name_of(row)
-        if place >= 0 and not _OF_PROFILER.match(name):
-            ranges[windows[place].step][_NUMBER.sub("#", name)] += 1
 
 
 # What the host begins in a step.

@@ -110,11 +110,16 @@ def compute_variation(steps: Sequence[StepSplit]) -> Variation:
             for n in common
         },
     )
-    return Variation(tuple(ranks), run, _find_slow_steps(by_rank, common, run))
-
-
-_Splits = Mapping[int, Mapping[int, StepSplit]]
-"""Step splits by rank and step number."""
+    buckets = np.array(
+        [[own[n].split.buckets_ns for _, own in sorted(by_rank.items())] for n in common],
+        dtype=np.int64,
+    )
+    usual = np.sort(buckets, axis=0)[(len(common) - 1) // 2]
+    slow = tuple(
+        _explain_slow_step(step, buckets[common.index(step)], usual, sorted(by_rank), run)
+        for step in run.slow_steps
+    )
+    return Variation(tuple(ranks), run, slow)
 
 
 def _map_durations(steps: Iterable[StepSplit]) -> Mapping[int, int]:
@@ -136,20 +141,6 @@ def _compute_median(values: Int64) -> int:
     """The median; for an even count the mean of the two middle values, rounded down."""
     ordered = np.sort(values)
     return int(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
-
-
-def _find_slow_steps(
-    by_rank: _Splits, common: Sequence[int], run: StepDurations
-) -> tuple[SlowStep, ...]:
-    ranks = sorted(by_rank)
-    buckets = np.array(
-        [[by_rank[rank][n].split.buckets_ns for rank in ranks] for n in common], dtype=np.int64
-    )
-    usual = np.sort(buckets, axis=0)[(len(common) - 1) // 2]
-    return tuple(
-        _explain_slow_step(step, buckets[common.index(step)], usual, ranks, run)
-        for step in run.slow_steps
-    )
 
 
 def _explain_slow_step(

@@ -212,7 +212,9 @@ def _find_last_arrivals(
     matched: MatchedCalls, start: Int64, end: Int64, ranks: Int32
 ) -> _LastArrivals:
     members = _Members.build(matched, start)
-    last = members.find_last(matched)
+    # The row of the last member of each row's call; the row itself without a counterpart.
+    last, shared = np.arange(len(matched)), np.flatnonzero(matched.shared >= 0)
+    last[shared] = members.order[members.after[matched.shared[shared]] - 1]
     may_leave = (matched.shared >= 0) & np.isin(matched.op, _MAY_LEAVE) & ~matched.together
     may_leave &= matched.waits
     left = np.zeros(len(members.after) + 1, dtype=np.bool_)
@@ -236,13 +238,6 @@ class _Members(Struct, frozen=True):
         order = known[np.lexsort((start[known], matched.shared[known]))]
         calls = np.arange(int(matched.shared.max(initial=-1)) + 1)
         return cls(order, np.searchsorted(matched.shared[order], calls, side="right"))
-
-    def find_last(self, matched: MatchedCalls) -> Int64:
-        """For each row, the row of the last member of its call, or itself without a counterpart."""
-        last = np.arange(len(matched))
-        rows = np.flatnonzero(matched.shared >= 0)
-        last[rows] = self.order[self.after[matched.shared[rows]] - 1]
-        return last
 
 
 def _find_awaited_before_exit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, groupby
 
 import numpy as np
 from msgspec import Struct
@@ -301,10 +301,10 @@ class _CallTable(Struct, frozen=True):
         doubtful, start = self.doubtful.copy(), self.start_ns.copy()
         for stream in sorted({self.stream[k] for k in halves}):
             slots = [k for k in halves if self.stream[k] == stream]
-            runs = _list_runs([self.roles[k].step for k in slots])
+            runs = [[*run] for _, run in groupby(slots, lambda k: self.roles[k].step)]
             if all(len(run) == 1 for run in runs):
                 continue
-            firsts = [slots[i] for run in runs for i in run[::2]]
+            firsts = [k for run in runs for k in run[::2]]
             # Only a kernel that waits for no other ends before another member has come.
             left = self.end_ns[:, :, firsts].min(axis=0) < (
                 self.start_ns[:, :, firsts].max(axis=0) - TOGETHER_NS
@@ -313,8 +313,7 @@ class _CallTable(Struct, frozen=True):
                 doubtful[slots] = True
                 continue
             for run in runs:
-                for i in run[::2]:
-                    send, receive = slots[i], slots[i + 1]
+                for send, receive in zip(run[::2], run[1::2], strict=True):
                     sends[send], of_slot[receive] = True, send
                     start[:, :, receive] = self.start_ns[:, :, send]
         return replace_fields(self, sends=sends, of_slot=of_slot, doubtful=doubtful, start_ns=start)
@@ -406,17 +405,6 @@ def _find_common_shift(apart_ns: Int64) -> int | None:
     if inside.sum() < 2 or apart_ns.shape[0] < _STEPS:
         return None
     return int(np.median(apart_ns[:, inside]))
-
-
-def _list_runs(kinds: Sequence[str]) -> list[list[int]]:
-    """The places of consecutive equal kinds."""
-    runs: list[list[int]] = []
-    for place, kind in enumerate(kinds):
-        if runs and kinds[place - 1] == kind:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return runs
 
 
 # Which groups the recording lists.

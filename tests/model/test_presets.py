@@ -25,13 +25,19 @@ from stepsplit.analyzer.model.hardware_config import (
 )
 from stepsplit.analyzer.model.parameters import count_parameters
 from stepsplit.analyzer.model.preset_names import (
+    MODELS,
     PRESETS,
     list_hardware_names,
     list_model_names,
-    read_published_parameters,
+    read_preset,
 )
 
-COUNTED = [name for name in list_model_names() if read_published_parameters(name) is not None]
+COUNTED = {
+    name: int(preset["parameters"])
+    for name in list_model_names()
+    if "parameters" in (preset := read_preset(MODELS, "model", name).values)
+}
+"""The published number of parameters of each preset that has one."""
 
 
 def test_a_llama_has_groups_of_heads_and_a_gated_mlp() -> None:
@@ -81,10 +87,8 @@ def test_every_model_preset_loads_under_its_own_name(subtests: pytest.Subtests) 
 
 
 def test_a_preset_has_as_many_parameters_as_its_publishers_say(subtests: pytest.Subtests) -> None:
-    for name in COUNTED:
+    for name, published in COUNTED.items():
         with subtests.test(name):
-            published = read_published_parameters(name)
-            assert published is not None
             assert count_parameters(load_model(name)) == pytest.approx(
                 published, abs=max(0.001 * published, _half_of_the_last_digit(published))
             )

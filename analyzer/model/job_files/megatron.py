@@ -50,7 +50,11 @@ def _read(file: JobFile, job: JobTablesBuilder) -> None:
     job.put("training", "framework", "megatron")
     put_all(settings, job)
     _put_architecture(settings, job)
-    _put_ranks(settings, job)
+    # The number of ranks that torchrun starts.
+    per_node = settings.find_int("nproc_per_node", "ntasks_per_node")
+    nodes = settings.find_int("nnodes", "nodes")
+    if per_node and nodes and "gpus" not in job.sections["parallel"]:
+        job.put("parallel", "gpus", per_node * nodes)
 
 
 def _put_architecture(settings: MegatronSettings, job: JobTablesBuilder) -> None:
@@ -76,14 +80,6 @@ def _put_architecture(settings: MegatronSettings, job: JobTablesBuilder) -> None
     is_rotary = settings.find_flag("use_rotary_position_embeddings")
     if positions == "learned_absolute" and not is_rotary:
         job.put("model", "learned_positions", settings.find_int("max_position_embeddings"))
-
-
-def _put_ranks(settings: MegatronSettings, job: JobTablesBuilder) -> None:
-    """The number of ranks that torchrun starts."""
-    per_node = settings.find_int("nproc_per_node", "ntasks_per_node")
-    nodes = settings.find_int("nnodes", "nodes")
-    if per_node and nodes and "gpus" not in job.sections["parallel"]:
-        job.put("parallel", "gpus", per_node * nodes)
 
 
 def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,13 +211,7 @@ def time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     gemm, head_speed = build_head_gemm(job), speed.head_speed
     logits = gemm.rows * gemm.columns
     gradients = gemm.parameters * count_accumulate_bytes(job)
-    is_upcast = {
-        "never": False,
-        "unfused": not job.training.fused_loss,
-        "transformers": job.runs_transformers,
-    }[job.profile.times.upcasts_loss]
-    is_wide = is_upcast and not job.training.compile
-    forward_bytes, backward_bytes = UPCAST_LOSS_BYTES if is_wide else LOSS_BYTES
+    forward_bytes, backward_bytes = select_loss_bytes(job)
     formulas = (UNALIGNED,) if is_head_unaligned(job) else ()
     weight_ns = gemm.compute_weight_ns(head_speed) + speed.compute_memory_ns(gradients)
     return LayerPass(
@@ -226,6 +220,16 @@ def time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
         0.0 if job.training.lora_rank else weight_ns,
         formulas=formulas,
     )
+
+
+def select_loss_bytes(job: JobConfig) -> tuple[float, float]:
+    """Bytes that the loss moves per logit, forward and backward, as the framework runs it."""
+    is_upcast = {
+        "never": False,
+        "unfused": not job.training.fused_loss,
+        "transformers": job.runs_transformers,
+    }[job.profile.times.upcasts_loss]
+    return UPCAST_LOSS_BYTES if is_upcast and not job.training.compile else LOSS_BYTES
 
 
 # Compute time of one layer and microbatch on one rank.

@@ -45,13 +45,7 @@ def time_weight_copies(
     casts, has_own_buckets = job.runs_transformers, has_buckets(job)
     if not (job.is_fsdp or casts or has_own_buckets):
         return LayerPass(0.0, 0.0, 0.0)
-    costs = job.profile.times
-    copied_bytes = costs.unit_copy_bytes
-    if job.parallel.sum_once:
-        # Weights are copied for every microbatch, gradients once.
-        copied_bytes = copied_bytes / 2 + copied_bytes / 2 / job.microbatches
-    if casts:
-        copied_bytes = costs.cast_bytes if is_autocast(job) else 0.0
+    copied_bytes = count_copied_bytes(job)
     layers = parameters.dense_layers + parameters.expert_layers
     share = chunk.layers / layers if layers else 0.0
     # Half of the bytes are of weights and half of gradients, which frozen weights do not have.
@@ -69,3 +63,14 @@ def time_weight_copies(
         bucket_bytes = BUCKET_PASSES * count_updated_bytes(job.training) * reduced
         backward_ns += speed.compute_memory_ns(bucket_bytes) / job.microbatches
     return LayerPass(forward_ns, 0.0, backward_ns, formulas=formulas)
+
+
+def count_copied_bytes(job: JobConfig) -> float:
+    """Bytes per parameter and microbatch that FSDP or autocast copies, of weights and gradients."""
+    costs = job.profile.times
+    if job.runs_transformers:
+        return costs.cast_bytes if is_autocast(job) else 0.0
+    if job.parallel.sum_once:
+        # Weights are copied for every microbatch, gradients once.
+        return costs.unit_copy_bytes / 2 + costs.unit_copy_bytes / 2 / job.microbatches
+    return costs.unit_copy_bytes

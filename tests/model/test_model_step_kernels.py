@@ -36,15 +36,15 @@ from stepsplit.analyzer.model.host_time import (
     is_host_bound,
 )
 from stepsplit.analyzer.model.layer_time import (
-    FrameworkCosts,
     Gemm,
     LayerPass,
     build_head_gemm,
     compute_chunk_passes,
+    count_accumulate_bytes,
     list_attention_gemms,
     list_expert_gemms,
     list_mlp_gemms,
-    select_framework_costs,
+    select_loss_bytes,
     time_dense_layer,
     time_expert_layer,
     time_pieces,
@@ -52,6 +52,7 @@ from stepsplit.analyzer.model.layer_time import (
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import count_stage_parameters, count_updated_parameters
 from stepsplit.analyzer.model.rank_layout import Chunk, list_stages
+from stepsplit.analyzer.model.weight_copies import count_copied_bytes
 
 UNIT = DeviceSpeed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
@@ -547,16 +548,17 @@ def test_a_chunk_of_both_kinds_of_layers() -> None:
 
 
 def test_each_framework_has_its_constants() -> None:
-    found = {
-        name: select_framework_costs(job(framework=name, gradient_dtype="bf16", global_batch=2))
-        for name in ("megatron", "nanotron", "deepspeed", "fsdp2", "huggingface")
-    }
+    """Bytes of sums of gradients, of copies of weights and gradients, and of the loss."""
+    found = {}
+    for name in ("megatron", "nanotron", "deepspeed", "fsdp2", "huggingface"):
+        one = job(framework=name, gradient_dtype="bf16", global_batch=2)
+        found[name] = count_accumulate_bytes(one), count_copied_bytes(one), select_loss_bytes(one)
     assert found == {
-        "megatron": FrameworkCosts(0.0, 0.0),
-        "nanotron": FrameworkCosts(0.0, 0.0),
-        "deepspeed": FrameworkCosts(7.0, 0.0),
-        "fsdp2": FrameworkCosts(0.0, 16.0),
-        "huggingface": FrameworkCosts(3.0, 12.0, (18.0, 28.0)),
+        "megatron": (0.0, 0.0, (8.0, 6.0)),
+        "nanotron": (0.0, 0.0, (8.0, 6.0)),
+        "deepspeed": (7.0, 0.0, (8.0, 6.0)),
+        "fsdp2": (0.0, 16.0, (8.0, 6.0)),
+        "huggingface": (3.0, 12.0, (18.0, 28.0)),
     }
 
 

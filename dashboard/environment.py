@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -26,8 +26,9 @@ from typing import Any, TypeVar
 
 from stepsplit.collectors.safe_io.helper_process import PYTHON, build_helper_environment
 
-# Importing torch from a cold network disk takes half a minute.
-_PROBE_TIMEOUT_S = 60.0
+# Importing torch from a cold network disk takes half a minute. The first time after an installation
+# took more than a minute on a machine that others used too.
+PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Requirement:
     """A package of stepsplit's own metadata, and what is installed of it.
 
     extra: "" if it is always needed. least: the lowest version, "" for any. installed: None if it
-    is missing. error: why it cannot be imported, "" if it can.
+    is missing. error: why it cannot be imported, "" if it can. is_late: its import had not ended
+    when the time was up, so whether it can is not known.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Requirement:
     least: str
     installed: str | None
     error: str = ""
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class TorchState:
 
     activities: what torch.profiler can record, such as "CUDA". host_events and device_events: those
     of a test recording of one addition. errors: what failed, by name: import, profiler, gpu, gloo.
+    is_late: all of this had not ended when the time was up; only the version is known.
     """
 
     version: str = ""
@@ -65,6 +69,7 @@ class TorchState:
     host_events: int = 0
     device_events: int = 0
     errors: tuple[tuple[str, str], ...] = ()
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +237,19 @@ def _import_all(requirements: tuple[Requirement, ...]) -> tuple[Requirement, ...
         for one in requirements
         if one.installed is not None and one.name != "torch"
     }
-    errors = dict(_run_probe(_IMPORT, *modules.values()))
-    # Results are flushed one by one: the first that is missing has ended the process.
-    crashed = next((name for name in modules.values() if name not in errors), None)
-    errors |= {crashed: "the import crashed or did not end"} if crashed else {}
+    errors: dict[str, str] = {}
+    waiting, is_late = list(modules.values()), False
+    while waiting and not is_late:
+        results, is_late = _run_probe(_IMPORT, *waiting)
+        errors |= dict(results)
+        # Results are flushed one by one: the first that is missing has ended the process.
+        waiting = [name for name in waiting if name not in errors]
+        if waiting and not is_late:
+            errors[waiting.pop(0)] = "the import crashed"
     return tuple(
-        replace(one, error=_shorten(errors.get(modules.get(one.name, ""), "")))
+        replace(one, error=_shorten(errors.get(module, "")), is_late=module in waiting)
         for one in requirements
+        for module in [modules.get(one.name, "")]
     )
 
 
@@ -247,26 +258,32 @@ def _shorten(text: str) -> str:
     return lines[0][:200] if lines else ""
 
 
-def _run_probe(program: str, *arguments: str) -> Iterator[Any]:
-    """Runs a program in this Python, from which a file torch.py in this folder is not imported, and
-    yields the JSON lists and objects that it prints."""
+def _run_probe(program: str, *arguments: str) -> tuple[list[Any], bool]:
+    """Runs a program in this Python, from which a file torch.py in this folder is not imported.
+
+    Returns the JSON lists and objects that it printed, and whether it was ended for its time.
+    """
+    is_late = False
     try:
         done = subprocess.run(
             [*PYTHON, "-c", program, *arguments],
             capture_output=True,
             text=True,
-            timeout=_PROBE_TIMEOUT_S,
+            timeout=PROBE_TIMEOUT_S,
             check=False,
             env=build_helper_environment(),
         )
         printed: str = done.stdout
     except subprocess.TimeoutExpired as late:
-        # What it printed before it hung counts.
+        # What it printed before counts.
+        is_late = True
         printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else ""
+    results = []
     for line in printed.splitlines():
         if line.startswith(("[", "{")):
             with suppress(ValueError):
-                yield json.loads(line)
+                results.append(json.loads(line))
+    return results, is_late
 
 
 _TORCH = "from stepsplit.dashboard.environment import print_torch; print_torch()"
@@ -277,10 +294,11 @@ def _probe_torch() -> TorchState | None:
     version = _find_version("torch")
     if version is None:
         return None
-    body = next((one for one in _run_probe(_TORCH) if isinstance(one, dict)), None)
+    results, is_late = _run_probe(_TORCH)
+    body = next((one for one in results if isinstance(one, dict)), None)
     if body is None:
-        lost = "the import crashed or did not end"
-        return TorchState(version=version, errors=(("import", lost),))
+        errors = () if is_late else (("import", "the import crashed"),)
+        return TorchState(version=version, errors=errors, is_late=is_late)
     lists = {name: tuple(value) for name, value in body.items() if isinstance(value, list)}
     errors = tuple((name, _shorten(text)) for name, text in body["errors"])
     return TorchState(**body | lists | {"errors": errors})

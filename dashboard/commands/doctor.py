@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from stepsplit.dashboard.commands.common import build_json_option, make_console, put_json
-from stepsplit.dashboard.environment import Environment, FolderState, read_environment
+from stepsplit.dashboard.environment import (
+    PROBE_TIMEOUT_S,
+    Environment,
+    FolderState,
+    read_environment,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,6 +27,8 @@ COMMANDS = ("analyze", "attach", "dashboard", "record")
 
 
 FAILS_STATUS = 1
+
+UNKNOWN_STATUS = 3
 
 
 @click.command()
@@ -34,19 +41,20 @@ def doctor_command(
     """Check what is installed, what can be recorded here, and what would fail.
 
     COMMAND is analyze, attach, dashboard or record; by default analyze. The exit status is 1 if it
-    would fail here. Nothing is changed, and nothing that is printed names a user, a host or a
-    folder.
+    would fail here, and 3 if this cannot be told. Nothing is changed, and nothing that is printed
+    names a user, a host or a folder.
     """
     environment = read_environment()
     checks = check_environment(environment)
     if not put_json(environment, lambda facts: to_json(facts, checks), json_file):
         make_console().print(build_doctor_screen(environment, checks))
-    failing = find_failing(checks)
-    asked = commands or COMMANDS[:1]
-    context.exit(FAILS_STATUS if any(name in failing for name in asked) else 0)
+    asked = set(commands or COMMANDS[:1])
+    if asked & set(find_failing(checks)):
+        context.exit(FAILS_STATUS)
+    context.exit(UNKNOWN_STATUS if asked & set(find_unknown(checks)) else 0)
 
 
-Outcome = Literal["ok", "warning", "fails"]
+Outcome = Literal["ok", "warning", "unknown", "fails"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,12 @@ def find_failing(checks: Sequence[EnvironmentCheck]) -> tuple[str, ...]:
     """The commands that would fail here."""
     failing = {name for check in checks if check.outcome == "fails" for name in check.commands}
     return tuple(name for name in COMMANDS if name in failing)
+
+
+def find_unknown(checks: Sequence[EnvironmentCheck]) -> tuple[str, ...]:
+    """The commands of which it cannot be told whether they would fail here."""
+    unknown = {name for check in checks if check.outcome == "unknown" for name in check.commands}
+    return tuple(name for name in COMMANDS if name in unknown.difference(find_failing(checks)))
 
 
 def to_json(environment: Environment, checks: Sequence[EnvironmentCheck]) -> str:
@@ -89,7 +103,8 @@ def build_doctor_screen(
 
     from stepsplit.dashboard.reporters.console import Text
 
-    torch, failing = environment.torch, find_failing(checks)
+    torch = environment.torch
+    failing, unknown = find_failing(checks), find_unknown(checks)
     machine = (
         f"stepsplit {environment.stepsplit or 'of unknown version'}",
         f"Python {environment.python}",
@@ -100,9 +115,10 @@ def build_doctor_screen(
         f"NCCL {torch.nccl}" if torch is not None and torch.nccl else "",
     )
     # What works stands first; most who run this want to know that.
-    working = [name for name in COMMANDS if name not in failing]
+    working = [name for name in COMMANDS if name not in failing and name not in unknown]
     commands = [f"works here: {', '.join(working)}"] if working else []
     commands += [f"would fail: {', '.join(failing)}"] if failing else []
+    commands += [f"cannot tell: {', '.join(unknown)}"] if unknown else []
     parts: list[RenderableType] = [
         Text("   ".join(part for part in machine if part), style="bold"),
         Text("   ".join(commands)),
@@ -184,6 +200,7 @@ def _check_packages(environment: Environment) -> Iterator[EnvironmentCheck]:
             if one.installed and _parse_version(one.installed) < _parse_version(one.least)
         ]
         broken = [one for one in needed if one.error]
+        late = [one.name for one in needed if one.is_late]
         purpose = f" ({use})" if use else ""
         outcome: Outcome = "fails" if commands else "warning"
         # An extra that is not installed at all was not wanted.
@@ -200,6 +217,9 @@ def _check_packages(environment: Environment) -> Iterator[EnvironmentCheck]:
             detail = "; ".join(f"{one.name} cannot be imported ({one.error})" for one in broken)
             fix = f"pip install --force-reinstall {' '.join(one.name for one in broken)}"
             yield EnvironmentCheck(name, outcome, detail, fix, commands)
+        elif late:
+            detail = f"not imported after {PROBE_TIMEOUT_S:.0f} s: {', '.join(late)}"
+            yield EnvironmentCheck(name, "unknown", detail, _RUN_AGAIN, commands)
         else:
             yield EnvironmentCheck(name, "ok", f"complete{purpose}", commands=commands)
 
@@ -215,10 +235,17 @@ def _parse_version(text: str) -> tuple[int, ...]:
 
 _RECORDING = ("record",)
 
+# Each import that ended has left its bytecode.
+_RUN_AGAIN = "run doctor again: it is faster after the first time, and where others leave more time"
+
 
 def _check_torch(environment: Environment) -> Iterator[EnvironmentCheck]:
     torch = environment.torch
     if torch is None:
+        return
+    if torch.is_late:
+        detail = f"torch {torch.version} was not imported and tested after {PROBE_TIMEOUT_S:.0f} s"
+        yield EnvironmentCheck("torch", "unknown", detail, _RUN_AGAIN, _RECORDING)
         return
     errors = dict(torch.errors)
     if "import" in errors:

@@ -25,6 +25,7 @@ from stepsplit.dashboard.environment import (
     TorchState,
     find_module,
     parse_requirements,
+    read_environment,
 )
 
 
@@ -33,7 +34,7 @@ def on(machine: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def with_requirement(name: str, **changes: str | None) -> Environment:
+def with_requirement(name: str, **changes: str | bool | None) -> Environment:
     """The healthy machine with another state of one package."""
     requirements = HEALTHY.requirements or ()
     changed = (replace(one, **changes) if one.name == name else one for one in requirements)
@@ -100,6 +101,53 @@ def test_a_fault_is_one_line_with_its_fix_and_fails_only_who_asks_for_it(
     assert cli.run(["doctor", "record", "dashboard"]) == 1
 
 
+def test_what_was_not_imported_in_time_is_neither_working_nor_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine of which others left a tenth, torch's first import took more than a minute, and
+    was said to have crashed."""
+    on(with_torch(is_late=True), monkeypatch)
+
+    assert cli.run(["doctor", "record"]) == 3
+    screen = capsys.readouterr().out
+    assert "works here: analyze, attach, dashboard   cannot tell: record\n" in screen
+    assert screen[screen.index("PROBLEMS") :].splitlines() == [
+        "PROBLEMS AND THEIR FIXES",
+        "unknown  torch  torch 2.13.0+cu130 was not imported and tested after 60 s; run doctor"
+        " again: it is faster after the first time, and where others leave more time",
+    ]
+    assert cli.run(["doctor"]) == 0
+
+
+def test_a_probe_that_is_ended_for_its_time_says_nothing_of_what_it_had_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stepsplit.dashboard.environment.PROBE_TIMEOUT_S", 0.001)
+
+    read = read_environment()
+
+    assert read.requirements
+    assert [one.error for one in read.requirements if one.error] == []
+    assert {one.name for one in read.requirements if one.is_late} >= {"numpy", "pandas", "dash"}
+    assert read.torch is None or (read.torch.is_late, read.torch.errors) == (True, ())
+
+
+@pytest.mark.slow
+def test_after_an_import_that_crashes_the_others_are_still_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lazy_loader.py").write_text("import os\nos.abort()\n")
+    (tmp_path / "msgspec.py").write_text("raise ImportError('half a wheel')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    needed = read_environment().requirements or ()
+
+    assert {one.name: one.error for one in needed if one.error} == {
+        "lazy_loader": "the import crashed",
+        "msgspec": "ImportError: half a wheel",
+    }
+
+
 NO_GPU = replace(TORCH, gpus=(), device_events=0)
 FULL, LOCKED = FolderState(True, "ext4", 1 << 20), FolderState(False, "ext4", 1 << 40)
 
@@ -120,6 +168,9 @@ FULL, LOCKED = FolderState(True, "ext4", 1 << 20), FolderState(False, "ext4", 1 
         (replace(HEALTHY, requirements=None), "packages", "warning", "not installed", ""),
         (with_torch(errors=(("import", "OSError: libcudart"),)), "torch", "fails",
          "cannot be imported (OSError: libcudart)", "record"),
+        (with_torch(is_late=True), "torch", "unknown", "not imported and tested after 60 s", ""),
+        (with_requirement("numpy", is_late=True), "packages", "unknown",
+         "not imported after 60 s: numpy", ""),
         (with_torch(host_events=0, errors=(("profiler", "RuntimeError: taken"),)), "profiler",
          "fails", "records nothing (RuntimeError: taken)", "record"),
         (with_torch(errors=(("gloo", "RuntimeError: no address"),)), "torch.distributed",

@@ -82,15 +82,16 @@ def format_coverage(report: Report) -> list[Text]:
 
 
 def format_profiling(run: Run) -> str:
-    """The profiler overhead, "" if too few steps were timed without the profiler."""
+    """Profiled steps against the others, "" if too few steps were timed without the profiler.
+
+    The difference is what was measured. How much of it is the profiler's, and how much noise or
+    other load on the machine, a few steps of one run cannot tell."""
     if run.profiling_slowdown is None:
         return ""
+    change = units.format_signed_percent(run.profiling_slowdown)
     after = run.slowdown_after_profiling
-    steps_after = "" if after is None else f" ({units.format_signed_percent(after)} after it)"
-    overhead = units.format_signed_percent(run.profiling_slowdown)
-    if run.profiling_slowdown < 0:
-        return f"no profiler overhead ({overhead}){steps_after}"
-    return f"profiler overhead {overhead}{steps_after}"
+    steps_after = "" if after is None else f", {units.format_signed_percent(after)} after it"
+    return f"{change} against steps without profiler{steps_after}"
 
 
 _MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations")

@@ -66,7 +66,7 @@ def test_what_the_steps_show_of_strategies_stands_in_one_line() -> None:
     assert shown(160, msgspec.structs.replace(report, run=run))[1] == line
 
 
-def test_the_screen_shows_profiler_overhead_and_memory_of_the_fullest_rank() -> None:
+def test_the_screen_shows_profiled_steps_and_memory_of_the_fullest_rank() -> None:
     report = analysis().report
     rows = (
         MemoryRow(0, None, None, 1000, 1000, 2000, None, None, None),
@@ -76,7 +76,7 @@ def test_the_screen_shows_profiler_overhead_and_memory_of_the_fullest_rank() -> 
 
     lines = shown(160, msgspec.structs.replace(report, run=slowed, memory=rows))
 
-    assert lines[2].endswith("profiler overhead +33.1 %)")
+    assert lines[2].endswith("; +33.1 % against steps without profiler)")
     memory = "weights 2.00 MB, gradients 2.00 MB, optimizer 4.00 MB, activations 600 kB"
     assert f"memory (largest on r1): {memory}" in lines
 

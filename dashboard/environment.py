@@ -297,8 +297,8 @@ def _probe_torch() -> TorchState | None:
     results, is_late = _run_probe(_TORCH)
     body = next((one for one in results if isinstance(one, dict)), None)
     if body is None:
-        errors = () if is_late else (("import", "the import crashed"),)
-        return TorchState(version=version, errors=errors, is_late=is_late)
+        crashed = () if is_late else (("import", "the import crashed"),)
+        return TorchState(version=version, errors=crashed, is_late=is_late)
     lists = {name: tuple(value) for name, value in body.items() if isinstance(value, list)}
     errors = tuple((name, _shorten(text)) for name, text in body["errors"])
     return TorchState(**body | lists | {"errors": errors})

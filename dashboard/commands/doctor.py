@@ -41,7 +41,7 @@ def doctor_command(
     """Check what is installed, what can be recorded here, and what would fail.
 
     COMMAND is analyze, attach, dashboard or record; by default analyze. The exit status is 1 if it
-    would fail here, and 3 if this cannot be told. Nothing is changed, and nothing that is printed
+    would fail here, and 3 if that is not known. Nothing is changed, and nothing that is printed
     names a user, a host or a folder.
     """
     environment = read_environment()
@@ -75,7 +75,7 @@ def find_failing(checks: Sequence[EnvironmentCheck]) -> tuple[str, ...]:
 
 
 def find_unknown(checks: Sequence[EnvironmentCheck]) -> tuple[str, ...]:
-    """The commands of which it cannot be told whether they would fail here."""
+    """The commands of which it is not known whether they would fail here."""
     unknown = {name for check in checks if check.outcome == "unknown" for name in check.commands}
     return tuple(name for name in COMMANDS if name in unknown.difference(find_failing(checks)))
 

@@ -70,6 +70,8 @@ def count_copied_bytes(job: JobConfig) -> float:
     costs = job.profile.times
     if job.runs_transformers:
         return costs.cast_bytes if is_autocast(job) else 0.0
+    if not job.is_fsdp:
+        return 0.0
     if job.parallel.sum_once:
         # Weights are copied for every microbatch, gradients once.
         return costs.unit_copy_bytes / 2 + costs.unit_copy_bytes / 2 / job.microbatches

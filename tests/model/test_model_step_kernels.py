@@ -551,7 +551,8 @@ def test_each_framework_has_its_constants() -> None:
     """Bytes of sums of gradients, of copies of weights and gradients, and of the loss."""
     found = {}
     for name in ("megatron", "nanotron", "deepspeed", "fsdp2", "huggingface"):
-        one = job(framework=name, gradient_dtype="bf16", global_batch=2)
+        layout = ParallelConfig(dp_shard=2, zero=3) if name == "fsdp2" else ParallelConfig()
+        one = job(framework=name, layout=layout, gradient_dtype="bf16", global_batch=2)
         found[name] = count_accumulate_bytes(one), count_copied_bytes(one), select_loss_bytes(one)
     assert found == {
         "megatron": (0.0, 0.0, (8.0, 6.0)),
@@ -560,6 +561,7 @@ def test_each_framework_has_its_constants() -> None:
         "fsdp2": (0.0, 16.0, (8.0, 6.0)),
         "huggingface": (3.0, 12.0, (18.0, 28.0)),
     }
+    assert count_copied_bytes(job(framework="fsdp2")) == 0, "replicas gather nothing to copy"
 
 
 TOTAL = 4 * 784 + 2 * 4096 + 8

@@ -77,7 +77,8 @@ def read_job_table(job: str | Path) -> TomlTable:
 def compare_to_model(
     report: Report, recording: Recording, split: RunSplit, job_table: TomlTable
 ) -> Report:
-    """Add the prediction, the comparison, the MFU and findings from the model to a report.
+    """Add the prediction, the comparison, the MFU and findings from the model to a report, which
+    come after its own.
 
     Raises UsageError if the config is incomplete (lists the missing keys) or describes a different
     number of ranks or stages; DataError for an invalid job.toml.
@@ -107,7 +108,7 @@ def compare_to_model(
         prediction=build_prediction_row(prediction),
         job=build_job_tables(table),
         gap=gap,
-        findings=tuple(sorted(findings, key=lambda one: -one.gain_ns)),
+        findings=findings,
         mfu=None if prediction.mfu is None else prediction.mfu * times,
         hfu=None if prediction.hfu is None else prediction.hfu * times,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from support.samples import analyze_recording
 from support.screens import print_lines
 
 from stepsplit.analyzer import BUCKETS, DataError, Report, analyze, predict
+from stepsplit.analyzer.gap.calibrate import calibrate, format_hardware
 from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.io import extract_job, extract_prediction, from_json, to_json
 from stepsplit.dashboard import cli
@@ -73,6 +75,20 @@ def test_auto_takes_all_from_the_recording(run_file: Path) -> None:
     assert analyze_recording(SAMPLES / "tp2_pp2", "auto") == analyze(
         SAMPLES / "tp2_pp2", job=run_file
     )
+
+
+def test_what_the_model_finds_stands_before_the_time_of_a_cpu_between_ops(run_file: Path) -> None:
+    """Constants of the run itself, but for all-reduces of 0.6 of the time: the idle time is larger
+    than what they cost, and no saving to expect."""
+    hardware = format_hardware(calibrate(SAMPLES / "tp2_pp2"))
+    faster, made = re.subn(r"(?<=times_ns = \[)19\d{5}(?=\])", "1200000", hardware)
+    assert made == 1
+    run_file.with_name("own.toml").write_text(faster)
+    run_file.write_text('[hardware]\nfile = "own.toml"\n')
+    report = analyze(SAMPLES / "tp2_pp2", job=run_file)
+    gains = {one.code: one.gain_ns for one in report.findings}
+    assert list(gains) == ["slower_calls", "few_microbatches", "host_bound"]
+    assert gains["few_microbatches"] < gains["slower_calls"] < gains["host_bound"]
 
 
 def test_tp2_pp2_calls_match_the_model_and_all_reduces_are_slow() -> None:

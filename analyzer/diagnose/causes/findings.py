@@ -162,6 +162,24 @@ def find_bottlenecks(
     return Bottlenecks(tuple(finding for _, finding in shown), tuple(notes))
 
 
+def add_findings(
+    found: Sequence[Finding], added: Sequence[Finding], *, on_device: bool
+) -> tuple[Finding, ...]:
+    """Further findings among those of a recording, in the order of Report.findings."""
+    last = set() if on_device else {cause.code for cause in CAUSES if cause.last_on_cpu}
+    first_last = next(
+        (
+            place
+            for place, one in enumerate(found)
+            # What gains only once another one is fixed may gain more than what stands before it.
+            if one.code in last or (place and one.gain_ns > found[place - 1].gain_ns)
+        ),
+        len(found),
+    )
+    before = sorted((*found[:first_last], *added), key=lambda one: -one.gain_ns)
+    return (*before, *found[first_last:])
+
+
 _SETTLES_LACK: tuple[tuple[Lack, Settle], ...] = (
     (Lack.RANKS, "missing_ranks"),
     (Lack.FILE, "whole_files"),

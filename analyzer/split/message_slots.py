@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
@@ -307,6 +308,60 @@ def order_folded_passes(
         if passes := _place_folded_passes(launched, forward, backwards, place, both_ways):
             return passes
     return ()
+
+
+def pair_passes(
+    work: LaunchedWork, partner_gap: Int64, messages: Sequence[int], place: StagePosition
+) -> tuple[StagePass, ...]:
+    """The passes in one step of one of two ranks that hand microbatches on to each other in both
+    directions, whose forwards and backwards are known to belong together; () if its sends do not
+    fit them.
+
+    Each rank has the first stage of one direction and the last of the other. A first stage sends
+    the output of a forward before it runs its backward, so that passes without a send in between
+    are of a last stage. A microbatch then sends one message, an output or a gradient, after the
+    launches among which its forward is. If as many follow these as there are forwards among them,
+    the other microbatches are of the first stage: of those of the last one the earliest would lack
+    its send. Weight gradients outside of autograd belong to no pass.
+
+    Args:
+        work: The kernels of the step.
+        partner_gap: The gap of the other pass of the microbatch of each launch; -1 for unknown.
+        messages: The kind of each message of the rank, in the order of issue.
+        place: The place of the rank in its pipeline.
+    """
+    known = np.flatnonzero(partner_gap >= 0)
+    sends_before = np.cumsum([0, *(message != RECEIVE for message in messages)])
+    own, partner = sends_before[work.gap[known]], sends_before[partner_gap[known]]
+    backward = work.backward[known]
+    label = np.stack((backward, *np.where(backward, (partner, own), (own, partner))), axis=1)
+    edges = np.flatnonzero(np.any(np.diff(label, axis=0, prepend=-1, append=-1), axis=1))
+    # (backward, sends before the forward, sends before the backward): rows [first, after).
+    rows: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for low, high in pairwise(edges.tolist()):
+        key = tuple(label[low].tolist())
+        if key in rows:  # of several microbatches
+            return ()
+        rows[key] = (int(known[low]), int(known[high - 1]) + 1)
+    microbatches = [sends for is_back, *sends in rows if not is_back]
+    if {(1, *sends) for sends in microbatches} != {key for key in rows if key[0]}:
+        return ()
+    launches, forwards = np.unique(own), Counter(forward for forward, _ in microbatches)
+    follow = np.diff(launches, prepend=0, append=sends_before[-1])
+    if follow.tolist() != [0, *(forwards[at] for at in launches.tolist())]:
+        return ()
+    first = [sends for sends in microbatches if sends[0] < sends[1]]
+    last = [sends for sends in microbatches if sends[0] == sends[1]]
+    if not first or not last:
+        return ()
+    # Chunk 0 is of the direction that begins on the first rank.
+    chunks = (last, first) if place.is_last else (first, last)
+    numbered = enumerate((chunk, *sends) for chunk, own in enumerate(chunks) for sends in own)
+    return tuple(
+        StagePass(phase, chunk, number, *rows[is_back, forward, back])
+        for number, (chunk, forward, back) in numbered
+        for is_back, phase in enumerate(("forward", "backward"))
+    )
 
 
 class _Launched(Struct, frozen=True):

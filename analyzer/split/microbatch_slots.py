@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_max, is_inside, list_distinct, union
+from stepsplit.analyzer.split.autograd_links import find_partner_ns
 from stepsplit.analyzer.split.call_purposes import find_backward_spans, find_issue_ns
 from stepsplit.analyzer.split.mesh import DATA_AXES, STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.message_patterns import runs_both_ways
@@ -22,6 +23,7 @@ from stepsplit.analyzer.split.message_slots import (
     StagePosition,
     order_folded_passes,
     order_passes,
+    pair_passes,
 )
 from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
 from stepsplit.analyzer.split.work import PRODUCT_FAMILIES, mask_families
@@ -223,6 +225,11 @@ def _order_slots(
     if messages is None:
         return ()
     step = _find_host_step(messages.issued_ns, steps)
+    # Of two ranks all messages of one go to the other, whatever their direction.
+    partner_ns = None
+    if not chunks and len(line) == 2:
+        partner_ns = find_partner_ns(trace, work.launch_ns)
+        partner_step = _find_host_step(partner_ns, steps)
     slots = []
     for number in np.unique(work.step).tolist():
         rows, own = np.flatnonzero(work.step == number), step == number
@@ -234,11 +241,16 @@ def _order_slots(
             has_backwards=work.has_backwards,
         )
         kinds = messages.kind[own].tolist()
-        for one in (
+        passes = (
             order_folded_passes(launched, kinds, place, both_ways=not in_a_v)
             if folded
             else order_passes(launched, kinds, place)
-        ):
+        )
+        if not passes and partner_ns is not None:
+            gap = np.searchsorted(messages.issued_ns[own], partner_ns[rows], side="right")
+            gap[(partner_ns[rows] < 0) | (partner_step[rows] != number)] = -1
+            passes = pair_passes(launched, gap, kinds, place)
+        for one in passes:
             part = rows[one.first : one.after]
             stage = one.chunk * place.stages + place.at
             if folded and one.chunk:

@@ -581,7 +581,9 @@ def test_a_recorded_job_of_dualpipe_on_two_ranks() -> None:
     """Four microbatches each way."""
     report = analyze(shared_repro("users3/dualpipe_cp") / "rec2")
     assert [(one.axis, one.size) for one in report.run.mesh or ()] == [("pp", 2)]
-    assert [one.in_words for one in report.run.strategies] == ["pp 2"]
+    assert [one.in_words for one in report.run.strategies] == ["pp 2 (dualpipe)"]
+    assert report.pipeline is not None
+    assert (report.pipeline.schedule, report.pipeline.microbatches) == ("dualpipe", 8)
     assert {row.axis for row in report.exposed} == {"pp"}
 
 

@@ -92,7 +92,7 @@ def _describe_axis(report: Report, bucket: str) -> str:
         return ""
     ((axis, phase), most), *_ = spent.most_common(1)
     name = name_axes(report).name(axis)
-    where = "an unknown axis" if name == UNKNOWN_AXIS else name
+    where = "groups without a single axis" if name == UNKNOWN_AXIS else name
     op = _find_main_op(report, axis) if bucket in ("collective", "p2p") else ""
     share = units.format_percent(most / spent.total())
     return f"{share} of it on {where} in {phase}{f', mostly {op}' if op else ''}"

@@ -33,7 +33,8 @@ class StepKindRow(Struct, frozen=True):
         idle_ns: mean of this bucket.
         calls: the calls of a step, summed over the recorded ranks.
         kernels: compute kernels of a step and rank (ops of a CPU run), the mean.
-        period: every so many steps is one; None if they are not regular, or fewer than two.
+        period: every so many steps is one, or one that also does what sets another kind apart; None
+            if they are not regular, or fewer than two.
         extra: what a step does beyond one of the headline, in words; "" for the headline, or if
             nothing is known.
     """

@@ -250,7 +250,7 @@ def find_step_kinds(
     named = [(HEADLINE, headline)]
     named += [(f"other {i}", own) for i, own in enumerate(alike.values(), 1)]
     usual = _average_ranges(headline, ranges)
-    more = _find_with_more(named, calls, kernels)
+    more = _find_with_more(named, calls, kernels, ranges)
     return tuple(
         StepKind(
             kind=name,
@@ -288,22 +288,32 @@ def _find_with_more(
     named: Sequence[tuple[str, Sequence[int]]],
     calls: Mapping[int, Counter[tuple[str, str]]],
     kernels: Mapping[int, float],
+    ranges: Mapping[int, Counter[str]],
 ) -> list[list[int]]:
     """For each kind, the headline first, the steps of other kinds that do the same and more: equal
-    work and further calls, or the calls that set the kind apart and more work."""
+    work and further calls, or the calls that set the kind apart and more work; and each of the
+    named ranges that set it apart."""
     (_, headline), *others = named
-    usual = _find_most_common(headline, calls)
+    usual, opened = _find_most_common(headline, calls), _average_ranges(headline, ranges)
     found: list[list[int]] = [[]]
     for _, own in others:
         called = Counter(_find_most_common(own, calls))
         work = sum(kernels[number] for number in own) / len(own)
+        more = {
+            what
+            for what, count in _average_ranges(own, ranges).items()
+            if count > opened.get(what, 0.0)
+        }
         found.append([
             number
             for _, apart in others
             if apart is not own
             for number in apart
-            if (calls[number] > called and is_equal_work(kernels[number], work))
-            or (calls[number] == called > Counter(usual) and kernels[number] > work)
+            if more <= ranges[number].keys()
+            and (
+                (calls[number] > called and is_equal_work(kernels[number], work))
+                or (calls[number] == called > Counter(usual) and kernels[number] > work)
+            )
         ])  # fmt: skip
     return found
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from stepsplit.collectors.formats.run_spec import AXES
 
+SUMMED_AFTER_EACH = "gradients summed after each"
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -49,6 +51,14 @@ def count_accumulated_microbatches(strategies: Iterable[Strategy]) -> int | None
     details = [one.detail for one in strategies if one.name == "gradient accumulation"]
     count = re.match(r"\d+", details[0]) if details else None
     return int(count.group()) if count else None
+
+
+def sums_after_each_microbatch(strategies: Iterable[Strategy]) -> bool:
+    """Whether accumulated gradients are reduced after each microbatch instead of once."""
+    return any(
+        one.name == "gradient accumulation" and SUMMED_AFTER_EACH in one.detail
+        for one in strategies
+    )
 
 
 def format_axes(axes: Collection[str], unknown: str) -> str:

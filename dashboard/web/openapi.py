@@ -81,7 +81,11 @@ def refuse_unknown_parameters() -> None:
     """Raises HttpError if an address of the API is read with a parameter that it does not know: a
     misspelled filter would give everything."""
     rule = request.url_rule
-    if request.method != "GET" or rule is None or not rule.rule.startswith("/api/v1/"):
+    if (
+        request.method not in ("GET", "HEAD")
+        or rule is None
+        or not rule.rule.startswith("/api/v1/")
+    ):
         return
     known = _QUERIES.get(rule.endpoint, {})
     if unknown := sorted(set(request.args) - set(known)):

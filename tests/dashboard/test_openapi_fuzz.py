@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 N_REQUESTS = 400
 
 
+# schemathesis does not close the answers of werkzeug's client, some of which are files.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_described_request_is_an_error_of_the_server(tmp_path: Path) -> None:
     schemathesis = pytest.importorskip("schemathesis")
     store = Store.open(make_sqlite(tmp_path / "runs.db"), tmp_path / "artifacts")

@@ -794,6 +794,28 @@ def test_gradients_that_are_dropped_after_their_reduction_were_reduced(
     assert ("extra_reductions" in codes) is is_extra
 
 
+@pytest.mark.parametrize(
+    ("weights", "calls"),
+    [
+        (None, [(610.0, 620.0, 700.0, 5_000), (710.0, 720.0, 800.0, 5_000)]),
+        (0, [(610.0, 620.0, 700.0, 5_000), (710.0, 720.0, 800.0, 5_000)]),
+        (20_000, [(590.0, 600.0, 640.0, 5_000), (650.0, 650.0, 740.0, 5_000)]),
+    ],
+    ids=["weights unknown", "no weights", "weights of 16 bits"],
+)
+def test_gradients_that_are_reduced_once_are_not_extra(
+    weights: int | None, calls: list[tuple[float, float, float, int]], tmp_path: Path
+) -> None:
+    """Gradients of 40 kB in two calls: by hand after the backward, or one within it."""
+    for rank in (0, 1):
+        trace = ddp_step(rank, *calls).annotation("Optimizer.step#Adam.step", 900, 1000)
+        trace.op("aten::mm", 645, 650).write(tmp_path)
+        place = RankInfo(rank, rank, "host0", 1, "cpu")
+        memory = MemoryState(weights_bytes=weights, gradients_bytes=40_000)
+        write_record(tmp_path, RankRecord("job", place, 2, "gloo", memory=memory))
+    assert "extra_reductions" not in [one.code for one in analyze(tmp_path).findings]
+
+
 @pytest.mark.parametrize(("second", "is_extra"), [(10_000, True), (20_000, False)])
 def test_gradients_reduced_after_each_microbatch_are_reduced_once_too_often(
     second: int, is_extra: bool, tmp_path: Path
@@ -822,6 +844,28 @@ def test_gradients_reduced_after_each_microbatch_are_reduced_once_too_often(
             "extra reductions of gradients after each of 2 microbatches, where those after the last"
             " are enough (DDP's no_sync): 1 per step of 40.0 kB; from a single step"
         )
+
+
+def test_equal_buckets_of_the_last_microbatch_alone_are_not_extra(tmp_path: Path) -> None:
+    """DDP with no_sync: two buckets of equal layers in the second of two backwards."""
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, groups=[("0", "default_pg", [0, 1])]).step(1, 0, 1000)
+        for at in (0, 400):
+            trace.annotation("DistributedDataParallel.forward", at, at + 100)
+            trace.op("aten::mm", at, at + 100)
+            trace.op(
+                "autograd::engine::evaluate_function: MmBackward0", at + 100, at + 300, tid=150
+            )
+            trace.op("aten::mm", at + 100, at + 300, tid=150)
+        for number, at in enumerate((600, 700)):
+            trace.all_reduce(at - 10, at, at + 90, group="0", seq=number, tid=200, nelems=10_000)
+        trace.annotation("Optimizer.step#Adam.step", 800, 1000).op("aten::add_", 800, 1000)
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert "gradient accumulation (2 microbatches, gradients summed once)" in [
+        one.in_words for one in report.run.strategies
+    ]
+    assert "extra_reductions" not in [one.code for one in report.findings]
 
 
 def test_a_recorded_job_that_reduces_more_than_its_gradients() -> None:

@@ -22,6 +22,7 @@ def train(
     steps: int = 8,
     gathers: int = 0,
     logs: Sequence[int] = (),
+    log_calls: int = 1,
     only: int | None = None,
     kernels: int = KERNELS,
     slower: dict[int, float] | None = None,
@@ -31,7 +32,7 @@ def train(
     """Two ranks; a step has 20 kernels of 5 us and an all_reduce, and, as more says, further
     kernels and all_gathers in a range "evaluate"; on one rank only if there is an only. slower: how
     many times as long the kernels of a step take. logs: steps
-    with an all_gather in any case. name, extra_us: the further kernels."""
+    with so many all_gathers in any case. name, extra_us: the further kernels."""
     for rank in (0, 1):
         trace, at = GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]), 0.0
         for step in range(steps):
@@ -49,7 +50,7 @@ def train(
                     at += extra_us * factor
             elif extra:
                 at += extra_us * factor * extra
-            for call in range((gathers if extra else 0) + (step in logs)):
+            for call in range((gathers if extra else 0) + log_calls * (step in logs)):
                 seq = {"Seq": 100 * step + 1 + call}
                 trace.collective("AllGather", "_allgather_base", at, at + 4, **seq)
                 at += 4
@@ -100,7 +101,9 @@ def test_what_other_steps_take_within_the_spread_of_the_usual_ones_is_said_to_be
     report = train(tmp_path, {2: 1, 5: 1}, gathers=1, extra_us=1, slower=slower, name="aten::log")
     (found,) = [one for one in report.findings if one.code == "other_steps"]
     assert "all_gather on dp_replicate" in found.message
-    assert found.message.endswith("; within the spread of the other steps (0.02 ms)")
+    assert found.message.endswith(
+        "; not distinguishable from the spread of the other steps (0.02 ms)"
+    )
     assert found.basis is not None
     assert (found.basis.steps, found.basis.of_steps, found.basis.repeats) == (2, 8, 4)
     assert found.basis.would_settle == ("more_steps",)
@@ -115,6 +118,14 @@ def test_what_a_step_does_besides_something_else_is_of_its_period(tmp_path: Path
     (found,) = [one for one in report.findings if one.code == "other_steps"]
     assert found.message.startswith("every 3rd step takes 0.10 ms more than the others")
     assert (found.steps, found.gain_ns) == ((1, 4, 7), 100_000 * 3 // 9)
+
+
+def test_a_step_that_does_something_else_with_more_calls_is_not_of_a_period(tmp_path: Path) -> None:
+    """Steps 1 and 5 call two all_gathers in a range "evaluate", steps 3 and 7 three, for something
+    else, as of a checkpoint."""
+    report = train(tmp_path, {1: 1, 5: 1}, gathers=2, extra_us=1, logs=(3, 7), log_calls=3)
+    assert others(report) == [(1, 5), (3, 7)]
+    assert [kind.period for kind in report.step_kinds] == [2, 4, 4]
 
 
 def test_two_kinds_beyond_the_usual_step(tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ from stepsplit.analyzer.diagnose.causes.gradient_calls import (
 from stepsplit.analyzer.diagnose.causes.removed_calls import remove_calls_remedy
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
-from stepsplit.analyzer.split.strategy import count_accumulated_microbatches
+from stepsplit.analyzer.split.strategy import (
+    count_accumulated_microbatches,
+    sums_after_each_microbatch,
+)
 from stepsplit.analyzer.trace import Int64
 
 
@@ -64,7 +67,8 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
     # ZeRO-2 shards the gradients of each microbatch, to save memory.
     strategies = context.split.strategies
     microbatches = count_accumulated_microbatches(strategies)
-    if microbatches is None or "ddp" not in {one.name for one in strategies}:
+    is_ddp = "ddp" in {one.name for one in strategies}
+    if microbatches is None or not is_ddp or not sums_after_each_microbatch(strategies):
         return
     kernels = np.flatnonzero(find_sums_of_earlier_passes(context, microbatches))
     if len(kernels):

@@ -107,9 +107,14 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
         if not gradients:
             continue
         total = size[mine[later]].sum() / steps
-        # Gradients may be dropped once they are reduced, such as those of frozen layers.
-        whole = [weights, *(float(memory.weights_bytes or 0) for memory in memories)]
-        is_done = any(abs(reduced - one) <= _SAME_BYTES * one for one in whole)
+        # Gradients may be dropped once they are reduced, such as those of frozen layers: then fewer
+        # are left than there are weights.
+        whole = {weights} | {
+            float(memory.weights_bytes)
+            for memory in memories
+            if memory.weights_bytes and (memory.gradients_bytes or 0) < memory.weights_bytes
+        }
+        is_done = any(abs(reduced - one) <= _SAME_BYTES * one for one in whole if one)
         too_many = reduced > 0.9 * gradients and total > (1 + _SAME_BYTES) * gradients
         extra = all_reduces[mine] & data[mine] & after[call] & (size[mine] > SCALAR_BYTES)
         if not too_many and not (is_done and total > 2 * _SAME_BYTES * weights):
@@ -122,7 +127,7 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
 
 def find_sums_of_earlier_passes(context: ReplayContext, passes: int) -> Bool:
     """Which all_reduces on data axes are of all but the last of so many accumulated microbatches:
-    those in the backwards of a step, if they are the same after each."""
+    those in the backwards of a step, if they are the same after each. Every pass must sum."""
     table = context.graph.kernels
     size = context.split.matched.message_bytes[table.row]
     sums = find_ops(context, ("all_reduce",)) & find_on_data_axes(context) & (size > SCALAR_BYTES)

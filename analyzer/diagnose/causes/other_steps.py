@@ -63,7 +63,7 @@ def find_other_steps(context: CauseContext) -> Iterator[Remedy]:
         error_ns = spread_ns * math.sqrt(1 / len(headline.steps) + 1 / len(kind.steps))
         if more.sum() < SIGMAS * error_ns:
             spread = units.format_milliseconds(spread_ns)
-            message += f"; within the spread of the other steps ({spread})"
+            message += f"; not distinguishable from the spread of the other steps ({spread})"
             would_settle = ("more_steps",)
     whole_ns = float(usual.sum() + more.sum())
     yield Remedy(

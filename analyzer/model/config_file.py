@@ -41,7 +41,7 @@ from stepsplit.analyzer.model.config_decode import (
     replace_aliases,
     select_fields,
 )
-from stepsplit.analyzer.model.config_limits import Natural
+from stepsplit.analyzer.model.config_limits import KEY, Natural
 from stepsplit.analyzer.model.framework_defaults import choose_weight_dtype, framework_defaults
 from stepsplit.analyzer.model.hardware_config import (
     HARDWARE_KEYS,
@@ -52,6 +52,7 @@ from stepsplit.analyzer.model.hardware_config import (
 )
 from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
 from stepsplit.analyzer.model.key_aliases import (
+    ALIASES,
     HINTS,
     VALUE_ALIASES,
     normalize_model_name,
@@ -316,8 +317,8 @@ _REQUIRED_SECTIONS = {
 
 
 def _remove_misplaced(table: TomlTable, mistakes: Mistakes) -> TomlTable:
-    """The file without keys that stand before all tables, and those that stand for several; these
-    are mistakes."""
+    """The file without keys of a table that stand before all tables or in another one, and those
+    that stand for several; these are mistakes."""
     own = {key: name for name, known in JOB_KEYS.items() for key in known if key not in _SECTIONS}
     for key in filter(own.__contains__, table.values):
         hint = f"move it under [{own[key]}]"
@@ -326,8 +327,14 @@ def _remove_misplaced(table: TomlTable, mistakes: Mistakes) -> TomlTable:
     values = dict(table.values)
     for name, known in JOB_KEYS.items():
         section = table.get_subtable(name)
-        for key in [one for one in section.values if one in HINTS and one not in known]:
-            mistakes.append(section.build_error(key, "unknown key", HINTS[key]))
+        for key in [one for one in section.values if one not in known]:
+            others = [
+                one for one in JOB_KEYS if one != name and key in (*JOB_KEYS[one], *ALIASES[one])
+            ]
+            if key not in HINTS and (key in ALIASES[name] or len(others) != 1):
+                continue
+            hint = HINTS.get(key) or f"move it under [{others[0]}]"
+            mistakes.append(section.build_error(key, "unknown key", hint))
             values[name] = {k: v for k, v in values[name].items() if k != key}
             if key == "batch_size":
                 # Either may be meant: neither is missing.
@@ -370,14 +377,16 @@ _SAME_SIZE = 0.02
 
 
 def _find_model_of_name(table: TomlTable, seq_len: int) -> ModelConfig | None:
-    """The preset of the model's name if all that the model states is so in the preset."""
+    """The preset of the model's name if the model states all that one by numbers must, all that it
+    states is so in the preset, and what makes layers of another kind is not left to the preset."""
     name, mistakes = table.values.get("name"), Mistakes()
     preset = normalize_model_name(name) if isinstance(name, str) else ""
-    if preset not in list_model_names():
+    if preset not in list_model_names() or not {*_REQUIRED_MODEL_KEYS} <= table.values.keys():
         return None
     known = load_model(preset)
-    model = _decode_model(table, known, seq_len, mistakes, {})
-    return known if not mistakes and replace(model, name=known.name) == known else None
+    plain = replace(known, experts=None, latent=None, mtp_layers=0)
+    model = _decode_model(table, plain, seq_len, mistakes, {})
+    return plain if not mistakes and replace(model, name=known.name) == known else None
 
 
 def _describe_assumed(
@@ -387,9 +396,14 @@ def _describe_assumed(
     whether it has others than the preset of its name. base: what the rest is taken from."""
     if "preset" in table.values:
         return ()
-    keys = ("gated", "tied") if base is None else ("gated", "tied", "kv_heads", "ffn")
-    left_out = [key for key in keys if key not in table.values]
-    taken = ", ".join(format_toml_lines({key: getattr(model, key) for key in left_out}))
+    named = {one.metadata.get(KEY, one.name): one.name for one in fields(ModelConfig)}
+    keys = ["gated", "tied"]
+    if base is not None:
+        usual = _decode_model(table, None, 0, Mistakes(), {})
+        keys += ["kv_heads", "ffn"]
+        keys += [k for k, one in named.items() if getattr(usual, one) != getattr(model, one)]
+    left_out = [key for key in dict.fromkeys(keys) if key not in table.values]
+    taken = ", ".join(format_toml_lines({key: getattr(model, named[key]) for key in left_out}))
     if base is not None:
         return (f"model: {taken} as in {base.name}, which has its sizes",) if left_out else ()
     preset, count = normalize_model_name(model.name), count_parameters(model)
@@ -646,7 +660,7 @@ _TRAINING_KINDS: Mapping[str, Any] = {
 TRAINING_KEYS = tuple(_TRAINING_KINDS)
 
 JOB_KEYS = {
-    "model": MODEL_KEYS, "parallel": PARALLEL_KEYS, "training": TRAINING_KEYS,
+    "model": (*MODEL_KEYS, "preset"), "parallel": PARALLEL_KEYS, "training": TRAINING_KEYS,
     "hardware": (*HARDWARE_KEYS, "preset"),
 }  # fmt: skip
 """The keys of each table."""

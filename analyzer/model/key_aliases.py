@@ -17,6 +17,7 @@ from stepsplit.analyzer.model.job_files.megatron_names import (
     put_all,
 )
 from stepsplit.analyzer.model.preset_names import find_preset, list_hardware_names, list_model_names
+from stepsplit.analyzer.model.schedule_names import SCHEDULES
 
 Convert = Callable[[object], Mapping[str, object]]
 """A value -> the keys of the same table that say the same; itself under its own name if there are
@@ -60,6 +61,19 @@ def _read_fp8_recipe(value: object) -> Mapping[str, object]:
 def _read_nothing(value: object) -> Mapping[str, object]:
     """Leaves out a key that says nothing of the time or memory of a step."""
     return {}
+
+
+def _read_taken(key: str, taken: object) -> Convert:
+    """Leaves out a key that names what is taken for every job; another value is not ours."""
+    return lambda value: {} if value == taken and type(value) is type(taken) else {key: value}
+
+
+def _read_scheduler(value: object) -> Mapping[str, object]:
+    """Leaves out a schedule of the learning rate, not one of a pipeline."""
+    word = re.sub(r"[^a-z0-9]", "", value.lower()) if isinstance(value, str) else ""
+    pipelines = (*SCHEDULES, *VALUE_ALIASES["schedule"], "zero-bubble")
+    is_pipeline = any(one.replace("-", "") in word for one in pipelines)
+    return {} if word and not is_pipeline else {"scheduler": value}
 
 
 _SHARDING = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3}
@@ -273,15 +287,18 @@ _TIMELESS = (
     "lr", "learning_rate", "min_lr", "weight_decay", "warmup_steps", "warmup_ratio",
     "lr_scheduler_type", "adam_beta1", "adam_beta2", "steps", "max_steps", "train_steps",
     "train_iters", "epochs", "num_train_epochs", "logging_steps", "save_steps", "seed",
-    "lora_alpha", "beta1", "beta2", "eps", "scheduler", "lr_scheduler", "warmup",
+    "lora_alpha", "beta1", "beta2", "eps", "lr_scheduler", "warmup",
     "dataloader_num_workers", "num_workers", "ddp_find_unused_parameters", "output_dir",
     "log_interval", "save_interval", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
-    # What is taken anyway.
-    "moe_grouped_gemm", "moe_permute_fusion", "bias_swiglu_fusion", "masked_softmax_fusion",
-    "transformer_impl",
 )  # fmt: skip
-"""Keys of a training that are no part of the time or memory of a step, or that name what is taken
-for every job."""
+"""Keys of a training that are no part of the time or memory of a step."""
+
+_TAKEN: Mapping[str, object] = {
+    **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion"), True),
+    **dict.fromkeys(("bias_swiglu_fusion", "masked_softmax_fusion"), True),
+    "transformer_impl": "transformer_engine",
+}
+"""Keys of a training that name what is taken for every job, and that value."""
 
 _AXES = {
     "tp": ("tensor_parallel", "tensor_model_parallel"),
@@ -389,6 +406,8 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         "optim": _read_optimizer,
         **dict.fromkeys(("offload_optimizer", "optimizer_offload"), _read_offload),
         **dict.fromkeys(_TIMELESS, _read_nothing),
+        "scheduler": _read_scheduler,
+        **{key: _read_taken(key, taken) for key, taken in _TAKEN.items()},
     },
     "hardware": {
         **dict.fromkeys(
@@ -399,7 +418,7 @@ ALIASES: Mapping[str, Mapping[str, Convert]] = {
         **dict.fromkeys(("network", "interconnect", "nic"), _read_link),
         **dict.fromkeys(("ib", "infiniband"), _read_infiniband),
         # That it has one: which one is the preset's.
-        "nvlink": lambda value: {} if value is True else {"nvlink": value},
+        "nvlink": _read_taken("nvlink", True),
     },
 }
 """By table of a job.toml: a key of other programs, and what it is here."""
@@ -442,9 +461,21 @@ HINTS: Mapping[str, str] = {
     "mlp_ratio": "write ffn (mlp_ratio times hidden)",
     "batch_size": "write micro_batch (sequences of a rank at once) or global_batch (of a step)",
     "total_batch_size": "write global_batch (sequences per step, of all ranks)",
+    **dict.fromkeys(
+        ("dim", "depth", "bias"),
+        "write hidden, layers or biases in [model], if one of the model's is meant",
+    ),
+    **dict.fromkeys(
+        ("type", "size"), "name the model or the GPU by its preset, and ranks by gpus in [parallel]"
+    ),
+    "eps": "leave it out: no part of the time or memory of a step",
+    "device": "write the preset of the GPU in [hardware]",
+    "family": "write the preset of the model or of the GPU",
+    "scheduler": "write schedule in [parallel], if that of the pipeline is meant",
     "cpu_offload": 'write offload = ["optimizer"], with "parameters" for FSDP, or "activations"',
 }
-"""The fix of a key that stands for several of ours, or for a value of one."""
+"""The fix of a key that stands for several of ours, for a value of one, or for something else in
+another table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,11 +544,11 @@ def replace_key_aliases(
             small = {key: key.lower() if key in capitals else key for key in stated}
             sections[name] = {small[key]: value for key, value in stated.items()}
             notes.append(f"{name}: {', '.join(capitals)} in small letters")
-    table = replace(table, values=sections)
+    # First: what stands for something else beside others does so wherever it was typed.
+    _move_keys(replace(table, values=dict(sections)), sections, keys, mistakes, notes)
+    table = replace(table, values=dict(sections))
     _read_batch_size(table, sections, notes)
     _read_fp8_over_bf16(sections, notes)
-    table = replace(table, values=sections)
-    _move_keys(table, sections, keys, mistakes, notes)
     _find_trainer(sections, notes)
     table = replace(table, values=sections)
     read_from = {
@@ -573,14 +604,16 @@ def _move_keys(
     mistakes: Mistakes,
     notes: list[str],
 ) -> None:
-    """Moves keys that their own table does not know, and one other does, into that; one that it has
-    with another value is a mistake."""
+    """Moves keys, as they are, that their own table does not know, and one other does, into that;
+    one that it has with another value is a mistake. Neither a key of a model, which would override
+    sizes, nor one that is read as nothing moves: either may mean something else where it stands."""
     known = {name: {*own, *ALIASES[name], *_PRESETS.get(name, ())} for name, own in keys.items()}
+    unmoved = {*known["model"], *HINTS, *_TIMELESS, *_TAKEN, "nvlink"}
     for name in (*known, _DEEPSPEED):
         stated = table.get_subtable(name)
         for key, value in stated.values.items():
             others = [one for one in known if key in known[one]]
-            if key in {*known.get(name, ()), *HINTS} or len(others) != 1:
+            if key in {*known.get(name, ()), *unmoved} or len(others) != 1:
                 continue
             # Beside keys of DeepSpeed's JSON stand those that say of its training what ours do.
             is_own = key in OWN_KEYS | OWN_FLAGS or isinstance(value, Mapping)
@@ -591,14 +624,15 @@ def _move_keys(
             if not isinstance(target, Mapping):
                 continue
             sections[name] = {k: v for k, v in sections[name].items() if k != key}
-            ours = ALIASES[section].get(key, _rename(key))(value)
+            # Two tables may have it that both are not its own.
+            ours = {**ALIASES[section].get(key, _rename(key))(value), key: value}
             if differing := [one for one in ours if target.get(one, ours[one]) != ours[one]]:
                 problem = f"says the same as {section}.{differing[0]}, with another value"
                 mistakes.append(stated.build_error(key, problem, "remove one of them"))
                 continue
-            sections[section] = {**target, **ours}
-            (said,), read = format_toml_lines({key: value}), ", ".join(format_toml_lines(ours))
-            notes.append(f"{name}: {said} as {section}: {read or 'nothing'}")
+            sections[section] = {**target, key: value}
+            (said,) = format_toml_lines({key: value})
+            notes.append(f"{name}: {said} as of [{section}]")
 
 
 def _read_batch_size(table: TomlTable, sections: dict[str, Any], notes: list[str]) -> None:
@@ -639,7 +673,12 @@ def _find_trainer(sections: dict[str, Any], notes: list[str]) -> None:
     training, layout = sections.get("training", {}), sections.get("parallel", {})
     if not isinstance(training, Mapping) or not isinstance(layout, Mapping):
         return
-    is_trainer = "per_device_train_batch_size" in training and layout.keys() <= {"gpus", "nodes"}
+    ours = {
+        one
+        for key, value in layout.items()
+        for one in ALIASES["parallel"].get(key, _rename(key))(value)
+    }
+    is_trainer = "per_device_train_batch_size" in training and ours <= {"gpus", "nodes"}
     # Whoever names what trains it needs no guess.
     named = {"framework"} & training.keys() | {_DEEPSPEED} & sections.keys()
     if is_trainer and not named:
@@ -706,7 +745,9 @@ def _read_megatron(
         every |= {
             _MEGATRON_NAMES[key]: values[key] for key in values.keys() & _MEGATRON_NAMES.keys()
         }
-        unknown |= {key: value for key, value in values.items() if key not in ALIASES[name]}
+        # Nor does a size of a model in another table override its own.
+        known = {*ALIASES[name], *ALIASES["model"]}
+        unknown |= {key: value for key, value in values.items() if key not in known}
     if not unknown.keys() & _list_megatron_names():
         return {}
     settings, job = MegatronSettings(every), JobTablesBuilder()

@@ -118,8 +118,8 @@ def test_an_alias_is_no_key_of_its_own_and_becomes_one() -> None:
     }  # fmt: skip
     for section, aliases in ALIASES.items():
         for alias, convert in aliases.items():
-            # strategy = true says nothing.
-            assert set(convert(True)) <= {*keys[section], "strategy", "preset"}, alias
+            # strategy = true says nothing, and stays what was typed.
+            assert set(convert(True)) <= {*keys[section], alias, "strategy", "preset"}, alias
             assert alias == "dropout" or alias not in keys[section], alias
 
 
@@ -148,12 +148,21 @@ def test_keys_that_stand_in_another_table_are_moved() -> None:
     assert job == parse_job(TYPED)
     assert {
         'model: preset = "meta-llama/Llama-3.1-8B-Instruct" as preset = "llama-3.1-8b"',
-        "model: sequence_length = 8192 as training: seq_len = 8192",
+        "model: sequence_length = 8192 as of [training]",
+        "training: sequence_length = 8192 as seq_len = 8192",
         'parallel: strategy = "FSDP" as zero = 3',
         "parallel: virtual_pipeline_stages = 1 as chunks = 1",
-        "hardware: num_nodes = 1 as parallel: nodes = 1",
+        "hardware: num_nodes = 1 as of [parallel]",
+        "parallel: num_nodes = 1 as nodes = 1",
         "parallel: nodes = 1 as gpus = 8",
     } <= set(job.notes)
+
+
+def test_a_key_in_two_tables_that_are_not_its_own_has_one_value() -> None:
+    text = ELSEWHERE.replace("num_nodes = 1", "sequence_length = 4096")
+    problem = r"hardware\.sequence_length: says the same as training\.s\w+, with another value"
+    with pytest.raises(DataError, match=problem):
+        parse_job(text)
 
 
 @pytest.mark.parametrize("line", ["num_gpus = 16", "gpus = 16", "nodes = 2", "num_nodes = 2"])
@@ -223,7 +232,10 @@ def test_a_model_by_numbers_says_what_it_takes_and_whether_it_is_the_one_of_its_
         return [one for one in notes if one.startswith("model")]
 
     # What states nothing else than the preset of its name is that model.
-    assert note("") == ["model: gated = true, tied = false as in llama-3.1-8b, which has its sizes"]
+    assert note("") == [
+        'model: gated = true, tied = false, norm = "rms", biases = false as in llama-3.1-8b, '
+        "which has its sizes"
+    ]
     assert note("gated = true\ntied = false") == []
     assert note("biases = true") == [
         "model as 5.63B parameters, but llama-3.1-8b has 8.03B: gated, tied are not stated (taken: "
@@ -463,7 +475,8 @@ def test_a_job_typed_from_memory_is_the_job_that_is_meant(typed: str, ours: str)
 
 def test_a_flag_of_megatron_and_a_norm_of_gradients_become_values_of_ours() -> None:
     text = MEGATRON.replace("use_distributed_optimizer", "distributed_optimizer")
-    text = text.replace("bf16 = true", "bf16 = true\nclip_grad = 1.0\nmax_position_embeddings = 9")
+    text = text.replace("bf16 = true", "bf16 = true\nclip_grad = 1.0")
+    text = text.replace("num_layers = 80", "num_layers = 80\nmax_position_embeddings = 9")
     job = parse_job(text.replace("tensor_model_parallel_size", "tp_size"))
     assert (job.parallel.zero, job.parallel.tp, job.training.clip_gradients) == (1, 8, True)
     assert not parse_job(text.replace("clip_grad = 1.0", "grad_clip = 0")).training.clip_gradients
@@ -804,7 +817,7 @@ def test_keys_of_a_training_in_the_table_of_deepspeed_are_read(tmp_path: Path) -
     assert (job.parallel.zero, job.training.recompute) == (3, "full")
     assert job.training.global_batch == 4 * 8 * 32
     assert job.parallel.overlap == {"dp"}
-    assert "deepspeed: zero_stage = 3 as parallel: zero = 3" in job.notes
+    assert "deepspeed: zero_stage = 3 as of [parallel]" in job.notes
     assert count_parameters(job.model) == count_parameters(load_model("llama-7b"))
 
 
@@ -816,13 +829,153 @@ def test_keys_that_name_what_is_taken_anyway_are_read_as_nothing(tmp_path: Path)
     job = parse_job(EXPERTS_OF_MEGATRON)
     assert job.hardware.inter.name == "ib-ndr-400" and job.model.gated
     assert {
-        'parallel: framework = "megatron" as training: framework = "megatron"',
-        "training: overlap_param_gather = true as parallel: nothing",
+        'parallel: framework = "megatron" as of [training]',
+        "training: overlap_param_gather = true as of [parallel]",
+        "parallel: overlap_param_gather = true as nothing",
         "training: moe_grouped_gemm = true as nothing",
         "hardware: nvlink = true as nothing",
     } <= {*job.notes}
     with pytest.raises(DataError, match=r"hardware\.nvlink: unknown key"):
         parse_job(EXPERTS_OF_MEGATRON.replace("nvlink = true", "nvlink = false"))
+
+
+NAMED = """
+[model]
+name = "{name}"
+{sizes}
+[training]
+seq_len = 4096
+micro_batch = 1
+global_batch = 64
+[hardware]
+gpu = "H100"
+"""
+MIXTRAL = """
+layers = 32
+hidden = 4096
+heads = 32
+ffn = 14336
+vocab = 32000
+kv_heads = 8
+gated = true
+tied = false
+"""
+DEEPSEEK = "layers = 61\nhidden = 7168\nheads = 128\nvocab = 129280"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "note"),
+    [
+        ("mixtral-8x7b", MIXTRAL, "model as 7.24B parameters, but mixtral-8x7b has 46.7B; write"),
+        ("deepseek-v3", DEEPSEEK, "model as 38.5B parameters, but deepseek-v3 has 671B: gated, "),
+    ],
+)
+def test_a_name_gives_a_model_by_numbers_no_experts(name: str, sizes: str, note: str) -> None:
+    job = parse_job(NAMED.format(name=name, sizes=sizes))
+    assert job.model.experts is None and job.model.latent is None
+    assert job.notes[-1].startswith(note) and f'write preset = "{name}"' in job.notes[-1]
+
+
+def test_a_name_gives_a_model_by_numbers_no_size_that_it_must_state() -> None:
+    with pytest.raises(DataError, match=r"model\.hidden: missing") as raised:
+        parse_job(NAMED.format(name="llama-2-7b", sizes="layers = 32"))
+    assert "model.heads: missing" in str(raised.value)
+    sizes = "layers = 32\nhidden = 4096\nheads = 32\nvocab = 32000"
+    job = parse_job(NAMED.format(name="llama-2-7b", sizes=sizes))
+    assert replace(job.model, name="llama-2-7b") == load_model("llama-2-7b")
+    assert job.notes[-1] == (
+        "model: gated = true, tied = false, kv_heads = 32, ffn = 11008, "
+        'norm = "rms", biases = false as in llama-2-7b, which has its sizes'
+    )
+
+
+SMALL = """
+[model]
+preset = "llama-2-7b"
+{model}
+[parallel]
+gpus = 16
+{parallel}
+[training]
+seq_len = 4096
+micro_batch = 1
+global_batch = 64
+{training}
+[hardware]
+gpu = "H100"
+{hardware}
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "problem"),
+    [
+        ("parallel", 'scheduler = "gpipe"', r"write schedule in \[parallel\]"),
+        ("training", 'scheduler = "gpipe"', r"write schedule in \[parallel\]"),
+        ("training", 'scheduler = "Interleaved1F1B"', r"write schedule in \[parallel\]"),
+        ("parallel", 'type = "fsdp"', "name the model or the GPU by its preset"),
+        ("training", 'type = "lora"', "name the model or the GPU by its preset"),
+        ("hardware", 'type = "a100"', "name the model or the GPU by its preset"),
+        (
+            "parallel",
+            "size = 16",
+            "name the model or the GPU by its preset, and ranks",
+        ),
+        ("parallel", "dim = 8", "write hidden, layers or biases"),
+        ("parallel", "depth = 4", "write hidden, layers or biases"),
+        ("hardware", "bias = true", "write hidden, layers or biases"),
+        ("parallel", "eps = 1e-8", "leave it out"),
+        ("training", 'device = "cuda"', r"write the preset of the GPU in \[hardware\]"),
+        ("training", 'preset = "h200-sxm"', "write "),
+        ("parallel", "hidden_size = 64", r"move it under \[model\]"),
+        ("training", "layers = 4", r"move it under \[model\]"),
+        ("parallel", "lr = 1e-4", r"move it under \[training\]"),
+        ("training", 'transformer_impl = "local"', "write "),
+        ("training", "moe_grouped_gemm = false", "write "),
+        ("training", "bias_swiglu_fusion = false", "write "),
+        ("training", "masked_softmax_fusion = false", "write "),
+        ("training", "masked_softmax_fusion = 1", "write "),
+    ],
+)
+def test_a_key_that_may_mean_something_else_where_it_stands_is_refused(
+    section: str, line: str, problem: str
+) -> None:
+    empty = dict.fromkeys(("model", "parallel", "training", "hardware"), "")
+    key = line.partition(" ")[0]
+    with pytest.raises(DataError, match=rf"{section}\.{key}: unknown key; {problem}") as raised:
+        parse_job(SMALL.format(**empty | {section: line}))
+    assert "more:" not in str(raised.value)
+
+
+def test_what_is_taken_anyway_and_a_schedule_of_the_learning_rate_are_read_as_nothing() -> None:
+    lines = 'scheduler = "cosine"\ntransformer_impl = "transformer_engine"\neps = 1e-8'
+    text = SMALL.format(model="", parallel="", training=lines, hardware="")
+    assert 'training: scheduler = "cosine" as nothing' in parse_job(text).notes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "training", "problem"),
+    [
+        ("", 'sharding_strategy = "HYBRID_SHARD"', "does not say how many replicas there are"),
+        ("", 'dp_type = "hsdp"', "does not say how many replicas there are"),
+        (
+            "pp = 2\nlocal_batch_size = 8", "microbatches = 8",
+            r"training\.local_batch_size: may be one microbatch or all of them",
+        ),
+    ],
+)  # fmt: skip
+def test_a_key_in_another_table_is_judged_beside_the_others(
+    parallel: str, training: str, problem: str, tmp_path: Path
+) -> None:
+    text = SMALL.format(model="", parallel=parallel, training=training, hardware="")
+    if "local_batch_size" in parallel:
+        text = text.replace("micro_batch = 1\nglobal_batch = 64\n", "")
+    with pytest.raises(DataError, match=problem):
+        parse_job(text)
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    with pytest.raises(DataError, match=problem):
+        read_job(file)
 
 
 def test_axes_in_capitals_and_tables_of_other_names(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.axis_names import name_axes
+from stepsplit.analyzer.report.axis_names import UNKNOWN_AXIS, name_axes
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     compute_mean_step_ns,
@@ -363,11 +363,13 @@ def build_blame_table(view: View) -> list[html.Section]:
     if not report.blame or not windows:
         return []
     axes = name_axes(report)
+    # A column that says "other" in each row says nothing.
+    has_axes = axes.without_axis != UNKNOWN_AXIS or any(row.axis for row in report.blame)
     rows = [
         [
             build_rank_cell(view, row.rank, step=row.steps[len(row.steps) // 2]),
             Cell(row.cause),
-            Cell(axes.name(row.axis)),
+            Cell(axes.name(row.axis) if has_axes else ""),
             build_time_cell(row.caused_skew_ns / windows),
             build_time_cell(row.caused_bubble_ns / windows),
             build_time_cell(row.caused_ns / windows),

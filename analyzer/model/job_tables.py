@@ -24,6 +24,7 @@ from stepsplit.analyzer.model.key_aliases import (
     NormalizedTable,
     check_relations,
     is_same_value,
+    list_preset_tables,
     replace_key_aliases,
 )
 from stepsplit.analyzer.model.profile import load_frameworks
@@ -183,7 +184,7 @@ def place_keys(table: TomlTable, keys: Mapping[str, Collection[str]]) -> TomlTab
         if name in keys and not (name == "model" and isinstance(value, str)):
             return table
         try:
-            section, key = _find_key(name, keys)
+            section, key = _find_key(name, value, keys)
         except UsageError as error:
             problem, _, hint = str(error).removeprefix(f"{SETTINGS} ").partition("; ")
             mistakes.append(DataError(table.where, problem, hint))
@@ -221,14 +222,15 @@ def _merge_settings(
         name, equals, text = setting.partition("=")
         if not equals or not name or not text:
             raise UsageError(f"{SETTINGS} {setting!r} is not KEY=VALUE; write seq_len=8192")
-        section, key = _find_key(name.strip(), keys)
+        value = _parse_value(text.strip())
+        section, key = _find_key(name.strip(), value, keys)
         *tables, last = key.split(".")
         own: dict[str, Any] = stated.setdefault(section, {})
         for table in tables:
             own = own.setdefault(table, {})
             if not isinstance(own, dict):
                 raise UsageError(f"{SETTINGS} {setting!r}: {table} has a value already")
-        own[last] = _parse_value(text.strip())
+        own[last] = value
     mistakes = Mistakes()
     own_tables = TomlTable(SETTINGS, "", stated)
     normalized = replace_key_aliases(own_tables, mistakes, keys, is_whole=False)
@@ -237,7 +239,7 @@ def _merge_settings(
     return normalized
 
 
-def _find_key(name: str, keys: Mapping[str, Collection[str]]) -> tuple[str, str]:
+def _find_key(name: str, value: object, keys: Mapping[str, Collection[str]]) -> tuple[str, str]:
     """The table and the key that a setting names: "parallel.tp", or "tp" alone."""
     name = name.lower() if name.isupper() else name
     section, _, key = name.partition(".")
@@ -250,6 +252,8 @@ def _find_key(name: str, keys: Mapping[str, Collection[str]]) -> tuple[str, str]
         return "training", name
     known = {one: [*own, *ALIASES.get(one, ())] for one, own in keys.items()}
     found = [one for one, own in known.items() if section in own]
+    if name == "preset":
+        found = list_preset_tables(value) or found
     if len(found) == 1:
         return found[0], name
     if found:

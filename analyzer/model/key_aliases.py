@@ -448,6 +448,13 @@ _PRESETS: Mapping[str, Mapping[str, Convert]] = {
 }  # fmt: skip
 """Our keys whose words other programs write in another way."""
 
+
+def list_preset_tables(value: object) -> list[str]:
+    """The tables that have a preset of this name, in our words or in those of other programs."""
+    names = {"model": list_model_names(), "hardware": list_hardware_names()}
+    return [one for one, own in names.items() if _PRESETS[one]["preset"](value)["preset"] in own]
+
+
 _TABLE_NAMES = {
     "parallelism": "parallel", "train": "training", "trainer": "training",
     "training_args": "training", "training_arguments": "training", "distributed": "parallel",

@@ -274,6 +274,13 @@ def test_a_file_without_tables_is_read_by_its_keys(tmp_path: Path) -> None:
     path.write_text(FLAT + "batch_size = 3\n")
     with pytest.raises(DataError, match=r"training.batch_size: unknown key; write micro_batch \("):
         read_job(path)
+    # Whose preset it is, its name says.
+    path.write_text(FLAT.replace("gpu =", "preset ="))
+    assert read_job(path) == parse_job(TYPED)
+    assert read_job(path, settings=["preset=Llama2 70B"]).model.name == "llama-2-70b"
+    path.write_text(FLAT.replace('gpu = "H100"', 'preset = "X100"'))
+    with pytest.raises(DataError, match=r"preset is a key of several tables; write model\.preset"):
+        read_job(path)
     path.write_text(FLAT + 'name = "a"\n')
     with pytest.raises(DataError, match=r"name is a key of several tables; write model\.name or"):
         read_job(path)

@@ -186,6 +186,11 @@ def test_the_presets_of_the_page_are_all_presets(place: int, names: tuple[str, .
     assert sorted(blocks(part("Presets"))[place].split()) == sorted(names)
 
 
+def test_the_readme_counts_the_presets() -> None:
+    counts = f"{len(list_model_names())} models, {len(list_hardware_names())} devices"
+    assert f"Presets ({counts})" in (ROOT / "README.md").read_text()
+
+
 def test_every_convention_is_on_the_page() -> None:
     assert [row[0] for row in cells(part("FLOPs and MFU"))] == list(CONVENTIONS)
 

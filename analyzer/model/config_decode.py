@@ -158,6 +158,11 @@ def format_toml_lines(values: Mapping[str, object]) -> list[str]:
     return [f"{_format_key(key)} = {_format_toml_value(value)}" for key, value in values.items()]
 
 
+def format_toml_keys(values: Mapping[str, object]) -> str:
+    """Format the keys and values in one line of prose: "nothing" if there are none."""
+    return ", ".join(format_toml_lines(values)) or "nothing"
+
+
 def _format_key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _format_toml_value(key)
 

@@ -35,7 +35,7 @@ from stepsplit.analyzer.model.config_decode import (
     collect_kinds,
     decode_keys,
     decode_section,
-    format_toml_lines,
+    format_toml_keys,
     list_stated_keys,
     parse_table,
     replace_aliases,
@@ -51,18 +51,14 @@ from stepsplit.analyzer.model.hardware_config import (
     read_hardware_file,
 )
 from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
-from stepsplit.analyzer.model.key_aliases import (
-    ALIASES,
-    HINTS,
-    VALUE_ALIASES,
-    normalize_model_name,
-    replace_key_aliases,
-)
+from stepsplit.analyzer.model.key_aliases import ALIASES, HINTS, VALUE_ALIASES
+from stepsplit.analyzer.model.key_passes import replace_key_aliases
 from stepsplit.analyzer.model.parameters import count_parameters
 from stepsplit.analyzer.model.preset_names import (
     MODELS,
     list_hardware_names,
     list_model_names,
+    normalize_model_name,
     read_preset,
 )
 from stepsplit.analyzer.model.profile import (
@@ -403,7 +399,7 @@ def _describe_assumed(
         keys += ["kv_heads", "ffn"]
         keys += [k for k, one in named.items() if getattr(usual, one) != getattr(model, one)]
     left_out = [key for key in dict.fromkeys(keys) if key not in table.values]
-    taken = ", ".join(format_toml_lines({key: getattr(model, named[key]) for key in left_out}))
+    taken = format_toml_keys({key: getattr(model, named[key]) for key in left_out})
     if base is not None:
         return (f"model: {taken} as in {base.name}, which has its sizes",) if left_out else ()
     preset, count = normalize_model_name(model.name), count_parameters(model)

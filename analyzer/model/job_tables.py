@@ -13,18 +13,16 @@ from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
     find_nearest_words,
-    format_toml_lines,
+    format_toml_keys,
     join_choices,
     parse_table,
 )
 from stepsplit.analyzer.model.job_files import KINDS
 from stepsplit.analyzer.model.job_files.job_file import JobFile, JobFileKind, JobTablesBuilder
-from stepsplit.analyzer.model.key_aliases import (
-    ALIASES,
+from stepsplit.analyzer.model.key_aliases import ALIASES, is_same_value, list_preset_tables
+from stepsplit.analyzer.model.key_passes import (
     NormalizedTable,
     check_relations,
-    is_same_value,
-    list_preset_tables,
     replace_key_aliases,
 )
 from stepsplit.analyzer.model.profile import load_frameworks
@@ -105,51 +103,19 @@ def read_job_tables(
     where, notes, typed = files[0].path, list[str](), list[TomlTable]()
     for file, own in zip(files, kinds, strict=True):
         if own is None:
-            table, mistakes = place_keys(parse_table(file.path, file.content), keys), Mistakes()
-            normalized = replace_key_aliases(table, mistakes, keys, is_whole=False)
-            mistakes.raise_all()
-            typed.append(normalized.stated)
-            where = file.path if "hardware" in normalized.table.values else where
-            notes += normalized.notes
-            _merge(merged, normalized.table.values)
+            read = _normalize(place_keys(parse_table(file.path, file.content), keys), keys)
+            where = file.path if "hardware" in read.table.values else where
         else:
-            builder = JobTablesBuilder()
-            own.read(file, builder)
-            if file.suffix == ".toml":
-                # The device and keys before all tables, added to the file of a program that has no
-                # word for them.
-                mistakes = Mistakes()
-                ours = {k: v for k, v in file.tables.items() if not isinstance(v, dict)}
-                ours |= {k: v for k, v in file.tables.items() if k == "hardware"}
-                added = place_keys(TomlTable(file.path, "", ours), keys)
-                normalized = replace_key_aliases(added, mistakes, keys, is_whole=False)
-                typed.append(normalized.stated)
-                for name, own_keys in builder.sections.items():
-                    beside = normalized.table.get_subtable(name)
-                    for key, value in beside.values.items():
-                        if not is_same_value(key, own_keys.setdefault(key, value), value):
-                            (read,) = format_toml_lines({key: own_keys[key]})
-                            problem = f"{value!r} beside tables that say {read}"
-                            error = beside.build_error(key, problem, "remove one of them")
-                            mistakes.append(error)
-                mistakes.raise_all()
-            stated = dict(builder.list_stated())
-            if not stated:
-                raise file.build_error(
-                    f"says nothing of a job as {own.title}", "check the file, or give --from"
-                )
-            # What was read, in a line for each table, and what was not.
-            name = Path(file.path).name
-            notes += [
-                f"{name} ({own.title}): {section}: {', '.join(format_toml_lines(values))}"
-                for section, values in builder.list_stated()
-            ]
-            notes += [f"{name}: not read: {one}" for one in builder.omitted]
-            _merge(merged, stated)
-    settled = _merge_settings(merged, settings, keys)
-    notes += settled.notes
+            read = _read_foreign(file, own, keys)
+        _merge(merged, read.table.values)
+        notes += read.notes
+        typed.append(read.stated)
+    read = _normalize(_parse_settings(settings, keys), keys)
+    _merge(merged, read.table.values)
+    notes += read.notes
+    # Only now, as a later file or setting may say what one before leaves open.
     mistakes = Mistakes()
-    for one in (*typed, settled.stated):
+    for one in (*typed, read.stated):
         check_relations(one, merged, mistakes)
     mistakes.raise_all()
     training = merged.get("training", {})
@@ -168,6 +134,48 @@ def read_job_tables(
     silent = (frozenset[str]() if own is None else own.unsaid for own in kinds)
     unsaid = frozenset.intersection(*silent)
     return JobSource(TomlTable(where, "", merged), tuple(notes), unsaid)
+
+
+def _normalize(table: TomlTable, keys: Mapping[str, Collection[str]]) -> NormalizedTable:
+    mistakes = Mistakes()
+    normalized = replace_key_aliases(table, mistakes, keys, is_whole=False)
+    mistakes.raise_all()
+    return normalized
+
+
+def _read_foreign(
+    file: JobFile, kind: JobFileKind, keys: Mapping[str, Collection[str]]
+) -> NormalizedTable:
+    """What a file of another program says, and in notes what was read and what was not."""
+    builder = JobTablesBuilder()
+    kind.read(file, builder)
+    own = TomlTable(file.path, "", {})
+    if file.suffix == ".toml":
+        # The device and keys before all tables, added to the file of a program that has no word
+        # for them.
+        ours = {k: v for k, v in file.tables.items() if not isinstance(v, dict) or k == "hardware"}
+        mistakes, placed = Mistakes(), place_keys(TomlTable(file.path, "", ours), keys)
+        added = replace_key_aliases(placed, mistakes, keys, is_whole=False)
+        own = added.stated
+        for name, said in builder.sections.items():
+            table = added.table.get_subtable(name)
+            for key, value in table.values.items():
+                if not is_same_value(key, said.setdefault(key, value), value):
+                    read = format_toml_keys({key: said[key]})
+                    problem = f"{value!r} beside tables that say {read}"
+                    mistakes.append(table.build_error(key, problem, "remove one of them"))
+        mistakes.raise_all()
+    stated = dict(builder.list_stated())
+    if not stated:
+        raise file.build_error(
+            f"says nothing of a job as {kind.title}", "check the file, or give --from"
+        )
+    name = Path(file.path).name
+    notes = (
+        *(f"{name} ({kind.title}): {k}: {format_toml_keys(v)}" for k, v in stated.items()),
+        *(f"{name}: not read: {one}" for one in builder.omitted),
+    )
+    return NormalizedTable(TomlTable(file.path, "", stated), own, notes)
 
 
 def place_keys(table: TomlTable, keys: Mapping[str, Collection[str]]) -> TomlTable:
@@ -214,15 +222,18 @@ def _merge(merged: dict[str, Any], tables: Mapping[str, Any]) -> None:
         before.update(values)
 
 
-def _merge_settings(
-    merged: dict[str, Any], settings: Sequence[str], keys: Mapping[str, Collection[str]]
-) -> NormalizedTable:
+def _parse_settings(settings: Sequence[str], keys: Mapping[str, Collection[str]]) -> TomlTable:
+    """The tables of settings of the command line, each in the one that its key belongs to."""
     stated: dict[str, dict[str, Any]] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name or not text:
             raise UsageError(f"{SETTINGS} {setting!r} is not KEY=VALUE; write seq_len=8192")
-        value = _parse_value(text.strip())
+        try:
+            value = tomllib.loads(f"value = {text.strip()}")["value"]
+        except (ValueError, RecursionError):
+            # A word, which needs no quotes on a command line.
+            value = text.strip()
         section, key = _find_key(name.strip(), value, keys)
         *tables, last = key.split(".")
         own: dict[str, Any] = stated.setdefault(section, {})
@@ -231,12 +242,7 @@ def _merge_settings(
             if not isinstance(own, dict):
                 raise UsageError(f"{SETTINGS} {setting!r}: {table} has a value already")
         own[last] = value
-    mistakes = Mistakes()
-    own_tables = TomlTable(SETTINGS, "", stated)
-    normalized = replace_key_aliases(own_tables, mistakes, keys, is_whole=False)
-    mistakes.raise_all()
-    _merge(merged, normalized.table.values)
-    return normalized
+    return TomlTable(SETTINGS, "", stated)
 
 
 def _find_key(name: str, value: object, keys: Mapping[str, Collection[str]]) -> tuple[str, str]:
@@ -262,14 +268,6 @@ def _find_key(name: str, value: object, keys: Mapping[str, Collection[str]]) -> 
     every = sorted({key for own in known.values() for key in own})
     near = join_choices(find_nearest_words(name, every))
     raise UsageError(f"{SETTINGS} {name}: unknown key; write {near}")
-
-
-def _parse_value(text: str) -> object:
-    """A value as TOML writes it, else a word."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return text
 
 
 def _check_required(

@@ -73,3 +73,55 @@ def read_preset(folder: Path, kind: str, name: str) -> TomlTable:
 @lru_cache(maxsize=64)
 def _read_file(path: Path) -> TomlTable:
     return read_table(path)
+
+
+# Presets by the names that people, hubs and drivers have for them.
+
+_VARIANT = re.compile(r"-(?:hf|instruct|chat|base|it|v\d+\.\d+)$")
+"""What a hub's name of a model says beyond its sizes."""
+
+
+def normalize_model_name(name: str) -> str:
+    """The name of a preset that a hub's name stands for, if there is one.
+
+    >>> normalize_model_name("meta-llama/Llama-3.1-8B-Instruct")
+    'llama-3.1-8b'
+    >>> normalize_model_name("Llama2 70B")
+    'llama-2-70b'
+    """
+    word = re.sub(r"[\s_]+", "-", name.rpartition("/")[2].strip().lower()).removeprefix("meta-")
+    while (cut := _VARIANT.sub("", word)) != word:
+        word = cut
+    bare = word.replace("-", "")
+    same = [known for known in list_model_names() if known.replace("-", "") == bare]
+    return same[0] if len(same) == 1 else word
+
+
+_GPUS = {
+    "a100": "a100-sxm-80gb", "h100": "h100-sxm", "h200": "h200-sxm", "b200": "b200-sxm",
+    "b300": "b300-sxm", "v100": "v100-sxm-32gb", "h20": "h20-sxm", "h800": "h800-sxm",
+    "a800": "a800-sxm-80gb", "a100-80gb": "a100-sxm-80gb", "a100-40gb": "a100-sxm-40gb",
+    "h100-80gb": "h100-sxm", "h100-sxm-80gb": "h100-sxm", "v100-32gb": "v100-sxm-32gb",
+    "v100-16gb": "v100-sxm-16gb", "h100-80gb-hbm2e": "h100-pcie",
+}  # fmt: skip
+"""Presets of GPUs that are usually meant by these names."""
+
+_LONGEST_NAME = 64
+"""Characters of a device's name; drivers' names are shorter."""
+
+
+def normalize_device_name(name: str) -> str:
+    """The name of a preset that a short name, or that of the driver, stands for, if there is one.
+
+    >>> normalize_device_name("NVIDIA H100 80GB HBM3"), normalize_device_name("A100")
+    ('h100-sxm', 'a100-sxm-80gb')
+    """
+    words = re.split(r"[\s_-]+", name.strip().lower())
+    word = "-".join(words).removeprefix("nvidia-")
+    if word in list_hardware_names() or word in _GPUS:
+        return _GPUS.get(word, word)
+    if len(name) <= _LONGEST_NAME and (known := find_preset(" ".join(words))) is not None:
+        return known
+    # The kind of memory of a datasheet, and the socket of a driver, are in no preset's name.
+    short = re.sub(r"-hbm\w*$", "", re.sub(r"-sxm\d\b", "-sxm", word))
+    return _GPUS.get(short, short) if short in list_hardware_names() or short in _GPUS else word

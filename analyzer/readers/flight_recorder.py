@@ -49,14 +49,12 @@ class GroupStatus:
         group_number: The number of the group within the process.
         group_name: Its name in the job, "" if it cannot be inferred.
         last_enqueued: The last collective that was enqueued.
-        last_started: The last collective that started.
         last_completed: The last collective that completed.
     """
 
     group_number: int
     group_name: str
     last_enqueued: int
-    last_started: int
     last_completed: int
 
 
@@ -226,10 +224,8 @@ def _build_statuses(
             raw = msgspec.convert(value, RawStatus, strict=False)
         except msgspec.ValidationError:
             continue
-        statuses.append(GroupStatus(
-            number, names.get(number, ""), raw.last_enqueued_collective,
-            raw.last_started_collective, raw.last_completed_collective,
-        ))  # fmt: skip
+        enqueued, completed = raw.last_enqueued_collective, raw.last_completed_collective
+        statuses.append(GroupStatus(number, names.get(number, ""), enqueued, completed))
     return tuple(statuses)
 
 
@@ -453,7 +449,6 @@ class RawStatus(Struct):
     """The progress on a group; in JSON the numbers are texts."""
 
     last_enqueued_collective: Int = -1
-    last_started_collective: Int = -1
     last_completed_collective: Int = -1
 
 

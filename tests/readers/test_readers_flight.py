@@ -110,7 +110,7 @@ def test_a_dump_has_calls_and_their_states(tmp_path: Path, write: Writer) -> Non
         Group("12", (2, 3), "TP"),
         Group("30", (1, 3), "PP"),
     )
-    assert dump.statuses == (GroupStatus(2, "12", 41, 41, 41),)
+    assert dump.statuses == (GroupStatus(2, "12", 41, 41),)
     calls = dump.calls
     assert (calls.rank, calls.world_size, calls.host, calls.t0_unix_ns) == (3, 4, "", T0)
     assert rows(dump) == [
@@ -143,7 +143,7 @@ def test_json_writes_numbers_as_text_and_unknown_times_as_zero(tmp_path: Path) -
     content["pg_status"] = {"2": {key: str(number) for key, number in status.items()}}
     dump = dump_of(tmp_path, gzip.compress(as_json(content)), "rank3_flight.json.gz")
     assert dump.entries[1] == WAITING
-    assert dump.statuses == (GroupStatus(2, "12", 41, 41, 41),)
+    assert dump.statuses == (GroupStatus(2, "12", 41, 41),)
 
 
 def test_the_first_dumps_are_a_bare_list_in_microseconds(tmp_path: Path) -> None:
@@ -206,9 +206,9 @@ def test_group_numbers_get_names_by_order_if_all_have_a_status(tmp_path: Path) -
     content = modern() | {"entries": []}
     content["pg_status"] = {"9": {"last_enqueued_collective": 1}, "00": {}, "2": {}, "odd": {}}
     assert dump_of(tmp_path, as_json(content)).statuses == (
-        GroupStatus(0, "0", -1, -1, -1),
-        GroupStatus(2, "12", -1, -1, -1),
-        GroupStatus(9, "30", 1, -1, -1),
+        GroupStatus(0, "0", -1, -1),
+        GroupStatus(2, "12", -1, -1),
+        GroupStatus(9, "30", 1, -1),
     )
     del content["pg_status"]["2"]
     assert [s.group_name for s in dump_of(tmp_path, as_json(content)).statuses] == ["", ""]

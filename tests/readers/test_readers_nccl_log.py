@@ -287,13 +287,13 @@ def test_init_messages_belong_to_their_communicator(tmp_path: Path) -> None:
         ("Channel 02/1 : 3[3] -> 4[4] via SHM/direct/direct", (3, 4, 2, "SHM", "direct/direct")),
         ("Channel 00/0 : 1[1] -> 0[0] via P2P/IPC comm 0xa0 nRanks 02", (1, 0, 0, "P2P", "IPC")),
         ("Ring 00 : 34 -> 33 [send] via NET/Socket/0",
-         (34, 33, 0, "NET", "", "send", "Socket", 0, False)),
+         (34, 33, 0, "NET", "", "send", "Socket", 0)),
         ("Channel 01/0 : 9[1] -> 1[1] [receive] via NET/IB/3(2)/GDRDMA/Shared",
-         (9, 1, 1, "NET", "GDRDMA/Shared", "receive", "IB", 3, True)),
+         (9, 1, 1, "NET", "GDRDMA/Shared", "receive", "IB", 3)),
         ("Channel 01/0 : 9[1] -> 1[1] [receive] via NET/AWS Libfabric/0/GDRDMA(PCI)",
-         (9, 1, 1, "NET", "GDRDMA(PCI)", "receive", "AWS Libfabric", 0, True)),
+         (9, 1, 1, "NET", "GDRDMA(PCI)", "receive", "AWS Libfabric", 0)),
         ("CollNet 00/0 : 0 [receive] via COLLNET/SHARP/1/GDRDMA",
-         (0, -1, 0, "COLLNET", "GDRDMA", "receive", "SHARP", 1, True)),
+         (0, -1, 0, "COLLNET", "GDRDMA", "receive", "SHARP", 1)),
     ],
 )  # fmt: skip
 def test_links_of_every_transport(tmp_path: Path, text: str, link: tuple[object, ...]) -> None:
@@ -478,7 +478,7 @@ def test_whole_logs_of_one_communicator(
 def test_efa_reads_gpu_memory() -> None:
     log = real("full_aws_2.18.3")
     net = [link for link in log.links if link.transport == "NET"]
-    assert {(link.net, link.gdr) for link in net} == {("AWS Libfabric", True)}
+    assert {(link.net, link.detail[:6]) for link in net} == {("AWS Libfabric", "GDRDMA")}
     assert (len(net), log.networks) == (96, ("AWS Libfabric",))
     assert log.communicators[0].id == "0x94343f5a50e0fc8e"
     assert (log.communicators[0].coll_channels, log.communicators[0].p2p_channels) == (8, 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepsplit.analyzer.diagnose.hang.rank_states import MAX_STATE_BYTES
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
-from stepsplit.analyzer.readers.nccl.inspector import (
+from stepsplit.analyzer.readers.nccl.ras import (
     RAS_HEAD_BYTES,
     RasCommunicator,
     RasMissingRank,

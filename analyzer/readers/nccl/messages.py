@@ -451,10 +451,8 @@ def _parse_link(text: str) -> records.TopologyLink | None:
     net = _NET.match(detail) if transport in ("NET", "COLLNET") else None
     if net is None:
         return records.TopologyLink(*ends, transport, detail, match[4] or "")
-    flags = net[3] or ""
-    return records.TopologyLink(
-        *ends, transport, flags, match[4] or "", net[1], int(net[2]), flags.startswith("GDRDMA")
-    )
+    side, device = match[4] or "", int(net[2])
+    return records.TopologyLink(*ends, transport, net[3] or "", side, net[1], device)
 
 
 _POINTER = re.compile(r" comm (0x[0-9a-f]+)(?: .*)?$")

@@ -133,11 +133,11 @@ class TopologyLink:
         dst_rank: Rank that receives; -1 if not printed.
         channel: Channel number.
         transport: First word of the connection, such as "P2P", "SHM", "NET" or "COLLNET".
-        detail: The text after it, for a network the text after the device number; "" if none.
+        detail: The text after it, for a network the text after the device number ("GDRDMA" if the
+            NIC accesses GPU memory directly); "" if none.
         side: The end that printed the connection: "send", "receive", or "" if not printed.
         net: Network such as "IB" or "Socket"; "" if it is not a network.
         net_device: Number of the network device; -1 if it is not a network.
-        gdr: Whether the NIC accesses GPU memory directly.
     """
 
     comm: int
@@ -149,7 +149,6 @@ class TopologyLink:
     side: str = ""
     net: str = ""
     net_device: int = -1
-    gdr: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,12 @@ from stepsplit.analyzer.model.profile import (
 from stepsplit.analyzer.model.schedule_names import SCHEDULES, TWO_STAGES
 from stepsplit.analyzer.split.run import RunSplit, find_recorded_device
 from stepsplit.analyzer.split.schedule import normalize_schedule
-from stepsplit.analyzer.split.strategy import Strategy, count_accumulated_microbatches
+from stepsplit.analyzer.split.strategy import (
+    GradientSums,
+    Strategy,
+    count_accumulated_microbatches,
+    find_accumulation,
+)
 from stepsplit.collectors.formats.run_spec import Mesh, ModelSpec, RunSpec, Training
 
 # The job config: run.json, then what the steps show, overridden by a job.toml.
@@ -318,8 +323,8 @@ def _infer_strategies(
     loop, mesh = recorded.framework or _CUSTOM_LOOP, find_mesh(split)
     is_split = (mesh is not None and mesh.size("tp") > 1) or "ep" in strategies
     by_hand = loop == _CUSTOM_LOOP and is_split and messages.wraps_replicas == "always"
-    accumulation = strategies.get("gradient accumulation")
-    summed_once = fsdp and accumulation is not None and "summed once" in accumulation.detail
+    accumulation = find_accumulation(strategies.values())
+    summed_once = fsdp and accumulation is not None and accumulation.sums is GradientSums.ONCE
     split_vocab = recorded.split_vocab
     if split_vocab is None and "tp" in strategies:
         split_vocab = "vocabulary" in strategies or "loss" in strategies

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from stepsplit.collectors.formats.run_spec import AXES
-
-SUMMED_AFTER_EACH = "gradients summed after each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +43,51 @@ class Strategy:
         return self.name + size + axis + (f" ({self.detail})" if self.detail else "")
 
 
+_ACCUMULATION = "gradient accumulation"
+
+
+class GradientSums(StrEnum):
+    """When gradients of accumulated microbatches are summed over the ranks."""
+
+    ONCE = "gradients summed once"
+    AFTER_EACH = "gradients summed after each"
+    UNKNOWN = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """Gradient accumulation: microbatches of a rank and step, and when their gradients are summed.
+
+    `detail` is how a Strategy has it, which report.json keeps.
+    """
+
+    microbatches: int
+    sums: GradientSums
+
+    @property
+    def detail(self) -> str:
+        return ", ".join(filter(None, (f"{self.microbatches} microbatches", self.sums)))
+
+
+def find_accumulation(strategies: Iterable[Strategy]) -> Accumulation | None:
+    """The gradient accumulation among detected strategies; None without it, as in a pipeline."""
+    detail = next((one.detail for one in strategies if one.name == _ACCUMULATION), "")
+    count, _, sums = detail.partition(" microbatches")
+    if not count.isdecimal():
+        return None
+    return Accumulation(int(count), GradientSums(sums.removeprefix(", ")))
+
+
 def count_accumulated_microbatches(strategies: Iterable[Strategy]) -> int | None:
-    """Microbatches per step with gradient accumulation, from the detected strategies; None if there
-    is none, as in a pipeline."""
-    details = [one.detail for one in strategies if one.name == "gradient accumulation"]
-    count = re.match(r"\d+", details[0]) if details else None
-    return int(count.group()) if count else None
+    """Microbatches per step with gradient accumulation; None without it."""
+    found = find_accumulation(strategies)
+    return None if found is None else found.microbatches
 
 
 def sums_after_each_microbatch(strategies: Iterable[Strategy]) -> bool:
     """Whether accumulated gradients are reduced after each microbatch instead of once."""
-    return any(
-        one.name == "gradient accumulation" and SUMMED_AFTER_EACH in one.detail
-        for one in strategies
-    )
+    found = find_accumulation(strategies)
+    return found is not None and found.sums is GradientSums.AFTER_EACH
 
 
 def format_axes(axes: Collection[str], unknown: str) -> str:

@@ -24,7 +24,7 @@ from stepsplit.analyzer.split.signature import (
     OnAnyGroup,
     Pattern,
 )
-from stepsplit.analyzer.split.strategy import SUMMED_AFTER_EACH, format_axes
+from stepsplit.analyzer.split.strategy import Accumulation, GradientSums, format_axes
 from stepsplit.analyzer.split.strategy_evidence import AFTER, BACKWARD, FORWARD
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64
 
@@ -285,12 +285,11 @@ def describe_accumulation(calls: CallSet) -> str | None:
     if (ends - begins).max(initial=0) > 1:
         # LBFGS evaluates the same batch several times.
         return None
-    when = {updates: "gradients summed once", len(passes): SUMMED_AFTER_EACH}
     sums = _count_summing_passes(_list_data_parallel(calls))
     if not sums and not len(starts_ns):
         return None
-    parts = (f"{count} microbatches", when.get(sums, ""))
-    return ", ".join(part for part in parts if part)
+    when = {updates: GradientSums.ONCE, len(passes): GradientSums.AFTER_EACH}
+    return Accumulation(count, when.get(sums, GradientSums.UNKNOWN)).detail
 
 
 def describe_recomputation(calls: CallSet) -> str | None:

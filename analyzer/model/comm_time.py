@@ -495,9 +495,10 @@ FAR = (
     ErrorBand(32 * MIB, 0.8, 5.8),
     ErrorBand(float("inf"), 0.8, 1.9),
 )
-"""More than 64 nodes: times depend on the load of the fabric."""
+"""More than FAR_NODES: times depend on the load of the fabric."""
 
 FAR_NODES = 64
+"""INTER is of the rows of up to 64 nodes, FAR of those of 256; there are none between."""
 
 SWITCH_FACTOR = 2.0
 """Within this factor of the size at which NCCL switches algorithms, either one may run."""

@@ -589,9 +589,7 @@ EAGER_MERGED_BYTES = 38
 """The same where each operation of torch's merge is a kernel: cast to fp32 (6), difference (12),
 product with the weight (8), sum (12)."""
 
-FORWARD_KERNELS = 2
-
-BACKWARD_KERNELS = 3
+FORWARD_KERNELS, BACKWARD_KERNELS = 2, 3
 """Kernels per piece: attention itself, and one sum in the forward, or two in the backward (queries;
 keys and values)."""
 

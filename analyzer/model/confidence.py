@@ -239,9 +239,12 @@ def _list_unmodelled(
     job: JobConfig, stages: tuple[StageTime, ...], split: Split, memory: tuple[StageMemory, ...]
 ) -> Iterator[str]:
     """What the model is known to be wrong about."""
+    # Of a device's idle time, what is no wait for the host's update of offloaded states.
+    launches_ns = split.idle_ns - max(stage.host_update_ns for stage in stages)
+    is_processor = load_device(job.hardware.family).processor
     if any(_is_stage_host_bound(job, stage) for stage in stages):
         yield "host-bound: launching a layer takes about as long as computing it"
-    elif _is_often_idle(job, stages, split):
+    elif launches_ns > IDLE_SHARE_LIMIT * split.step_ns and not is_processor:
         yield "host-bound: waiting for launches takes much of the step"
     if is_clamped(job) and job.training.is_quantized:
         yield (
@@ -299,13 +302,6 @@ def _list_missed(job: JobConfig) -> Iterator[str]:
         )
     if is_plain and training.compile:
         yield "what torch.compile fuses of a plain model: a published run took 0.75 times as long"
-
-
-def _is_often_idle(job: JobConfig, stages: tuple[StageTime, ...], split: Split) -> bool:
-    """Whether a device waits for launches, not for the update of offloaded states, for long."""
-    launches_ns = split.idle_ns - max(stage.host_update_ns for stage in stages)
-    is_processor = load_device(job.hardware.family).processor
-    return launches_ns > IDLE_SHARE_LIMIT * split.step_ns and not is_processor
 
 
 def _list_offloading(

@@ -109,7 +109,12 @@ def decode_hardware(
         "learned": decode_section(table, "learned", MemoryCorrection, known.learned, mistakes),
     }
     if base is not None and "clock" not in stated and "power_watts" in stated:
-        decoded["clock"] = base.clock * compute_power_clock(stated["power_watts"], base.power_watts)
+        # The clock falls with the root of the power: torchtitan's H100 of 500 W take
+        # sqrt(500 / 700) of the rate of those of 700 W. Far below, it falls faster: a GB300 of
+        # 1,400 W computes at 0.28 to 0.39 of its rate with 500 W, not at 0.6
+        # (facebookexperimental/triton, pull request 2023).
+        share = stated["power_watts"] / base.power_watts if base.power_watts else 1.0
+        decoded["clock"] = base.clock * math.sqrt(min(1.0, share))
     if "clock" not in stated and "clock_mhz" in stated:
         peak_mhz = stated.get("peak_mhz", known.peak_mhz)
         reached = load_device(family).clocked_gemm
@@ -143,16 +148,6 @@ def load_hardware(
         inter=device.inter if nodes_link is None else load_link(nodes_link),
         gpus_per_node=gpus_per_node or device.gpus_per_node,
     )
-
-
-def compute_power_clock(watts: float, rated_watts: float) -> float:
-    """Clock at a power limit over that at the rated power: the root of their ratio, at most 1.
-
-    torchtitan's H100 of 500 W take sqrt(500 / 700) of the rate of those of 700 W. Far below, it
-    falls faster: a GB300 of 1,400 W computes at 0.28 to 0.39 of its rate with 500 W, not at 0.6
-    (facebookexperimental/triton, pull request 2023).
-    """
-    return math.sqrt(min(1.0, watts / rated_watts)) if rated_watts else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -431,6 +431,8 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
     if expert and has_fp32_experts(job):
         # Experts read what the norm returns in fp32; a dense MLP casts it twice.
         saved = replace(saved, norm_output=saved.norm_output - 1.0)
+    # The layers of Korthikanti et al. save the attention scores, and have none of the others.
+    is_other = job.training.flash_attention or job.model.gated or job.model.experts
     return LayerActivations(
         norms=_compute_norms(job, saved, pairs, expert),
         heads=_compute_heads(job, saved),
@@ -443,13 +445,8 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
         * sum(one.count for one in list_adapters(job, expert))
         * job.training.lora_rank
         * job.training.activation_bytes,
-        formula=PARTS if parts else KORTHIKANTI if _is_gpt(job) else LAYER_ACTIVATIONS,
+        formula=PARTS if parts else LAYER_ACTIVATIONS if is_other else KORTHIKANTI,
     )
-
-
-def _is_gpt(job: JobConfig) -> bool:
-    """Whether the layer is of the kind in Korthikanti et al., which saves the attention scores."""
-    return not (job.training.flash_attention or job.model.gated or job.model.experts)
 
 
 def select_saved_bytes(job: JobConfig) -> SavedBytes:

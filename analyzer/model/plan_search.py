@@ -43,7 +43,7 @@ from stepsplit.analyzer.model.predict import (
     predict_step,
     time_step,
 )
-from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
+from stepsplit.analyzer.model.rank_layout import StageConfig, list_stages
 from stepsplit.analyzer.model.stragglers import compute_skew
 
 _T = TypeVar("_T")
@@ -404,9 +404,6 @@ class LayerLowerBounds:
     dense_ns: float
     expert_ns: float
 
-    def compute_chunk_ns(self, chunk: Chunk) -> float:
-        return chunk.dense_layers * self.dense_ns + chunk.expert_layers * self.expert_ns
-
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
@@ -426,7 +423,11 @@ class LowerBound:
         """
         layers, m = self._compute_layers(job), job.microbatches
         chunk_ns = [
-            [layers.compute_chunk_ns(chunk) for chunk in stage.chunks] for stage in list_stages(job)
+            [
+                chunk.dense_layers * layers.dense_ns + chunk.expert_layers * layers.expert_ns
+                for chunk in stage.chunks
+            ]
+            for stage in list_stages(job)
         ]
         if job.parallel.schedule == "dualpipe":
             longest_ns = m / 2 * max(map(sum, chunk_ns))

@@ -27,7 +27,7 @@ from stepsplit.analyzer.validation.predictions import (
     check_step_times,
     check_sweeps_over_nodes,
 )
-from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Published, ValidationRow
+from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Published
 
 # validate: all checks, on the published rows of the package or on other ones.
 
@@ -82,36 +82,33 @@ SCHEMA = "stepsplit.validation/1"
 
 def to_json(checks: Iterable[Check]) -> str:
     """All checks with all rows; error is predicted / published - 1, null if published is 0."""
-    return json.dumps(
-        {"schema": SCHEMA, "checks": [_check_to_row(each) for each in checks]}, indent=1
-    )
-
-
-def _check_to_row(check: Check) -> dict[str, object]:
-    return {
-        "name": check.name,
-        "measure": check.measure,
-        "bar": check.bar,
-        "result": check.result,
-        "met": None if check.skipped else check.met,
-        "baseline": check.baseline,
-        "note": check.note,
-        "inside": check.inside if check.banded else None,
-        "left_out": check.left_out,
-        "rows": [_format_row(row) for row in check.rows],
-    }
-
-
-def _format_row(row: ValidationRow) -> dict[str, object]:
-    return {
-        "table": row.table,
-        "case": row.case,
-        "what": row.what,
-        "published": row.published,
-        "predicted": row.predicted,
-        "unit": row.unit,
-        "error": row.error if math.isfinite(row.error) else None,
-        "low": row.low if row.high else None,
-        "high": row.high or None,
-        "fitted": row.fitted,
-    }
+    written = [
+        {
+            "name": check.name,
+            "measure": check.measure,
+            "bar": check.bar,
+            "result": check.result,
+            "met": None if check.skipped else check.met,
+            "baseline": check.baseline,
+            "note": check.note,
+            "inside": check.inside if check.banded else None,
+            "left_out": check.left_out,
+            "rows": [
+                {
+                    "table": row.table,
+                    "case": row.case,
+                    "what": row.what,
+                    "published": row.published,
+                    "predicted": row.predicted,
+                    "unit": row.unit,
+                    "error": row.error if math.isfinite(row.error) else None,
+                    "low": row.low if row.high else None,
+                    "high": row.high or None,
+                    "fitted": row.fitted,
+                }
+                for row in check.rows
+            ],
+        }
+        for check in checks
+    ]
+    return json.dumps({"schema": SCHEMA, "checks": written}, indent=1)

@@ -51,8 +51,8 @@ from stepsplit.analyzer.model.hardware_config import (
     read_hardware_file,
 )
 from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
-from stepsplit.analyzer.model.key_aliases import ALIASES, HINTS, VALUE_ALIASES
-from stepsplit.analyzer.model.key_passes import replace_key_aliases
+from stepsplit.analyzer.model.key_aliases import VALUE_ALIASES
+from stepsplit.analyzer.model.key_passes import remove_misplaced_keys, replace_key_aliases
 from stepsplit.analyzer.model.parameters import count_parameters
 from stepsplit.analyzer.model.preset_names import (
     MODELS,
@@ -237,7 +237,7 @@ def _decode_sections(table: TomlTable) -> _Sections:
         raise DataError(table.where, "is empty", _EXAMPLE_HINT)
     mistakes, mistakes_by_section = Mistakes(), {name: Mistakes() for name in _SECTIONS}
     normalized = replace_key_aliases(table, mistakes, JOB_KEYS)
-    table = _remove_misplaced(normalized.table, mistakes)
+    table = remove_misplaced_keys(normalized.table, mistakes, JOB_KEYS)
     tables = decode_keys(table, _SECTIONS, mistakes)
     for name, hint in _REQUIRED_SECTIONS.items():
         if name not in table.values:
@@ -288,7 +288,7 @@ def check_job_keys(table: TomlTable) -> None:
     """
     mistakes = Mistakes()
     normalized = replace_key_aliases(table, mistakes, JOB_KEYS, is_whole=False)
-    table = _remove_misplaced(normalized.table, mistakes)
+    table = remove_misplaced_keys(normalized.table, mistakes, JOB_KEYS)
     tables = decode_keys(table, _SECTIONS, mistakes)
     for name in tables:
         own, found = table.get_subtable(name), Mistakes()
@@ -310,32 +310,6 @@ _REQUIRED_SECTIONS = {
     "model": 'write [model] preset = "llama-3.1-8b" or another, or its sizes',
     "training": "write [training] seq_len, micro_batch and global_batch",
 }
-
-
-def _remove_misplaced(table: TomlTable, mistakes: Mistakes) -> TomlTable:
-    """The file without keys of a table that stand before all tables or in another one, and those
-    that stand for several; these are mistakes."""
-    own = {key: name for name, known in JOB_KEYS.items() for key in known if key not in _SECTIONS}
-    for key in filter(own.__contains__, table.values):
-        hint = f"move it under [{own[key]}]"
-        mistakes.append(table.build_error(key, "stands outside of the tables", hint))
-    table = table.select(*(key for key in table.values if key not in own))
-    values = dict(table.values)
-    for name, known in JOB_KEYS.items():
-        section = table.get_subtable(name)
-        for key in [one for one in section.values if one not in known]:
-            others = [
-                one for one in JOB_KEYS if one != name and key in (*JOB_KEYS[one], *ALIASES[one])
-            ]
-            if key not in HINTS and (key in ALIASES[name] or len(others) != 1):
-                continue
-            hint = HINTS.get(key) or f"move it under [{others[0]}]"
-            mistakes.append(section.build_error(key, "unknown key", hint))
-            values[name] = {k: v for k, v in values[name].items() if k != key}
-            if key == "batch_size":
-                # Either may be meant: neither is missing.
-                values[name] = {"micro_batch": 1, "microbatches": 1, **values[name]}
-    return replace(table, values=values)
 
 
 def _decode_hardware_section(table: TomlTable, mistakes: Mistakes) -> HardwareConfig:

@@ -87,6 +87,31 @@ def check_relations(stated: TomlTable, read: Mapping[str, Any], mistakes: Mistak
                 mistakes.append(layout.build_error(key, problem, hint))
 
 
+def remove_misplaced_keys(
+    table: TomlTable, mistakes: Mistakes, keys: Mapping[str, Collection[str]]
+) -> TomlTable:
+    """The tables of a job without keys of ours, or of other programs, that stand before all tables
+    or in another one, and without those that stand for several; these are mistakes."""
+    own = {key: name for name, known in keys.items() for key in known if key not in keys}
+    for key in filter(own.__contains__, table.values):
+        hint = f"move it under [{own[key]}]"
+        mistakes.append(table.build_error(key, "stands outside of the tables", hint))
+    values = {key: value for key, value in table.values.items() if key not in own}
+    for name, known in keys.items():
+        section = table.get_subtable(name)
+        for key in [one for one in section.values if one not in known]:
+            others = [one for one in keys if one != name and key in (*keys[one], *ALIASES[one])]
+            if key not in HINTS and (key in ALIASES[name] or len(others) != 1):
+                continue
+            hint = HINTS.get(key) or f"move it under [{others[0]}]"
+            mistakes.append(section.build_error(key, "unknown key", hint))
+            values[name] = {k: v for k, v in values[name].items() if k != key}
+            if key == "batch_size":
+                # Either may be meant: neither is missing.
+                values[name] = {"micro_batch": 1, "microbatches": 1, **values[name]}
+    return TomlTable(table.where, table.name, values)
+
+
 # The passes.
 
 

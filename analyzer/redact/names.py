@@ -24,7 +24,12 @@ _WORDS = frozenset(
     for word in line.split()
 )
 
-_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_FLOAT = r"(?:bf16|f(?:8|16|32|64))(?!\d)"
+
+_PART = re.compile(rf"{_FLOAT}|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+_HEX = re.compile(r"\d+|[a-f]{1,2}|[A-F]{1,2}")
+"""Parts of which an id or an address may be made: most single letters are public words."""
 
 _RUN = re.compile(r"[A-Za-z\d]+")
 
@@ -32,12 +37,15 @@ _MAX_NUMBERS = 4
 """In a run of letters and digits, as tilesize64x64x8 has 3: hexadecimal numbers have more."""
 
 _MAX_DIGITS = 6
+"""Of a number, decimal or hexadecimal: the short ids of commits and jobs have 7 and more."""
 
 _ADDRESS = re.compile(
-    r"\d\.\d+\.\d|\d-\d+-\d|\d:\d|\w@|@\w|(?<![A-Za-z\d])\d+(?:_\d+){3}(?![A-Za-z\d])", re.ASCII
+    r"\d\.\d+\.\d|\d-\d+-\d|\d:\d|\w@|@\w|(?<![A-Za-z\d])\d+(?:_\d+){3}(?![A-Za-z\d])"
+    r"|[\dA-Fa-f]{2}(?:[-_.:][\dA-Fa-f]{2}){5}|[\dA-Fa-f]{4}(?:[-_.:][\dA-Fa-f]{4}){2}",
+    re.ASCII,
 )
-"""Numbers that make an address, a port, a date or a time, and what an account is joined with. It
-may follow a name that is public."""
+"""Numbers that make an address, of a network or of a device, a port, a date or a time, and what an
+account is joined with. It may follow a name that is public."""
 
 
 @lru_cache(1 << 16)
@@ -53,8 +61,12 @@ def is_public(text: str) -> bool:
         parts = _PART.findall(run)
         if sum(map(str.isdigit, parts)) > _MAX_NUMBERS:
             return False
+        digits = 0
         for part in parts:
-            if len(part) > _MAX_DIGITS if part.isdigit() else part.lower() not in _WORDS:
+            is_float = re.fullmatch(_FLOAT, part)
+            digits = digits + len(part) if not is_float and _HEX.fullmatch(part) else 0
+            is_word = is_float or part.isdigit() or part.lower() in _WORDS
+            if digits > _MAX_DIGITS or not is_word:
                 return False
     return True
 

@@ -183,18 +183,47 @@ def test_a_host_is_shared_if_others_may_log_in(
     assert shared_host.has_other_users(tmp_path) is expected
 
 
-@pytest.mark.parametrize(("init", "expected"), [("bash", False), ("systemd", True)])
-def test_accounts_of_an_image_count_where_an_init_lets_them_log_in(
-    tmp_path: Path, init: str, expected: bool
+@pytest.mark.parametrize(
+    ("programs", "device", "expected"),
+    [
+        (("bash",), False, False),
+        (("systemd",), False, True),
+        (("bash", "sshd"), False, True),
+        (("bash",), True, True),
+        (("bash", "kthreadd"), True, True),
+        (("bash", "kthreadd"), False, True),
+    ],
+    ids=["own network", "init", "sshd", "network of the host", "machine", "machine, no network"],
+)
+def test_accounts_of_an_image_count_where_people_may_use_them(
+    tmp_path: Path, programs: tuple[str, ...], device: bool, expected: bool
 ) -> None:
-    for name, text in {
-        ".dockerenv": "", "proc/1/comm": init,
-        "etc/passwd": f"ubuntu:x:{ANOTHER}:100::/home/ubuntu:/bin/bash\n",
-    }.items():  # fmt: skip
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    _build_container(tmp_path, programs, device)
+    (tmp_path / "etc").mkdir()
+    line = f"ubuntu:x:{ANOTHER}:100::/home/ubuntu:/bin/bash\n"
+    (tmp_path / "etc/passwd").write_text(line)
 
     assert shared_host.has_other_users(tmp_path) is expected
+
+
+@pytest.mark.parametrize(
+    ("programs", "expected"), [(("bash",), True), (("bash", "kthreadd"), False)]
+)
+def test_the_accounts_of_a_containers_host_are_unknown(
+    tmp_path: Path, programs: tuple[str, ...], expected: bool
+) -> None:
+    """With the network of its host; a machine that was made of an image lists all of its own."""
+    _build_container(tmp_path, programs, device=True)
+
+    assert shared_host.has_other_users(tmp_path) is expected
+
+
+def _build_container(root: Path, programs: tuple[str, ...], device: bool) -> None:
+    (root / ".dockerenv").touch()
+    for number, program in enumerate(programs, 1):
+        (root / f"proc/{number}").mkdir(parents=True)
+        (root / f"proc/{number}/comm").write_text(f"{program}\n")
+    (root / "sys/class/net/eth0" / ("device" if device else "")).mkdir(parents=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes of others")

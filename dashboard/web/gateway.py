@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 MIN_BYTES_PER_S, GRACE_S, STALL_S = 1_024, 10.0, 20.0
 """Clients that send or take less, after the first seconds, or nothing for so long, are dropped."""
 
-HEAD_BYTES = 32 << 10
-"""Largest head of a request."""
-
 LINGER_S = 2.0
 """For so long the rest of a refused body is read: bytes that are unread when a connection is closed
 destroy the answer on its way."""
@@ -69,15 +66,7 @@ class Gateway:
         with self._open_spool() as body, self._open_spool() as answer:
             client, environ = _Client(receive, send), build_environ(scope, body)
             try:
-                app: WSGIApplication
-                fields = sum(
-                    len(name) + len(text) + len(": \r\n") for name, text in scope["headers"]
-                )
-                # uvicorn has a limit too, but not for a head that arrives at once.
-                if fields + len(scope["raw_path"]) + len(scope["query_string"]) > HEAD_BYTES:
-                    app = _build_refusal(431, f"the head exceeds {HEAD_BYTES} bytes")
-                else:
-                    app = await self._receive_body(client, environ, body)
+                app = await self._receive_body(client, environ, body)
                 # Two pools: uploads that write to a slow disk leave the pages their threads.
                 pool = self._uploads if environ["REQUEST_METHOD"] in _UPLOADS else self._pages
                 start = await _run(pool, write_answer, app, environ, answer)

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.web.gateway import HEAD_BYTES, STALL_S, Gateway
+from stepsplit.dashboard.web.gateway import STALL_S, Gateway
 
 HEAD_S = 10.0
 """The head of a request must arrive within this time, or twice as long at most."""
@@ -23,7 +23,8 @@ HEAD_S = 10.0
 GRACEFUL_S = 5
 """For so long requests in progress may go on when the server is stopped."""
 
-_PIECE_BYTES = 16 << 10
+HEAD_BYTES = 16 << 10
+"""The head of a request, when more must follow: twice that is never accepted."""
 
 UNIX = "unix:"
 
@@ -65,12 +66,12 @@ class HttpConnection(H11Protocol):
         self.loop.call_later(HEAD_S, self._close_if_idle, None)
 
     def data_received(self, data: bytes) -> None:
-        """Hands on little at a time: of all that comes at once h11 would parse each line of a
-        trailer, long after HEAD_BYTES, and answer no other client meanwhile."""
-        for start in range(0, len(data), _PIECE_BYTES):
+        """Hands on little at a time: of all that comes at once h11 would accept any head, or parse
+        each line of a trailer, and answer no other client meanwhile."""
+        for start in range(0, len(data), HEAD_BYTES):
             if self.transport.is_closing():
                 return
-            super().data_received(data[start : start + _PIECE_BYTES])
+            super().data_received(data[start : start + HEAD_BYTES])
 
     def _close_if_idle(self, before: object) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete

@@ -81,9 +81,9 @@ def main() -> None:
         else None
     )
     logger = PointLogger(parse_log_to(options.log_to))
-    outage, has_ended = Outage(), False
+    outage, is_over, has_ended = Outage(), False, False
     while not has_ended:
-        is_over = _wait(options.poll_s)
+        is_over = _wait(options.poll_s, must_pause=is_over)
         has_ended = is_over and not any(map(is_process_alive, reducer.list_running()))
         try:
             while (batch := reducer.collect(is_last=has_ended)) is not None:
@@ -99,15 +99,13 @@ def main() -> None:
     logger.close()
 
 
-def _wait(seconds: float) -> bool:
-    """Waits so long, or until standard input ends; returns whether it has."""
-    begin = time.monotonic()
+def _wait(seconds: float, must_pause: bool) -> bool:
+    """Waits so long, or until standard input ends; returns whether it has. must_pause: it had ended
+    before, and ranks that go on are looked for once a second; the end itself holds up the job."""
+    if must_pause:
+        time.sleep(min(1.0, seconds))
     readable, _, _ = select.select([sys.stdin], [], [], seconds)
-    if not readable:
-        return False
-    # At its end it is readable at once.
-    time.sleep(max(0.0, min(1.0, seconds) - (time.monotonic() - begin)))
-    return not os.read(sys.stdin.fileno(), 1)
+    return bool(readable) and not os.read(sys.stdin.fileno(), 1)
 
 
 class ReducerProcess:

@@ -116,6 +116,9 @@ REASONS: dict[str, dict[str, str]] = {
         "launch_workload tempfile.TemporaryDirectory": "random and 0700",
         "_end_ranks .kill": "ranks that it has started",
     },
+    "collectors/formats/step_memory.py": {
+        "HeldStepMemory.__init__ os.open": "memory of a process of this user, by the label of ours",
+    },
     "collectors/formats/watch_notes.py": {
         "take_capture_request .unlink": "a file of ours below the watch's folder",
         "NoteFile.write .replace": "its own file, to a name of ours",

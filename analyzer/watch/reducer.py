@@ -46,6 +46,7 @@ from stepsplit.analyzer.watch.records import (
 from stepsplit.analyzer.watch.samples import reduce_sample
 from stepsplit.collectors.formats.file_names import list_note_files
 from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.collectors.formats.step_memory import HeldStepMemory
 from stepsplit.collectors.formats.watch_notes import (
     LEFT,
     SAMPLES,
@@ -57,8 +58,10 @@ from stepsplit.collectors.formats.watch_notes import (
     RankStarted,
     RankWindow,
     SampleReport,
+    read_beat,
     read_notes,
     request_capture,
+    update_beat,
 )
 from stepsplit.collectors.safe_io.atomic_file import PRIVATE, create_private, make_owner_folder
 from stepsplit.collectors.safe_io.regular_file import describe_special, open_regular, read_regular
@@ -257,6 +260,7 @@ class Reducer(Outbox):
 
     def __init__(self, folder: WatchFolder) -> None:
         super().__init__(folder)
+        self._held: dict[int, tuple[RankStarted, HeldStepMemory]] = {}
         self._ledger: Ledger | None = None
         self._ledger_due_s = time.monotonic() + LEDGER_S
         # A batch that was written, perhaps in part, before a kill within _close, is cut off: its
@@ -278,11 +282,13 @@ class Reducer(Outbox):
         Raises:
             UsageError: The folder cannot be written.
         """
-        draft = _Draft(self._folder.host, self._state)
+        draft = _Draft(self._folder, self._state)
         draft.count("batch", self._state.unsent_lost)
+        self._write_last_beats()
         for path in list_note_files(self._folder.path):
             draft.add_notes(int(path.stem[4:]), path)
         draft.follow_lateness()
+        self._hold_step_memories(draft.ranks)
         if is_last:
             draft.note_lost_ranks()
         for reports in draft.take_complete_samples(is_last):
@@ -297,6 +303,28 @@ class Reducer(Outbox):
         if draft.has_lowest_rank and (is_last or time.monotonic() >= self._ledger_due_s):
             draft.ledger = self._read_ledger()
         return None if draft.is_empty else self._close(draft)
+
+    def _hold_step_memories(self, ranks: Mapping[int, WatchedRank]) -> None:
+        """Holds the step memory of each rank of this host while it runs."""
+        for start in (one.started for one in ranks.values() if not one.ended):
+            if start is None or start.host != self._folder.host or start.pid in self._held:
+                continue
+            # A container may hide it; then the ledger knows the beats of the rank.
+            with suppress(OSError):
+                self._held[start.pid] = (
+                    start,
+                    HeldStepMemory(start.pid, start.step_descriptor, start.rank, start.incarnation),
+                )
+
+    def _write_last_beats(self) -> None:
+        """Makes the newest step of a rank that was killed its last beat: its own is up to a poll
+        older."""
+        for pid in [pid for pid, (_, memory) in self._held.items() if memory.is_left()]:
+            start, memory = self._held.pop(pid)
+            with suppress(OSError):
+                if newest := memory.read():
+                    update_beat(self._folder.path, start.rank, start.incarnation, *newest)
+            memory.close()
 
     def _read_ledger(self) -> Ledger | None:
         """The ledger of the folder if it is another one than before."""
@@ -412,8 +440,8 @@ class Reducer(Outbox):
 class _Draft:
     """The batch in progress."""
 
-    def __init__(self, host: str, state: ReducerState) -> None:
-        self._host = host
+    def __init__(self, folder: WatchFolder, state: ReducerState) -> None:
+        self._folder, self._host = folder.path, folder.host
         self.ranks = dict(state.ranks)
         self.waiting = list(state.waiting)
         self.interval_steps, self.overhead = state.interval_steps, state.overhead
@@ -658,9 +686,13 @@ class _Draft:
             self._add_event("ended", note.step, note.unix_ns, f"after {note.step} steps")
 
     def _note_lost(self, rank: int, known: WatchedRank) -> None:
-        self._set(rank, ended=True)
+        number = 0 if known.started is None else known.started.incarnation
+        beat = read_beat(self._folder, rank, number)
+        # Its windows end up to a minute before.
+        step = known.step if beat is None else max(known.step, beat.step)
+        self._set(rank, ended=True, step=step)
         text = "ended without a word: killed, or its host is down"
-        self._add_event("lost_rank", known.step, time.time_ns(), text, rank)
+        self._add_event("lost_rank", step, time.time_ns(), text, rank)
 
     def _add_event(
         self, kind: EventKind, step: int, unix_ns: int, text: str, rank: int | None = None

@@ -43,6 +43,7 @@ class RankStarted:
     process_unix_ns: when the process began, torch_unix_ns: when torch's optimizers had been
     imported, first_step_unix_ns: when its first step ended; 0 where unknown, as of a job that was
     attached to. steps_before: the steps that earlier processes had done; None if unknown.
+    step_descriptor: that of its StepMemory in the process; -1 without one.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankStarted:
     torch_unix_ns: int = 0
     first_step_unix_ns: int = 0
     steps_before: int | None = None
+    step_descriptor: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,16 @@ def read_beat(folder: Path, rank: int, incarnation: int) -> Beat | None:
     except (OSError, ValueError):
         return None
     return Beat(step, step_unix_ns, unix_ns)
+
+
+def update_beat(folder: Path, rank: int, incarnation: int, step: int, step_unix_ns: int) -> None:
+    """Writes the newest step of a rank that has ended, if its last beat was before it. Raises
+    OSError."""
+    known = read_beat(folder, rank, incarnation) or Beat(-1, 0, 0)
+    if known.step < step:
+        file = BeatFile(folder, rank, incarnation)
+        file.write(Beat(step, step_unix_ns, max(step_unix_ns, known.unix_ns)))
+        file.close()
 
 
 # What the command beside the ranks notes.

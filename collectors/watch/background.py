@@ -19,6 +19,7 @@ from typing import Any
 from stepsplit.collectors.formats.file_names import build_trace_path
 from stepsplit.collectors.formats.rank_record import RankRecord, StepTimes, write_record
 from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.collectors.formats.step_memory import StepMemory
 from stepsplit.collectors.formats.watch_notes import (
     WINDOW_STEPS,
     Beat,
@@ -75,8 +76,8 @@ _END_S = 2.0
 class WatchThread:
     """Announces samples on rank 0 and hears of them on all ranks; writes notes and records.
 
-    done, last_ns, recent_ns: set by the training thread, which fills rise. next_sample: taken by
-    it.
+    done, last_ns: by end_step(). recent_ns: set by the training thread, which fills rise.
+    next_sample: taken by it.
     """
 
     def __init__(
@@ -108,6 +109,10 @@ class WatchThread:
         self._description: RankDescription | None = None
         self._beats: BeatFile | None = None
         self._is_beat_lost = False
+        self._step_memory: StepMemory | None = None
+        # Some containers forbid it: then a kill is known to a poll of this thread.
+        with suppress(OSError, AttributeError):
+            self._step_memory = StepMemory(rank, plan.incarnation)
         self._traces: deque[tuple[Path, int]] = deque()
         self._begin_s = time.monotonic()
         self._closing = threading.Event()
@@ -116,6 +121,12 @@ class WatchThread:
     def start(self) -> None:
         """Begins."""
         self._thread.start()
+
+    def end_step(self, step: int, now_ns: int) -> None:
+        """Notes that a step of this process has ended."""
+        self.done, self.last_ns = step + 1, now_ns
+        if self._step_memory is not None:
+            self._step_memory.write(self._steps_before + step)
 
     def report(self, report: SampleReport) -> None:
         """Notes a sample whose following steps have been timed."""
@@ -132,6 +143,8 @@ class WatchThread:
         self.notes.put(RankEnded(self._rank, step, time.time_ns()))
         self._closing.set()
         self._thread.join(_END_S)
+        if self._step_memory is not None:
+            self._step_memory.close()
 
     def _run(self) -> None:
         with warn_on_failure(self._rank, "what it notes of its steps and samples"):
@@ -146,6 +159,7 @@ class WatchThread:
                     unix_ns=time.time_ns(),
                     **asdict(self._launch),
                     steps_before=self._steps_before if self._knows_steps_before else None,
+                    step_descriptor=self._step_memory.descriptor if self._step_memory else -1,
                 )
             )
             folder = Path(self._plan.out)

@@ -86,7 +86,7 @@ class Sampler:
         SPANS.end_step()
         self._is_over = True
         with warn_on_failure(self.rank, "the rest of its watch"):
-            self._link.done, self._link.last_ns = step + 1, now
+            self._link.end_step(step, now)
             local_ns = self._local.begin_step()
             if self._sample is None:
                 self._add_to_ring(step, took, local_ns)

@@ -27,7 +27,13 @@ from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
 from stepsplit.collectors.attach.processes import list_process_tree
 from stepsplit.collectors.attach.sockets import list_agents
-from stepsplit.collectors.formats.watch_notes import NoteFile, RankEnded, RankStarted, RankWindow
+from stepsplit.collectors.formats.watch_notes import (
+    NoteFile,
+    RankEnded,
+    RankStarted,
+    RankWindow,
+    read_beat,
+)
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.watch import WatchRange
 from stepsplit.dashboard.store.watch_slots import LEVELS_S
@@ -221,6 +227,9 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert ("lost_rank", 1) in list_events(read_batches(out))
+    # Its thread writes a beat some time after the step; that of its memory is of the step itself.
+    beat = read_beat(out, 1, 0)
+    assert beat is not None and beat.step_unix_ns == beat.unix_ns
 
 
 def read_started(out: Path) -> list[tuple[int, int]]:

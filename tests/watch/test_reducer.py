@@ -19,9 +19,12 @@ from stepsplit.analyzer.watch.records import WatchBatch, WatchEvent, decode_batc
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder, read_state
 from stepsplit.analyzer.watch.samples import SPOILS
 from stepsplit.collectors.formats import watch_notes
+from stepsplit.collectors.formats.step_memory import HeldStepMemory, StepMemory
 from stepsplit.collectors.formats.watch_notes import (
     LEFT,
     RANKS,
+    Beat,
+    BeatFile,
     NoteFile,
     RankDropped,
     RankEnded,
@@ -30,6 +33,7 @@ from stepsplit.collectors.formats.watch_notes import (
     SampleReport,
     build_notes_path,
     count_incarnations,
+    read_beat,
     take_capture_request,
 )
 
@@ -566,3 +570,54 @@ def test_a_ledger_that_fails_stops_no_batch(
     note(tmp_path, started(0), window(0, 1))
     batch = Reducer(WatchFolder(tmp_path, "run", "h1")).collect(is_last=True)
     assert batch is not None and len(batch.windows) == 1 and batch.ledger is None
+
+
+# A rank that is killed between two beats.
+
+_ENDLESS_RANK = """
+import sys, time
+from stepsplit.collectors.formats.step_memory import StepMemory
+memory = StepMemory(0, 0)
+for step in range(72):
+    memory.write(step)
+print(memory.descriptor, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_newest_step_of_a_killed_rank_is_known(folder: WatchFolder) -> None:
+    begin = time.time_ns()
+    rank = subprocess.Popen([sys.executable, "-c", _ENDLESS_RANK], stdout=subprocess.PIPE)
+    assert rank.stdout is not None
+    descriptor = int(rank.stdout.readline())
+    note(folder.path, replace(started(0), pid=rank.pid, step_descriptor=descriptor))
+    # Its thread has written so far, when it is killed.
+    BeatFile(folder.path, 0, 0).write(Beat(66, begin, begin))
+    reducer = Reducer(folder)
+    reducer.collect()
+    assert read_beat(folder.path, 0, 0) == Beat(66, begin, begin)
+    rank.kill()
+    rank.communicate()
+    reducer.collect(is_last=True)
+    beat = read_beat(folder.path, 0, 0)
+    assert beat is not None and beat.step == 71
+    assert begin < beat.step_unix_ns == beat.unix_ns < time.time_ns()
+    (lost,) = [event for batch in read_batches(folder) for event in batch.events if event.rank == 0]
+    assert (lost.kind, lost.step) == ("lost_rank", 71)
+
+
+def test_another_process_or_descriptor_is_no_step_memory() -> None:
+    own = StepMemory(3, 1)
+    held = HeldStepMemory(os.getpid(), own.descriptor, 3, 1)
+    assert held.read() is None
+    own.write(7)
+    found = held.read()
+    assert found is not None and found[0] == 7
+    assert not held.is_left()
+    for pid, descriptor, rank in ((os.getpid(), own.descriptor, 2), (os.getpid(), 0, 3),
+                                  (os.getpid(), -1, 3), (1 << 22, own.descriptor, 3)):  # fmt: skip
+        with pytest.raises(OSError, match="no step memory"):
+            HeldStepMemory(pid, descriptor, rank, 1)
+    own.close()
+    assert held.is_left() and held.read() == found
+    held.close()

@@ -241,6 +241,12 @@ def build_ledger(
         spans = {rank: [s for life in own for s in life.spans] for rank, own in lives.items()}
         # While one rank writes a checkpoint, the others wait for it in a step.
         of_any = separate_spans([span for own in spans.values() for span in own], begin, end)
+        # When no rank lived any more, of a start that was killed: a beat is at most a poll old.
+        newest = [own[-1] for own in lives.values()]
+        dead_unix_ns = max(life.last_unix_ns for life in newest)
+        is_known = all(life.beat is not None and not life.is_left for life in newest)
+        if not is_known or end - dead_unix_ns > _MOST_EXIT_NS:
+            dead_unix_ns = end
         amounts: dict[int, Counter[str]] = {}
         counts: dict[int, Counter[str]] = {}
         for rank, own in sorted(lives.items()):
@@ -249,7 +255,9 @@ def build_ledger(
                 time.take_life(life, place == 0, is_ended and place + 1 == len(own))
                 if life.started.steps_before is not None and life.last_step is not None:
                     time.reached = max(life.last_step, -1 if time.reached is None else time.reached)
-            time.finish()
+            # What ends then is the launcher.
+            time.take(dead_unix_ns, "unknown")
+            time.take(end, "shutdown")
             amounts[rank], counts[rank] = time.amounts, time.counts
             amounts[rank]["restart_gap"] += begin - gap_begin
             assert sum(amounts[rank].values()) == end - gap_begin, "a rank's time adds up"
@@ -351,6 +359,11 @@ class _Life:
 
 _MOST_LATE_NS = 5_000_000_000
 """Windows are written just before the newest step, so that it cannot be far ahead of them."""
+
+_MOST_EXIT_NS = 60_000_000_000
+"""torchrun sends SIGTERM to the other ranks of one that was killed, and SIGKILL after 30 s. After
+more than this all ranks may have hung with their threads: half of it would leave out a slow exit,
+twice as much would take in a hang of two minutes."""
 
 _ODD_NS = 60_000_000_000
 """Clocks of a host's processes agree to far less."""
@@ -569,10 +582,6 @@ class _RankTime:
             free = self.take(beat.unix_ns, "stall" if is_stall else "unknown")
             self.counts["stall"] += is_stall and free > 0
         self.take(life.last_unix_ns, "unknown")
-
-    def finish(self) -> None:
-        """What is left is unknown."""
-        self.take(self._end, "unknown")
 
     def _measure_free(self, begin: int, end: int) -> tuple[int, Counter[str]]:
         """The time in it that is not marked, and how much of that other ranks have marked."""

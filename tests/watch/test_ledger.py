@@ -107,13 +107,29 @@ def test_each_second_of_a_killed_and_restarted_job_has_its_row() -> None:
         "startup": (pytest.approx(3.0 + 3.0 - 2.0), 2),
         "stall": (pytest.approx(9.9), 1),
         "restart_gap": (pytest.approx(5.0), 1),
-        "shutdown": (pytest.approx(2.0), 0),
-        "unknown": (pytest.approx(0.4), 0),
+        # After the last word of the killed rank its launcher ends; the step in which it was killed
+        # is not known.
+        "shutdown": (pytest.approx(0.3 + 2.0), 0),
+        "unknown": (pytest.approx(0.1), 0),
     }
     assert ledger.goodput == pytest.approx(7.2 / 41.3)
     assert [one.ending for one in ledger.incarnations] == ["lost", "ended"]
     assert ledger.lacks == ()
     assert msgspec.json.decode(ledger_to_json(ledger), type=Ledger) == ledger
+
+
+@pytest.mark.parametrize("lacks", ["nothing", "beat", "end", "minute"])
+def test_a_launcher_ends_after_its_killed_ranks_as_far_as_that_is_known(lacks: str) -> None:
+    """Without beats they may have lived on, and after over a minute have hung."""
+    notes: list[Note] = [_start(0, 1.0), _window(4, 6.3, 8.3)]
+    beats = {(0, 0): Beat(23, T0 + int(8.3 * S), T0 + int(8.4 * S))}
+    exit_s = 99.4 if lacks == "minute" else 15.4
+    end = None if lacks == "end" else T0 + int(exit_s * S)
+    launches = [Launch("h", 7, 0, T0, end, -9)]
+    rows = _show(build_ledger("w", {0: notes}, {} if lacks == "beat" else beats, launches))
+    assert rows.get("shutdown", (0.0, 0))[0] == (7.0 if lacks == "nothing" else 0.0)
+    rest_s = {"nothing": 0.1, "beat": 7.1, "end": 0.1, "minute": 91.1}[lacks]
+    assert rows["unknown"][0] == pytest.approx(rest_s)
 
 
 def test_a_rank_that_waits_for_the_checkpoint_of_another_one_does_not_stall() -> None:

@@ -111,6 +111,26 @@ def test_a_slow_rank_is_found_beside_its_variable_lengths(tmp_path: Path) -> Non
     assert list_blamed_for_compute(report) <= {2}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_a_busy_machine_made_long_do_not_hide_a_slow_rank(
+    tmp_path: Path, seed: int
+) -> None:
+    """Three of the ten steps of each rank take up to twice as long, whatever their tokens."""
+    tokens, draw = draw_tokens(seed), random.Random(seed)
+    busy = {(r, s): draw.uniform(1.2, 2) for r in (0, 1) for s in draw.sample(range(1, 11), 3)}
+
+    def kernels(rank: int, step: int) -> Kernels:
+        noise = draw.gauss(0, 0.02)
+        times = busy.get((rank, step), 1.0) * (1.35 if rank == 1 else 1.0)
+        return layers(tokens(rank, step), times, noise)
+
+    report = record_job(
+        tmp_path, kernels, lambda rank, step: StepWork(step, tokens=tokens(rank, step)), 10, 2
+    )
+    assert report.work and report.work.power == pytest.approx(1.15, abs=0.1)
+    assert [one.ranks for one in report.findings if one.code == "slow_rank"] == [(1,)]
+
+
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_rank_with_always_more_tokens_has_more_work(tmp_path: Path, power: int) -> None:
     """Twice the tokens take twice the time, or four times: of attention alone."""

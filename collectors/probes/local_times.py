@@ -47,8 +47,8 @@ class LocalTimes:
             handle.remove()
 
     def _hook_first_parameter(self, optimizer: Any) -> None:
-        if self._handle is not None:
-            return
+        # Once is enough, and each call of a step costs it.
+        remove_listener(self._listener)
         # A DTensor's gradient is not this rank's alone: see the class.
         weights = (each for group in optimizer.param_groups for each in group["params"])
         local = (
@@ -58,7 +58,6 @@ class LocalTimes:
         )
         weight = next(local, None)
         if weight is None:
-            remove_listener(self._listener)
             return
         if weight.is_cuda:
             self._clock = _DeviceClock()

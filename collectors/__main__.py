@@ -16,13 +16,14 @@ from stepsplit.collectors.attach.client import attach_and_wait
 from stepsplit.collectors.attach.processes import find_ranks_of_plan
 from stepsplit.collectors.attach.stop_watch import ExplainStop
 from stepsplit.collectors.formats.file_names import build_record_path
-from stepsplit.collectors.formats.rank_record import read_record
+from stepsplit.collectors.formats.rank_record import RankRecord, read_record
 from stepsplit.collectors.formats.run_spec import RUN_FILE
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.job.launcher import is_rank, read_identity
 from stepsplit.collectors.record.command import (
     check_out,
     choose_out,
+    describe_module_names,
     describe_recorded,
     interrupt_on_signals,
     name_signal,
@@ -253,7 +254,10 @@ def _report_recording(plan: RecordPlan, start_s: float) -> bool:
     traces = [path for path in out.glob("rank*_trace.json*") if path.stat().st_mtime >= start_s]
     if traces:
         n_ranks = len({path.name.removesuffix(".gz") for path in traces})
-        steps = _explain_early_steps(plan, out)
+        written = _read_records(out)
+        if names := describe_module_names(written):
+            sys.stderr.write(f"{names}\n")
+        steps = _explain_early_steps(plan, written)
         sys.stderr.write(f"{escape_controls(describe_recorded(n_ranks, out, steps))}\n")
         return True
     if plan.first is not None:
@@ -270,19 +274,25 @@ def _report_recording(plan: RecordPlan, start_s: float) -> bool:
     return False
 
 
-def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
+def _read_records(out: Path) -> list[RankRecord]:
+    """The records in the folder; each rank of srun reads its own: else each would read all."""
+    own = [build_record_path(out, read_identity().rank)] if is_rank(os.environ) else None
+    records = []
+    for path in own or out.glob("rank*_record.json"):
+        with suppress(OSError, ValueError):
+            records.append(read_record(read_regular(path)))
+    return records
+
+
+def _explain_early_steps(plan: RecordPlan, records: Sequence[RankRecord]) -> str:
     """Which ranks have their first steps because they ended before those of the plan."""
     if plan.first is None:
         return ""
     early, others = [], 0
-    # Each rank of srun reports its own: else each would read the records of all.
-    own = [build_record_path(out, read_identity().rank)] if is_rank(os.environ) else None
-    for path in own or out.glob("rank*_record.json"):
-        with suppress(OSError, ValueError):
-            record = read_record(read_regular(path))
-            is_early = record.first_step - record.steps_before < plan.first - plan.warmup
-            early += [record.rank.rank] if is_early else []
-            others += not is_early
+    for each in records:
+        is_early = each.first_step - each.steps_before < plan.first - plan.warmup
+        early += [each.rank.rank] if is_early else []
+        others += not is_early
     if not early:
         return ""
     if not others:
@@ -372,8 +382,9 @@ def _add_recording_options(verb: argparse.ArgumentParser, out: str) -> None:
     verb.add_argument("--stacks", action="store_true", help="record Python stacks (large and slow)")
     verb.add_argument(
         "--modules",
-        action="store_true",
-        help="record the names of the model's modules, in the first step",
+        action=argparse.BooleanOptionalAction,
+        help="record the names of the model's modules, in the first step (default: in the last one"
+        " where that takes at most 2 %% of it)",
     )
     verb.add_argument(
         "--share",

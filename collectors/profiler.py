@@ -41,7 +41,7 @@ def profile_run(
     every: int | None = None,
     budget: float = DEFAULT_BUDGET,
     log_to: str | Sequence[str] | None = None,
-    modules: bool = False,
+    modules: bool | None = None,
     role: str = "",
 ) -> ProfiledRun:
     """Records `active` training steps with torch.profiler into the folder `out`.
@@ -67,7 +67,8 @@ def profile_run(
         every: Steps between samples of two, in `out`/samples, until the job ends. Default: None.
         budget: Part of the training time that these may cost, else they get rarer. Default: 0.005.
         log_to: Tools to log its numbers to, such as "wandb" (docs/integrations.md). Default: None.
-        modules: Whether to name the model's modules in the first recorded step. Default: False.
+        modules: Whether to name the model's modules in the first recorded step. Default: None, in
+            the last one where that takes at most 2 % of it (docs/recording.md).
         role: What this rank does in a job of several roles, such as "rollout" and "trainer": its
             files are in `out`/role, and it is shown as rollout/0. Default: "", the only role.
 

@@ -34,6 +34,7 @@ from stepsplit.analyzer.redact.forms import (
     OP,
     PHASE,
     PYTHON,
+    REASON,
     ROLE,
     RUN,
     SCHEMA,
@@ -133,6 +134,7 @@ RECORD_FIELDS: Fields = {
     "clocks": [_number("offset_ns", "round_trip_ns", "at_unix_ns")],
     "gpu": [_number("at_unix_ns", "sm_clock_mhz", "throttle_reasons", "link_errors")],
     "gpu_note": TEXT,
+    "module_names": {"why": REASON, **_number("step", "cost_ns", "step_ns")},
     "host": {
         "places": [[{"function": FUNCTION, "file": FILE, "line": NUMBER}]],
         "at_unix_ns": NUMBERS,

@@ -13,6 +13,7 @@ from stepsplit.analyzer.model.preset_names import list_hardware_names, list_mode
 from stepsplit.analyzer.readers.kineto.block_events import CATEGORIES, SUFFIX_CATEGORIES
 from stepsplit.analyzer.redact.names import Names
 from stepsplit.analyzer.redact.pseudonyms import Pseudonyms
+from stepsplit.collectors.formats.rank_record import WHY_UNNAMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ AXIS = enumerate_words("axis", "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep
 STATE = enumerate_words("state", "scheduled", "started", "completed")
 COUNTER = enumerate_words("counter", "run.step", "torchtitan", "transformers")
 DETAIL = enumerate_words("detail", "full", "thin", "none")
+REASON = enumerate_words("reason", *WHY_UNNAMED)
 ROLE = Form(
     "role", "usual names, as `rollout`; else `role1`",
     lambda texts, text: text if not text or text.lower() in _ROLES else texts.hide("role", text),

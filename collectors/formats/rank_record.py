@@ -144,6 +144,34 @@ class RecordedWork:
     steps: tuple[StepWork, ...]
 
 
+WHY_UNNAMED = {
+    "compiled": "torch.compile is used, and its code would be compiled again",
+    "own_hooks": "the job has hooks of its own for all modules",
+    "stacks": "--stacks has them in every step",
+    "one_step": "only one step was to be recorded, and none shows what that takes",
+    "no_warmup": "the calls of modules could not be counted in a step before",
+    "no_calls": "no module was called in the step before",
+    "many_calls": "they are called too often",
+    "paths": "the model does not list its modules",
+    "cost": "that takes more than 2 % of a step",
+}
+"""Why a recording has no names of modules, in words that follow `not named:`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """The recorded step in which the modules are named, by the number of its mark, or why none.
+
+    why is a key of WHY_UNNAMED. cost_ns: what the names were expected to take, and step_ns the
+    shortest recorded step before, where the recorder decided by them; else None.
+    """
+
+    step: int | None = None
+    why: str | None = None
+    cost_ns: int | None = None
+    step_ns: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RankRecord:
     """One rank of one recording.
@@ -157,6 +185,8 @@ class RankRecord:
     of which the trace may hold a part; None if unknown. max_connections:
     CUDA_DEVICE_MAX_CONNECTIONS of its process, None if not set. work: what it processed in the
     recorded steps, None if the job did not say. role: what it does in a job of several roles.
+    module_names: whether its modules are named, None if the user wanted none or the recording ended
+    before that was decided.
     """
 
     run: str
@@ -180,6 +210,7 @@ class RankRecord:
     max_connections: int | None = None
     work: RecordedWork | None = None
     role: str = ""
+    module_names: ModuleNames | None = None
 
     def __post_init__(self) -> None:
         check_role(self.role)
@@ -193,6 +224,8 @@ def write_record(folder: Path, record: RankRecord) -> Path:
         del body["work"]
     if not record.role:
         del body["role"]
+    if record.module_names is None:
+        del body["module_names"]
     text = json.dumps(body, indent=1) + "\n"
     return write_whole(build_record_path(folder, record.rank.rank), text.encode())
 
@@ -224,6 +257,7 @@ def read_record(text: str | bytes) -> RankRecord:
         max_connections=decode_value(connections, int | None, "max_connections"),
         work=decode_value(body.get("work"), RecordedWork | None, "work"),
         role=decode_value(body.get("role", ""), str, "role"),
+        module_names=decode_value(body.get("module_names"), ModuleNames | None, "module_names"),
     )
 
 

@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
     every: int | None
     budget: float
     log_to: str | Sequence[str] | None
-    modules: bool
+    modules: bool | None
     role: str
 
 

@@ -17,6 +17,7 @@ from stepsplit.collectors.formats.rank_record import (
     GpuState,
     HostSamples,
     MemoryState,
+    ModuleNames,
     RankRecord,
     StepTimes,
     write_record,
@@ -248,7 +249,9 @@ class ActiveRecording:
         if self._in_use:
             return ""
         if step >= self._first:
-            return "profiled"
+            names = self._find_module_names()
+            # The names take time that is not the profiler's.
+            return "" if names and names.step == self._steps_before + step else "profiled"
         return "before" if 0 < step < self._first - self._plan.warmup else ""
 
     def _begin_step(self, step: int) -> None:
@@ -457,7 +460,11 @@ class ActiveRecording:
             max_connections=read_max_connections(),
             work=work,
             role=self._plan.role,
+            module_names=self._find_module_names(),
         )
+
+    def _find_module_names(self) -> ModuleNames | None:
+        return self._window.module_names if isinstance(self._window, TraceWindow) else None
 
     def _collect_times(self) -> StepTimes:
         times, clock = self._times.collect_times(), self._gpu_times

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from stepsplit.collectors.formats.file_names import find_free_folder, list_recorded
+from stepsplit.collectors.formats.rank_record import WHY_UNNAMED, RankRecord
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.job.launcher import is_rank
 from stepsplit.collectors.record.environment import NcclLogs, build_environment
@@ -154,6 +155,21 @@ def describe_recorded(ranks: int, folder: Path, which: str = "") -> str:
     """What a recording says at its end; which steps it has, if they are not those asked for."""
     counted = f"{ranks} rank{'s' * (ranks != 1)}{which}"
     return f"recorded {counted}; analyze with: stepsplit analyze {shlex.quote(str(folder))}"
+
+
+def describe_module_names(records: Sequence[RankRecord]) -> str:
+    """Where the modules are named in a recording, or why not; "" if neither was decided."""
+    decided = [each.module_names for each in records if each.module_names is not None]
+    named = [each for each in decided if each.step is not None]
+    if named:
+        which = "" if len(named) == len(decided) else f" of {len(named)} of {len(decided)} ranks"
+        shares = [each.cost_ns / each.step_ns for each in named if each.cost_ns and each.step_ns]
+        cost = f", about {max(shares):.1%} of it" if shares else ""
+        return f"modules are named in step {named[0].step}{which}{cost}"
+    if not decided:
+        return ""
+    # All ranks run the same model; where their reasons differ, one of them is enough to know.
+    return f"modules are not named: {WHY_UNNAMED.get(decided[0].why or '', 'for a reason unknown')}"
 
 
 def remove_if_empty(folder: Path, role: str = "") -> None:

@@ -29,7 +29,8 @@ class RecordPlan:
     allocations of the steps; stacks and shapes are options of the profiler. mesh is the job's mesh
     as the user states it, such as "pp=2,tp=4"; "" if unknown. share takes the trace of the script's
     own profiler if that one runs in the steps to record. modules names the model's modules in the
-    first recorded step. role is what the ranks do in a job of several roles, "" for the only one;
+    first recorded step; None names them in the last one where that is cheap and changes nothing
+    (module_choice.py). role is what the ranks do in a job of several roles, "" for the only one;
     each role has a folder of its own.
     """
 
@@ -44,7 +45,7 @@ class RecordPlan:
     stacks: bool = False
     mesh: str = ""
     share: bool = False
-    modules: bool = False
+    modules: bool | None = False
     role: str = ""
 
     def __post_init__(self) -> None:

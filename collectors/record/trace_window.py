@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,11 +16,14 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, record_function
 
-from stepsplit.collectors.guard import warn
+from stepsplit.collectors.formats.rank_record import ModuleNames
+from stepsplit.collectors.guard import warn, warn_on_failure
+from stepsplit.collectors.job.process_groups import read_job
 from stepsplit.collectors.record.annotations import annotate_layers, replace_attribute
 from stepsplit.collectors.record.framework_marks import annotate_framework_marks
 from stepsplit.collectors.record.library_calls import annotate_library_calls
-from stepsplit.collectors.record.module_names import has_compiled_code, name_modules
+from stepsplit.collectors.record.module_choice import ModuleChoice, has_compiled_code
+from stepsplit.collectors.record.module_names import name_modules
 from stepsplit.collectors.record.plan import RecordPlan
 
 _STARTERS = ("_prepare_profiler", "_enable_profiler")
@@ -61,10 +65,16 @@ class TraceWindow:
         self._mark: Any = None
         self._patches = ExitStack()
         self._names = ExitStack()
+        self._choice = ModuleChoice(plan) if plan.modules is None else None
+        self._begin_ns = 0
+        self._steps_ns: list[int] = []
         self._activities = _list_activities()
         self._ours = self._warm = self._started = False
         self.recorded = 0
         """Number of completely recorded steps."""
+        self.module_names: ModuleNames | None = None
+        """Whether the modules are named in a step; None if that was neither asked for nor decided
+        yet."""
 
     def begin_step(self, step: int, number: int) -> None:
         """Call before each step: warms up, starts, and marks the step in the trace.
@@ -73,13 +83,15 @@ class TraceWindow:
         """
         if self._profiler is None and step >= self._first - self._plan.warmup:
             self._warm_up()
+        if self._choice and self._profiler is not None and step == self._first - 1:
+            with warn_on_failure(read_job()[0], "the names of its modules"):
+                self._names.enter_context(self._choice.count_calls())
         if self._profiler is not None and step >= self._first:
             if not self._started:
                 self._start()
-                if self._plan.modules and has_compiled_code():
-                    warn("--modules: not with torch.compile, whose code hooks would compile again")
-                elif self._plan.modules:
-                    self._names.enter_context(name_modules())
+            with warn_on_failure(read_job()[0], "the names of its modules"):
+                self._name_modules(step, number)
+            self._begin_ns = time.perf_counter_ns()
             self._mark = record_function(f"ProfilerStep#{number}")
             self._mark.__enter__()
 
@@ -89,8 +101,24 @@ class TraceWindow:
         if mark is not None:
             mark.__exit__(None, None, None)
             self.recorded += 1
+            self._steps_ns.append(time.perf_counter_ns() - self._begin_ns)
         # The hooks cost time, so that the other steps are without them.
         self._names.close()
+
+    def _name_modules(self, step: int, number: int) -> None:
+        """Names the modules in the step that begins, if it is the one for that."""
+        # Names that are asked for are in the first step, as the job may end before the last one.
+        # Otherwise the steps before have to show what they may cost.
+        if self._choice is None and self._plan.modules and step == self._first:
+            if has_compiled_code():
+                warn("--modules: not with torch.compile, whose code hooks would compile again")
+                self.module_names = ModuleNames(why="compiled")
+            else:
+                self.module_names = ModuleNames(number)
+        elif self._choice is not None and step == self._first + self._plan.steps - 1:
+            self.module_names = self._choice.decide(number, self._steps_ns)
+        if self.module_names is not None and self.module_names.step == number:
+            self._names.enter_context(name_modules())
 
     @property
     def device_stopped(self) -> bool:

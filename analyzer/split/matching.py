@@ -36,8 +36,8 @@ class MatchedCalls:
     which may consist of several kernels, counts the first that moves its data. together: it ends on
     all members at once. carrier is the row of the kernel that moves the data of its call, another
     one for a barrier. arrives: the start of the row is its rank's arrival; waits: it waits for the
-    arrivals of all. A kernel that only sends does not wait, one that only receives, and a copy
-    behind a barrier, do not arrive. start_ns is the arrival (on gloo: of the call) and end_ns
+    arrivals of all. A kernel that only sends or writes does not wait, one that only receives, and a
+    copy behind a barrier, do not arrive. start_ns is the arrival (on gloo: of the call) and end_ns
     the end, on the rank's own clock.
     """
 
@@ -114,7 +114,9 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
         groups=groups,
         notes=_build_notes(groups, traces),
     )
-    return _assign_keys(rows, traces, alignment)
+    matched = _assign_keys(rows, traces, alignment)
+    writes = np.concatenate([one.mask("writes") for one in roles])
+    return replace(matched, waits=matched.waits & ~writes)
 
 
 def _merge_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[Int32]]:

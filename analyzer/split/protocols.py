@@ -27,6 +27,7 @@ class ProtocolKernel(Struct, frozen=True):
         together: It ends on all members at once, as it ends with a barrier.
         of_node: Only on the members of one node.
         halves: It may be launched twice for one call: to send, and to receive.
+        writes: It only writes to its peers and waits for none: the barriers around it do.
         size: Where its name states the number of members, the expression that finds it there.
         times: The number of members for each that the name states.
     """
@@ -36,6 +37,7 @@ class ProtocolKernel(Struct, frozen=True):
     together: bool = False
     of_node: bool = False
     halves: bool = False
+    writes: bool = False
     size: re.Pattern[str] | None = None
     times: int = 1
 
@@ -68,10 +70,12 @@ _INTRANODE, _INTERNODE, _LOW_LATENCY = (
 )
 
 _NODES = re.compile(
-    r"(?:dispatch|combine)(?:<|I)(?:\(bool\)|Lb)?(?:true|false|[01]), ?(?:\(int\))?(\d+)\b"
+    r"(?:dispatch|combine)(?:<|I)(?:\(bool\)|Lb)?(?:true|false|[01])(?:, ?(?:\(int\))?|ELi)(\d+)(?:\b|E)"
 )
 """Of internode kernels: the mode, then the number of nodes, each of 8 ranks
 (LEGACY_NUM_MAX_NVL_PEERS)."""
+
+_MORI = r"(?<![A-Za-z_])Ep"
 
 _NCCL_LOW_LATENCY = _compile("nccl_ep", "internode_ll").pattern
 
@@ -96,8 +100,8 @@ PROTOCOLS = (
         "HybridEP", "ep",
         (
             ProtocolKernel("meet", _compile("hybrid_ep", "device_sync_kernel"), together=True),
-            ProtocolKernel("dispatch", _compile("hybrid_ep", "dispatch_kernel")),
-            ProtocolKernel("combine", _compile("hybrid_ep", "combine_kernel")),
+            ProtocolKernel("dispatch", _compile("hybrid_ep", "dispatch_kernel"), writes=True),
+            ProtocolKernel("combine", _compile("hybrid_ep", "combine_kernel"), writes=True),
         ),
     ),
     # deepseek-ai/DeepEP: csrc/kernels/legacy, and from version 2 on deep_ep/include/deep_ep/impls.
@@ -137,10 +141,10 @@ PROTOCOLS = (
         "MORI", "ep",
         (
             ProtocolKernel(
-                "dispatch", re.compile(r"\bEpDispatchIntraNode\w*Kernel"), together=True
+                "dispatch", re.compile(_MORI + r"DispatchIntraNode\w*Kernel"), together=True
             ),
-            ProtocolKernel("dispatch", re.compile(r"\bEpDispatch\w*Kernel")),
-            ProtocolKernel("combine", re.compile(r"\bEpCombine\w*Kernel")),
+            ProtocolKernel("dispatch", re.compile(_MORI + r"Dispatch\w*Kernel")),
+            ProtocolKernel("combine", re.compile(_MORI + r"Combine\w*Kernel")),
         ),
     ),
     # pytorch/pytorch, c10d/symm_mem: each kernel begins and ends with a barrier; the copies of
@@ -148,7 +152,7 @@ PROTOCOLS = (
     Protocol(
         "symmetric memory", "",
         (
-            ProtocolKernel("meet", re.compile(r"symmetric_memory::barrier_kernel"), together=True),
+            ProtocolKernel("meet", _compile("symmetric_memory", "barrier_kernel"), together=True),
             ProtocolKernel("copy", re.compile(r"^Memcpy PtoP")),
             ProtocolKernel(
                 "sum",
@@ -209,6 +213,7 @@ class KernelRole(Struct, frozen=True):
     together: bool
     of_node: bool
     halves: bool
+    writes: bool
     size: int
 
     @property
@@ -229,9 +234,9 @@ def find_role(name: str, op: str) -> KernelRole:
             together = op in SYMMETRIC_OPS if kernel.step == COPY else kernel.together
             return KernelRole(
                 protocol.name, protocol.axis, kernel.step, op, together, kernel.of_node,
-                kernel.halves, size,
+                kernel.halves, kernel.writes, size,
             )  # fmt: skip
-    return KernelRole("", "", parse_op(name), op, op in SYMMETRIC_OPS, False, False, 0)
+    return KernelRole("", "", parse_op(name), op, op in SYMMETRIC_OPS, False, False, False, 0)
 
 
 class CallRoles(Struct, frozen=True):

@@ -670,7 +670,8 @@ def _measure(table: _CallTable, scope: _Scope, members: tuple[int, ...]) -> _Evi
     together, sends = table.together[slots], table.sends[slots]
     receives = ~sends & np.isin(table.of_slot[slots], np.flatnonzero(table.sends))
     # No member has all data before the last one came; one that only sends need not wait.
-    waits = ~sends & (np.array([table.roles[k].step for k in slots.tolist()]) != "copy")
+    roles = [table.roles[k] for k in slots.tolist()]
+    waits = ~sends & np.array([not one.writes and one.step != "copy" for one in roles])
     if waits.any() and (first_end >= last - TOGETHER_NS)[:, waits].mean() < _SHARE:
         return none
     if together.any() and (apart <= TOGETHER_NS)[:, together].mean() < _SHARE:

@@ -263,6 +263,8 @@ class Job:
     described: bool = True
     """NCCL's kernels have arguments; those that a replayed graph launches have none."""
     ranks_per_host: int = RANKS_PER_HOST
+    jitter_ns: int = 1_200
+    """By how much the members of a call end one after another."""
     link_speeds: tuple[tuple[str, float], ...] = ()
     """Axis and by how much all its transfers are faster."""
 
@@ -494,7 +496,7 @@ class _Process:
         for one in kernels:
             transfer_ns = most_ns if one.together else own_ns
             took_ns = round(one.fixed_ns + one.share * transfer_ns * times)
-            jitter_ns = round(abs(self.jitter.gauss(0, 1_200)))
+            jitter_ns = round(abs(self.jitter.gauss(0, self.job.jitter_ns)))
             if one.role == "local":
                 self.program.append(Kernel(one.name, one.op, stream, took_ns, thread=self.thread))
                 continue
@@ -530,7 +532,7 @@ class _Process:
             WaitEvent(self.events, stream, self.thread),
             Kernel(
                 _KERNELS[call.op], "record_param_comms", stream, call=call, host_ns=15_000,
-                thread=self.thread, end_jitter_ns=round(abs(self.jitter.gauss(0, 1_200))),
+                thread=self.thread, end_jitter_ns=round(abs(self.jitter.gauss(0, self.job.jitter_ns))),
             ),
             RecordEvent(self._new_event(), stream, self.thread),
         ]  # fmt: skip
@@ -705,21 +707,22 @@ class _Process:
             due = (layer + 1) * job.buckets // job.layers
             if job.late_buckets:
                 due = job.buckets if layer == job.layers - 1 else 0
-            works += [self._reduce_bucket(number) for number in range(reduced, due)]
+            for number in range(reduced, due):
+                works += self._reduce_bucket(number)
             reduced = due
         self.thread = MAIN_THREAD
         return works
 
-    def _reduce_bucket(self, number: int) -> _Work:
+    def _reduce_bucket(self, number: int) -> list[_Work]:
         job = self.job
         part = (1.0 if number else job.first_bucket) / (job.buckets - 1 + job.first_bucket)
         nelems = round(67_108_864 * part)
         transfer_ns = job.bucket_latency_ns + job.bucket_ns * part
         if len(self.group("dp").ranks) == 1:
-            return _Work(0)
-        if job.ep > 1 and len(self.group("expert_dp").ranks) > 1:
-            self.collective("expert_dp", "allreduce", transfer_ns, nelems)
-        return self.collective("dp", "allreduce", transfer_ns, nelems)
+            return []
+        has_replicas = job.ep > 1 and len(self.group("expert_dp").ranks) > 1
+        axes = ("expert_dp", "dp") if has_replicas else ("dp",)
+        return [self.collective(axis, "allreduce", transfer_ns, nelems) for axis in axes]
 
     def run_step(self, number: int) -> None:
         job = self.job
@@ -728,8 +731,7 @@ class _Process:
         self.times = job.compute_times(self.rank, number)
         works = self._run_sharded_microbatches() if job.fsdp else self._run_pipeline()
         for work in works:
-            if work.event:
-                self.wait(work)
+            self.wait(work)
         if job.reduce_norm:
             self.wait(self.collective("world", "allreduce", 20_000, 1))
         self.load = 1.0

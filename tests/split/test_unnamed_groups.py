@@ -60,6 +60,13 @@ def test_a_late_rank_is_named_where_a_custom_kernel_sums(
     assert_true(simulation, report, style)
 
 
+def test_kernels_that_write_between_two_barriers_wait_for_no_other(tmp_path: Path) -> None:
+    """They begin one after another, as the barrier before them ends."""
+    job = replace(EXPERTS, experts_by="hybrid_ep", layers=3, layer_ns=190_000, jitter_ns=2_400)
+    simulation, report = run(job, tmp_path)
+    assert_true(simulation, report)
+
+
 STAGED = Job("ep", dp=8, ep=8, microbatches=3, layer_ns=317_407, experts_transfer_ns=179_894,
              end_of_step="device", noise=0.01, seed=894_342, steps=4, ranks_per_host=1,
              experts_by="staged_nccl_ep", causes=(SlowRank(4, 1.2),))  # fmt: skip

@@ -240,7 +240,7 @@ def _find_trainer(job: _Job) -> None:
     ours = {one for key, value in layout.items() for one in _read_key("parallel", key, value)}
     is_trainer = "per_device_train_batch_size" in training and ours <= {"gpus", "nodes"}
     # Whoever names what trains it needs no guess.
-    if is_trainer and "framework" not in training and _DEEPSPEED not in job.tables:
+    if is_trainer and not {"framework"} & training.keys() and _DEEPSPEED not in job.tables:
         job.tables["training"] = {**training, "framework": "huggingface"}
         job.notes.append('training: per_device_train_batch_size as of framework = "huggingface"')
 

@@ -11,8 +11,9 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.gap.model_from_shapes import NO_SHAPE, ModelShape, infer_model_shape
 from stepsplit.analyzer.model.config import RANK_ORDER, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, decode_table, format_toml_lines
-from stepsplit.analyzer.model.config_file import MODEL_KEYS, TRAINING_KEYS, decode_job
+from stepsplit.analyzer.model.config_file import decode_job
 from stepsplit.analyzer.model.config_limits import MAX_NUMBER
+from stepsplit.analyzer.model.model_table import MODEL_KEYS
 from stepsplit.analyzer.model.preset_names import find_preset
 from stepsplit.analyzer.model.profile import (
     infer_framework as infer_unnamed,
@@ -21,6 +22,7 @@ from stepsplit.analyzer.model.profile import (
     load_framework,
 )
 from stepsplit.analyzer.model.schedule_names import SCHEDULES, TWO_STAGES
+from stepsplit.analyzer.model.training_table import TRAINING_KEYS
 from stepsplit.analyzer.split.run import RunSplit, find_recorded_device
 from stepsplit.analyzer.split.schedule import normalize_schedule
 from stepsplit.analyzer.split.strategy import (

@@ -32,7 +32,13 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.analyzer.model.preset_names import DRIVER_NAME, HARDWARE, PRESETS, read_preset
+from stepsplit.analyzer.model.preset_names import (
+    DRIVER_NAME,
+    HARDWARE,
+    PRESETS,
+    list_hardware_names,
+    read_preset,
+)
 from stepsplit.analyzer.model.profile import BEHAVIOR, FAMILIES_FILE, Origin, load_device
 from stepsplit.collectors.safe_io.regular_file import describe_special
 
@@ -56,6 +62,34 @@ _KINDS: Mapping[str, Any] = {
 HARDWARE_KEYS = tuple(_KINDS)
 
 _REQUIRED_KEYS = ("family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra")
+
+
+def decode_hardware_section(table: TomlTable, mistakes: Mistakes) -> HardwareConfig:
+    """Decodes the hardware of the table, of its file, or of the preset of either."""
+    file, extra_kinds = None, {"preset": Literal[list_hardware_names()]}
+    with mistakes.collect():
+        file = read_hardware_file(table)
+    if file is None:
+        return decode_hardware(table, _find_hardware_preset(table), mistakes, extra_kinds)
+    if "file" in file.values:
+        hint = "name that file in the job.toml"
+        mistakes.append(file.build_error("file", "must not name another file", hint))
+    if "preset" in table.values:
+        hint = "remove one of them"
+        mistakes.append(
+            table.build_error("preset", "stands beside file, which describes the device", hint)
+        )
+    known = decode_hardware(file, _find_hardware_preset(file), mistakes, extra_kinds)
+    return decode_hardware(table, known, mistakes, extra_kinds)
+
+
+def _find_hardware_preset(table: TomlTable) -> HardwareConfig | None:
+    preset = table.values.get("preset")
+    return (
+        load_hardware(preset)
+        if isinstance(preset, str) and preset in list_hardware_names()
+        else None
+    )
 
 
 def decode_hardware(

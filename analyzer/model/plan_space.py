@@ -19,9 +19,9 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.config_decode import TomlTable, format_toml_lines, parse_table
-from stepsplit.analyzer.model.config_file import build_layout, list_framework_keys
 from stepsplit.analyzer.model.config_limits import KEY
 from stepsplit.analyzer.model.framework_defaults import choose_activation_dtype
+from stepsplit.analyzer.model.layout_table import build_layout, list_framework_keys
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
 from stepsplit.analyzer.model.rank_layout import place_group
 from stepsplit.analyzer.model.schedule_names import MAX_STAGE_PAIRS, Schedule

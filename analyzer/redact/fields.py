@@ -9,8 +9,10 @@ from collections.abc import Mapping
 
 from stepsplit.analyzer.model.config import Experts, LatentAttention, Link
 from stepsplit.analyzer.model.config_decode import collect_kinds
-from stepsplit.analyzer.model.config_file import MODEL_KEYS, PARALLEL_KEYS, TRAINING_KEYS
 from stepsplit.analyzer.model.hardware_config import list_hardware_kinds
+from stepsplit.analyzer.model.layout_table import PARALLEL_KEYS
+from stepsplit.analyzer.model.model_table import MODEL_KEYS
+from stepsplit.analyzer.model.training_table import TRAINING_KEYS
 from stepsplit.analyzer.redact.forms import (
     AXIS,
     BACKEND,

@@ -12,7 +12,6 @@ from stepsplit.analyzer.model.config import (
     StoredDtype,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.memory_states import (
     States,
@@ -22,6 +21,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_chunks_in_flight,
     shard_states,
 )
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.offload import apply_offload, estimate_deepspeed_host_bytes
 from stepsplit.analyzer.model.parameters import (
     compute_mfu,

@@ -31,7 +31,6 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_decode import read_table
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.memory import (
     calibrate_memory,
@@ -40,6 +39,7 @@ from stepsplit.analyzer.model.memory import (
     find_reserved_ratios,
 )
 from stepsplit.analyzer.model.memory_states import compute_layer_activations
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.parameters import count_hardware_flops
 from stepsplit.analyzer.model.predict import predict, predict_step
 from stepsplit.analyzer.model.preset_names import PRESETS

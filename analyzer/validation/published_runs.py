@@ -29,9 +29,10 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_decode import TomlTable
-from stepsplit.analyzer.model.config_file import decode_job, load_model
+from stepsplit.analyzer.model.config_file import decode_job
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.parameters import CONVENTIONS, compute_sc21_flops, count_model_flops
 from stepsplit.analyzer.model.profile import load_frameworks
 from stepsplit.analyzer.model.schedule_names import Schedule

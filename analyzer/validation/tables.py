@@ -29,8 +29,8 @@ from stepsplit.analyzer.model.config import (
     RecomputePart,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.parameters import count_model_flops
 from stepsplit.analyzer.model.preset_names import list_model_names
 

@@ -14,11 +14,11 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.gap.config_from_trace import KEY_DEFAULTS, KEY_MEANINGS, list_missing_keys
 from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
-from stepsplit.analyzer.model.config_file import RECOMPUTES
 from stepsplit.analyzer.model.hardware_config import list_link_names
 from stepsplit.analyzer.model.preset_names import list_hardware_names, list_model_names
 from stepsplit.analyzer.model.profile import list_frameworks
 from stepsplit.analyzer.model.schedule_names import SCHEDULES
+from stepsplit.analyzer.model.training_table import RECOMPUTES
 from stepsplit.dashboard.pages.address import format_query
 from stepsplit.dashboard.pages.components import build_choice_link
 from stepsplit.dashboard.store.job_files import JOB_FILE

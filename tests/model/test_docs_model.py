@@ -15,24 +15,20 @@ from support.published_checks import validate_published
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import DTYPES, OPTIMIZERS, Efficiency, Target
 from stepsplit.analyzer.model.config_decode import list_required_keys
-from stepsplit.analyzer.model.config_file import (
-    MODEL_KEYS,
-    PARALLEL_KEYS,
-    RECOMPUTES,
-    STATES,
-    TRAINING_KEYS,
-    parse_job,
-)
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.hardware_config import (
     HARDWARE_KEYS,
     PEAKS,
     list_families,
     list_link_names,
 )
+from stepsplit.analyzer.model.layout_table import PARALLEL_KEYS
+from stepsplit.analyzer.model.model_table import MODEL_KEYS
 from stepsplit.analyzer.model.parameters import CONVENTIONS
 from stepsplit.analyzer.model.preset_names import list_hardware_names, list_model_names
 from stepsplit.analyzer.model.profile import list_frameworks, load_frameworks
 from stepsplit.analyzer.model.schedule_names import SCHEDULES
+from stepsplit.analyzer.model.training_table import RECOMPUTES, STATES, TRAINING_KEYS
 from stepsplit.analyzer.validation.tables import Check
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.schedule_names import SCHEDULES
 
 

@@ -20,9 +20,9 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.model_table import load_model
 
 SHAPES = (GemmRate(1024, 1024, 1024, 1.0), GemmRate(8192, 14336, 4096, 1.0))
 sizes = st.integers(128, 65_536)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from stepsplit.analyzer import read_job
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import Experts, LatentAttention, ModelConfig
-from stepsplit.analyzer.model.config_file import load_model
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.plan import from_json as plan_from_json
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import prediction_from_json

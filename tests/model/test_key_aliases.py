@@ -11,19 +11,14 @@ from click.testing import CliRunner
 
 from stepsplit.analyzer import read_job
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config_file import (
-    MODEL_KEYS,
-    PARALLEL_KEYS,
-    TRAINING_KEYS,
-    decode_job_to_plan,
-    load_model,
-    parse_job,
-    read_tables,
-)
+from stepsplit.analyzer.model.config_file import decode_job_to_plan, parse_job, read_tables
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS
 from stepsplit.analyzer.model.key_aliases import ALIASES
+from stepsplit.analyzer.model.layout_table import PARALLEL_KEYS
+from stepsplit.analyzer.model.model_table import MODEL_KEYS, load_model
 from stepsplit.analyzer.model.parameters import count_parameters
 from stepsplit.analyzer.model.preset_names import list_hardware_names
+from stepsplit.analyzer.model.training_table import TRAINING_KEYS
 from stepsplit.dashboard.commands.model import model_command
 
 OURS = """

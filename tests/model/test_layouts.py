@@ -18,7 +18,7 @@ from stepsplit.analyzer.model.config import (
     RecomputePart,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_model, parse_job
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.host_time import compute_expert_wait, compute_launch_time
@@ -29,6 +29,7 @@ from stepsplit.analyzer.model.memory_states import (
     compute_parameter_bytes,
     compute_stage_activations,
 )
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import (
     count_hardware_flops,

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from stepsplit.analyzer.errors import DataError, StepsplitError
-from stepsplit.analyzer.model import config_file, hardware_config
+from stepsplit.analyzer.model import hardware_config, layout_table, model_table, training_table
 from stepsplit.analyzer.model.config import HardwareConfig, ModelConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, collect_kinds
 from stepsplit.analyzer.model.config_file import decode_job, parse_job
@@ -44,9 +44,9 @@ SMALL: dict[str, dict[str, Any]] = {
 def list_keys() -> Iterator[tuple[str, ...]]:
     """Every key of a job.toml, those of nested tables too."""
     sections = {
-        "model": config_file.MODEL_KEYS,
-        "parallel": config_file.PARALLEL_KEYS,
-        "training": config_file.TRAINING_KEYS,
+        "model": model_table.MODEL_KEYS,
+        "parallel": layout_table.PARALLEL_KEYS,
+        "training": training_table.TRAINING_KEYS,
         "hardware": hardware_config.HARDWARE_KEYS,
     }
     for section, keys in sections.items():

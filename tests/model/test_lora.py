@@ -11,11 +11,12 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_ops import ADAPTED
 from stepsplit.analyzer.model.comm_volume import list_comm_ops
 from stepsplit.analyzer.model.config import ParallelConfig
-from stepsplit.analyzer.model.config_file import load_model, parse_job
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.host_time import compute_launch_time
 from stepsplit.analyzer.model.layer_time import time_dense_layer
 from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.memory_states import compute_layers_by_kind, compute_states
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.optimizer_time import compute_orthogonalization_ns
 from stepsplit.analyzer.model.parameters import (
     count_model_flops,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.machine import slowness, usual_seconds
 
-from stepsplit.analyzer.model import config_file
+from stepsplit.analyzer.model import hardware_config, model_table
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.predict import predict
 
@@ -97,9 +97,9 @@ MODELS = ("llama-7b", "llama-3.1-70b", "gpt3-175b", "llama-2-70b", "qwen2.5-32b"
 def thousand_jobs(seq_len: int) -> list[JobConfig]:
     """5 models in 8 layouts with 25 batches, all different."""
     recipes = [TrainingConfig(seq_len, micro_batch=1, global_batch=256 * n) for n in range(1, 26)]
-    hardware = config_file.load_hardware("h100-sxm")
+    hardware = hardware_config.load_hardware("h100-sxm")
     return [
-        JobConfig(config_file.load_model(name), layout, each, hardware)
+        JobConfig(model_table.load_model(name), layout, each, hardware)
         for name in MODELS
         for layout in LAYOUTS
         for each in recipes

@@ -12,7 +12,7 @@ from support.work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model import config_file
+from stepsplit.analyzer.model import hardware_config, model_table
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.confidence import (
     RUN_CONFIDENCES,
@@ -161,7 +161,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedul
     assert found.time.bubble_overhead == pytest.approx(ideal / (1 - ideal))
 
 
-LLAMA, A100 = config_file.load_model("llama-7b"), config_file.load_hardware("a100-sxm-80gb")
+LLAMA, A100 = model_table.load_model("llama-7b"), hardware_config.load_hardware("a100-sxm-80gb")
 RECIPE = TrainingConfig(seq_len=2048, micro_batch=1, global_batch=32)
 
 
@@ -221,7 +221,7 @@ def doubts(one: JobConfig) -> list[str]:
 
 def test_a_tiny_model_is_host_bound() -> None:
     tiny = JobConfig(
-        config_file.load_model("gpt2-124m"), ParallelConfig(), replace(RECIPE, seq_len=256), A100
+        model_table.load_model("gpt2-124m"), ParallelConfig(), replace(RECIPE, seq_len=256), A100
     )
     assert doubts(tiny) == ["host-bound"]
 
@@ -273,7 +273,7 @@ def test_what_differs_from_the_fitted_runs_leaves_a_medium_confidence() -> None:
         llama(ParallelConfig(tp=8), seq_len=131_072, micro_batch=1, recompute="full")
     )
     assert note == "sequences of 131,072 tokens: known up to 65,536"
-    h200 = config_file.load_hardware("h200-sxm")
+    h200 = hardware_config.load_hardware("h200-sxm")
     assert distances(llama(ParallelConfig(tp=4), h200)) == [
         "hopper efficiencies are calibrated on h100-sxm, not h200-sxm"
     ]
@@ -347,7 +347,7 @@ def test_copies_to_the_host_are_assumed_to_overlap() -> None:
 def test_what_published_runs_miss_leaves_a_low_confidence(
     layout: dict[str, Any], training: dict[str, Any], words: str
 ) -> None:
-    h100 = config_file.load_hardware("h100-sxm")
+    h100 = hardware_config.load_hardware("h100-sxm")
     one = llama(ParallelConfig(**layout), h100, **training)
     assert predict(one).confidence == "low"
     assert any(note.startswith(words) for note in predict(one).notes)
@@ -357,7 +357,9 @@ def test_what_published_runs_miss_leaves_a_low_confidence(
 
 
 def test_experts_of_a_recipe_and_of_others_have_other_caveats() -> None:
-    dense = llama(ParallelConfig(tp=4), config_file.load_hardware("h100-sxm"), cuda_graph="step")
+    dense = llama(
+        ParallelConfig(tp=4), hardware_config.load_hardware("h100-sxm"), cuda_graph="step"
+    )
     other = replace(dense, model=replace(dense.model, experts=Experts(4, 2, 2048)))
     tuned = replace(other, training=replace(other.training, recipe="a"))
     words = "experts outside of tuned recipes"
@@ -379,7 +381,7 @@ def test_context_parallelism_over_nodes_leaves_a_medium_confidence() -> None:
 
 
 def test_hardware_without_published_runs_is_a_caveat() -> None:
-    mi300x = config_file.load_hardware("mi300x")
+    mi300x = hardware_config.load_hardware("mi300x")
     assert doubts(llama(ParallelConfig(tp=2), mi300x)) == ["mi300x"]
 
 
@@ -416,20 +418,20 @@ def test_an_invalid_job_is_rejected() -> None:
 
 def test_experts_split_over_replicas_are_predicted_or_rejected() -> None:
     layout = ParallelConfig(tp=2, dp_replicate=2, cp=2, ep=8, zero=3)
-    one = JobConfig(config_file.load_model("mixtral-8x7b"), layout, RECIPE, A100)
+    one = JobConfig(model_table.load_model("mixtral-8x7b"), layout, RECIPE, A100)
     if find_violation(one) is None:
         assert predict(one).split.step_ns > 0
 
 
 def test_a_slower_device_does_not_help_a_host_bound_run() -> None:
     layout = ParallelConfig(dp_replicate=8, zero=1, overlap=frozenset({"dp"}))
-    one = JobConfig(config_file.load_model("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100)
+    one = JobConfig(model_table.load_model("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100)
     assert predict(replace(one, hardware=slower(A100))).split.step_ns >= predict(one).split.step_ns
 
 
 def test_expert_tp_messages_take_time_without_tensor_parallelism() -> None:
     layout = ParallelConfig(dp_replicate=8, ep=4, expert_tp=2)
-    found = predict(JobConfig(config_file.load_model("mixtral-8x7b"), layout, RECIPE, A100))
+    found = predict(JobConfig(model_table.load_model("mixtral-8x7b"), layout, RECIPE, A100))
     times = [c.time.ns for c in found.communication if c.message.strategy == "expert-tp"]
     assert times and min(times) > 0
 
@@ -488,7 +490,7 @@ def test_attention_is_recomputed_with_its_communication_or_not_at_all() -> None:
 
 
 FAR = JobConfig(
-    config_file.load_model("gpt3-175b"),
+    model_table.load_model("gpt3-175b"),
     ParallelConfig(tp=2, pp=8),
     replace(RECIPE, global_batch=8),
     A100,
@@ -572,9 +574,9 @@ def jobs(draw: st.DrawFn) -> JobConfig:
         flash_attention=draw(st.booleans()),
         offload=draw(st.sampled_from((frozenset(), frozenset({"optimizer"})))),
     )
-    model = config_file.load_model(draw(st.sampled_from(MIXTURES if mixture else DENSE)))
+    model = model_table.load_model(draw(st.sampled_from(MIXTURES if mixture else DENSE)))
     one = JobConfig(
-        model, layout, recipe, config_file.load_hardware(draw(st.sampled_from(HARDWARE)))
+        model, layout, recipe, hardware_config.load_hardware(draw(st.sampled_from(HARDWARE)))
     )
     assume(find_violation(one) is None)
     return one

@@ -10,12 +10,12 @@ from support.work_builders import TINY, job
 
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.exposed_comm import OverlapCompute, TimedMessage, compute_exposed_time
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.layer_time import LayerPass, time_dense_layer
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import predict

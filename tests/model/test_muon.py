@@ -8,9 +8,9 @@ import pytest
 from support.work_builders import LITE, job, llama
 
 from stepsplit.analyzer import JobConfig, ModelConfig, ParallelConfig, TrainingConfig, predict
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.optimizer_time import compute_orthogonalization_ns
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 

@@ -11,8 +11,8 @@ from support.work_builders import job
 
 from stepsplit.analyzer import predict, read_job
 from stepsplit.analyzer.model.comm_measured import Rates
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.part_time import predict_part_times
 
 JOB = Path(__file__).parents[2] / "docs" / "job.toml"

@@ -13,7 +13,7 @@ import pytest
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model import config_file, plan_search
+from stepsplit.analyzer.model import hardware_config, model_table, plan_search
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import (
     Experts,
@@ -45,7 +45,10 @@ def job(model: str, seq_len: int, global_batch: int, device: str = "h100-sxm") -
     """A preset's model on a preset's device, with Megatron-LM; one rank, which a plan ignores."""
     recipe = TrainingConfig(seq_len, micro_batch=1, global_batch=global_batch)
     return JobConfig(
-        config_file.load_model(model), ParallelConfig(), recipe, config_file.load_hardware(device)
+        model_table.load_model(model),
+        ParallelConfig(),
+        recipe,
+        hardware_config.load_hardware(device),
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import load_hardware
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.published_runs import build_megascale

@@ -15,7 +15,6 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
 )
 from stepsplit.analyzer.model.config_decode import read_table
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.hardware_config import (
     list_families,
     list_link_names,
@@ -23,6 +22,7 @@ from stepsplit.analyzer.model.hardware_config import (
     load_hardware,
     load_link,
 )
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.parameters import count_parameters
 from stepsplit.analyzer.model.preset_names import (
     MODELS,

@@ -21,20 +21,23 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_decode import TomlTable, collect_kinds
 from stepsplit.analyzer.model.config_file import (
-    MODEL_KEYS,
-    PARALLEL_KEYS,
-    TRAINING_KEYS,
     decode_job,
     decode_job_to_plan,
-    load_hardware,
-    load_model,
     parse_job,
     read_job,
     read_tables,
 )
-from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, load_efficiency, load_link
+from stepsplit.analyzer.model.hardware_config import (
+    HARDWARE_KEYS,
+    load_efficiency,
+    load_hardware,
+    load_link,
+)
+from stepsplit.analyzer.model.layout_table import PARALLEL_KEYS
 from stepsplit.analyzer.model.memory import compute_memory, compute_peak_bytes
+from stepsplit.analyzer.model.model_table import MODEL_KEYS, load_model
 from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.training_table import TRAINING_KEYS
 
 LLAMA = {"preset": "llama-3.1-8b"}
 SMALL = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1000}

@@ -13,11 +13,11 @@ from support.work_builders import TINY, job
 
 from stepsplit.analyzer import JobConfig, predict
 from stepsplit.analyzer.model.config import Framework
-from stepsplit.analyzer.model.config_file import load_model
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.host_time import compute_layer_host_ns
 from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
+from stepsplit.analyzer.model.model_table import load_model
 
 MEASURED_BYTES_PER_NS = 2723
 """Of torch's AdamW on an H100: 80 bytes of each of 1.92B parameters in 56.4 ms."""

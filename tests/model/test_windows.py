@@ -9,10 +9,11 @@ from support.work_builders import TINY, job
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import JobConfig
-from stepsplit.analyzer.model.config_file import load_model, parse_job
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.layer_time import time_dense_layer
+from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.parameters import count_model_flops
 from stepsplit.analyzer.validation.tables import Published, build_recipe
 

@@ -645,6 +645,19 @@ def test_an_empty_file_among_named_dumps_is_left_out(tmp_path: Path) -> None:
     assert found.ranks == (0, 1)
 
 
+def test_a_file_that_cannot_be_read_stops_no_diagnosis(tmp_path: Path) -> None:
+    dump(tmp_path, 0, [WORLD], done(WORLD, 4), call(WORLD, 5))
+    dump(tmp_path, 1, [WORLD], done(WORLD, 4))
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "itself").symlink_to("itself")
+
+    found = find_hang(tmp_path)
+
+    assert found is not None and found.ranks == (0, 1)
+    named = {one.message.partition(":")[0] for one in found.warnings}
+    assert named == {"elsewhere", "itself"}
+
+
 def test_dumps_next_to_a_trace_are_part_of_its_recording() -> None:
     assert isinstance(examine_or_find_hang([SAMPLES / "dp4"]), Analysis)
 

@@ -21,6 +21,7 @@ from stepsplit.analyzer.diagnose.hang.rank_states import (
     explain_culprit,
     find_culprits_by_state,
     is_peer_error,
+    read_heads,
     read_states,
     summarize_state,
 )
@@ -46,11 +47,10 @@ from stepsplit.analyzer.diagnose.hang.stuck_collectives import find_stuck_collec
 from stepsplit.analyzer.diagnose.hang.stuck_messages import find_stuck_messages
 from stepsplit.analyzer.diagnose.hang.watchdog import examine_watchdog_logs
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.compression import list_files, open_unpacked
+from stepsplit.analyzer.readers.compression import list_files
 from stepsplit.analyzer.readers.file_kinds import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
 from stepsplit.analyzer.readers.run_metadata import read_run_spec
-from stepsplit.analyzer.readers.sources import is_special
 from stepsplit.analyzer.readers.watchdog_log import IS_WATCHDOG, read_watchdog_log
 from stepsplit.analyzer.trace import Group
 from stepsplit.collectors.formats.rank_state import RAISED, RankState
@@ -113,15 +113,11 @@ def read_calls(places: Sequence[str | Path], states: tuple[RankState, ...] | Non
 
 def _examine_other_files(places: Sequence[str | Path]) -> Hang | None:
     """What the logs of NCCL's watchdogs say, or a saved answer of its RAS; None without any."""
-    logs = []
-    with list_files([str(place) for place in places]) as sources:
-        for source in sources:
-            if is_special(source):
-                continue
-            with open_unpacked(source) as content:
-                is_log = bool(IS_WATCHDOG.search(content.read(MAX_STATE_BYTES)))
-            if is_log:
-                logs.append(read_watchdog_log(source))
+    logs = [
+        read_watchdog_log(source)
+        for source, text in read_heads(places, MAX_STATE_BYTES)
+        if IS_WATCHDOG.search(text)
+    ]
     ras = describe_ras(places)
     if logs:
         return msgspec.structs.replace(examine_watchdog_logs(logs), ras=ras)

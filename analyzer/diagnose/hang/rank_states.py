@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,7 @@ from stepsplit.analyzer.diagnose.hang.result import LATE, Culprit, RankNow, Stac
 from stepsplit.analyzer.diagnose.hang.sentences import choose_verb, format_ranks
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
-from stepsplit.analyzer.readers.sources import is_special
+from stepsplit.analyzer.readers.sources import Source, is_special
 from stepsplit.collectors.formats.rank_record import CodeFrame
 from stepsplit.collectors.formats.rank_state import (
     ENDED,
@@ -61,6 +61,21 @@ def read_states(places: Sequence[str | Path]) -> tuple[RankState, ...]:
                 raise DataError(source.where, f"invalid state: {error}", RECORD_AGAIN) from None
             states[state.rank] = state
     return tuple(states[rank] for rank in sorted(states))
+
+
+def read_heads(places: Sequence[str | Path], size: int) -> Iterator[tuple[Source, bytes]]:
+    """The files of the places, each with its first bytes. One that cannot be read is left out: it
+    is a warning of the dumps, and no reason to say nothing of a job that hangs."""
+    with list_files([str(place) for place in places]) as sources:
+        for source in sources:
+            if is_special(source):
+                continue
+            try:
+                with open_unpacked(source) as content:
+                    head = content.read(size)
+            except DataError:
+                continue
+            yield source, head
 
 
 def is_peer_error(state: RankState) -> bool:

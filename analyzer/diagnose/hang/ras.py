@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepsplit.analyzer.diagnose.hang.rank_states import MAX_STATE_BYTES
-from stepsplit.analyzer.readers.compression import list_files, open_unpacked
+from stepsplit.analyzer.diagnose.hang.rank_states import MAX_STATE_BYTES, read_heads
+from stepsplit.analyzer.readers.compression import open_unpacked
 from stepsplit.analyzer.readers.nccl.ras import (
     RAS_HEAD_BYTES,
     RasCommunicator,
@@ -15,7 +15,6 @@ from stepsplit.analyzer.readers.nccl.ras import (
     is_ras,
     read_ras,
 )
-from stepsplit.analyzer.readers.sources import is_special
 from stepsplit.collectors.formats.rank_state import RAS_NAME
 
 RAS_ALONE = (
@@ -27,30 +26,26 @@ RAS_ALONE = (
 def describe_ras(places: Sequence[str | Path]) -> tuple[str, ...]:
     """What NCCL's RAS said of the job, in words: ranks that are behind or do not answer."""
     sentences: list[str] = []
-    with list_files([str(place) for place in places]) as sources:
-        for source in sources:
-            if is_special(source):
-                continue
-            with open_unpacked(source) as content:
-                head = content.read(RAS_HEAD_BYTES)
-                if source.inner.name != RAS_NAME and not is_ras(head):
-                    continue
-                body = head + content.read(MAX_STATE_BYTES)
-            status = read_ras(body.decode(errors="replace"))
-            sentences += status.findings
-            # The largest communicators first: they have most of the job in them.
-            for one in sorted(status.communicators, key=lambda each: -each.size):
-                for missing in one.missing_ranks:
-                    dead = missing.status.considered_dead
-                    what = "is considered dead" if dead else "does not answer"
-                    sentences.append(f"{_name_ras_rank(missing, one)} {what}")
-                for op in dict.fromkeys(op for rank in one.ranks for op in rank.collective_counts):
-                    most = max(rank.collective_counts.get(op, 0) for rank in one.ranks)
-                    sentences += [
-                        f"{_name_ras_rank(rank, one)} has launched {launched} {op}, others {most}"
-                        for rank in one.ranks
-                        if (launched := rank.collective_counts.get(op, 0)) < most
-                    ]
+    for source, head in read_heads(places, RAS_HEAD_BYTES):
+        if source.inner.name != RAS_NAME and not is_ras(head):
+            continue
+        with open_unpacked(source) as content:
+            answer = content.read(RAS_HEAD_BYTES + MAX_STATE_BYTES)
+        status = read_ras(answer.decode(errors="replace"))
+        sentences += status.findings
+        # The largest communicators first: they have most of the job in them.
+        for one in sorted(status.communicators, key=lambda each: -each.size):
+            for missing in one.missing_ranks:
+                dead = missing.status.considered_dead
+                what = "is considered dead" if dead else "does not answer"
+                sentences.append(f"{_name_ras_rank(missing, one)} {what}")
+            for op in dict.fromkeys(op for rank in one.ranks for op in rank.collective_counts):
+                most = max(rank.collective_counts.get(op, 0) for rank in one.ranks)
+                sentences += [
+                    f"{_name_ras_rank(rank, one)} has launched {launched} {op}, others {most}"
+                    for rank in one.ranks
+                    if (launched := rank.collective_counts.get(op, 0)) < most
+                ]
     return tuple(sentences)
 
 

@@ -9,6 +9,7 @@ from flask_compress import Compress
 from sqlalchemy.exc import SQLAlchemyError
 from werkzeug.exceptions import HTTPException
 
+from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.agent_routes import build_agent_routes
 from stepsplit.dashboard.web.api import Api, build_api_routes
@@ -39,6 +40,7 @@ def create_server(
     server.register_blueprint(build_health_routes(store))
     server.register_error_handler(HttpError, build_error_response)
     server.register_error_handler(SQLAlchemyError, _report_database_error)
+    server.register_error_handler(StepsplitError, _report_unreadable_run)
     server.register_error_handler(HTTPException, _convert_error)
     authenticator = Authenticator(access or Access(), store)
     server.register_blueprint(build_login_routes(authenticator))
@@ -91,3 +93,10 @@ def _report_database_error(error: SQLAlchemyError) -> Response:
     _LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
     reason = "the database is unavailable; try again"
     return build_error_response(HttpError(503, reason, {"Retry-After": "5"}))
+
+
+def _report_unreadable_run(error: StepsplitError) -> Response:
+    _LOG.error("the files of a run cannot be read: %s", error)
+    # The reason names folders of the server.
+    reason = "the files of this run cannot be read; the server's log says why"
+    return build_error_response(HttpError(500, reason))

@@ -70,6 +70,21 @@ def test_pages_of_damaged_tables_say_so(client: FlaskClient, store: Store) -> No
     assert {"cannot read a table" in answer.get_data(as_text=True) for answer in answers} == {True}
 
 
+@pytest.mark.parametrize("part", ["report.json", "perfetto", "timeline", "report.html"])
+def test_a_link_among_the_files_of_a_run_is_no_internal_error(
+    part: str, client: FlaskClient, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = store.import_report("linked", analysis().report, analysis().tables)
+    (file := store.find_folder(run_id) / "report.json").rename(tmp_path / "elsewhere.json")
+    file.symlink_to(tmp_path / "elsewhere.json")
+
+    answer = client.get(f"{RUNS}/{run_id}/{part}")
+
+    said = answer.get_json()["error"]
+    assert answer.status_code >= 400 and "internal" not in said and str(tmp_path) not in said
+    assert all(record.exc_info is None for record in caplog.records)
+
+
 def test_a_page_that_fails_says_so(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

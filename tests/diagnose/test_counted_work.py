@@ -131,6 +131,22 @@ def test_steps_that_a_busy_machine_made_long_do_not_hide_a_slow_rank(
     assert [one.ranks for one in report.findings if one.code == "slow_rank"] == [(1,)]
 
 
+def test_more_kernels_for_more_tokens_are_no_load_imbalance_of_a_step(tmp_path: Path) -> None:
+    """A kernel for each 100 tokens; in step 4 something makes all of rank 1's twice as long."""
+    tokens = draw_tokens(9)
+
+    def kernels(rank: int, step: int) -> Kernels:
+        count = round(tokens(rank, step) / 100)
+        return [("gemm", 200.0 if (rank, step) == (1, 4) else 100.0)] * count
+
+    counts = [round(tokens(1, step) / 100) for step in range(1, 7)]
+    assert counts[3] > 1.3 * sorted(counts)[2]
+    report = record_job(
+        tmp_path, kernels, lambda rank, step: StepWork(step, tokens=tokens(rank, step)), ranks=2
+    )
+    assert not [one for one in report.findings if "more compute in" in one.message]
+
+
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_rank_with_always_more_tokens_has_more_work(tmp_path: Path, power: int) -> None:
     """Twice the tokens take twice the time, or four times: of attention alone."""

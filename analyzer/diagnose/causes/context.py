@@ -44,5 +44,4 @@ class CauseContext(ReplayContext):
     @cached_property
     def unusual_steps(self) -> tuple[UnusualSteps, ...]:
         """The steps in which a rank computes longer than in its others."""
-        factor = None if self.law is None else self.law.factor
-        return find_unusual_steps(self, factor)
+        return find_unusual_steps(self, self.law)

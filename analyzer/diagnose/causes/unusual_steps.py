@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from msgspec import Struct
 
+from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import (
     ReplayContext,
@@ -54,7 +55,7 @@ class UnusualSteps(Struct, frozen=True):
         rows: These steps among the rows of the graph's.
         steps: The number of its steps that were compared.
         ratio: Its compute in them over what it usually is.
-        equal_work: Whether it runs as many kernels in them, of the same kinds.
+        equal_work: Whether it runs as many kernels for its work in them, of the same kinds.
         kernels: Its kernels in such a step, and in a usual one.
         segments: The compute between the calls of each row.
         target_ns: The usual compute of each segment, in these rows; zeros where no usual step has
@@ -89,19 +90,19 @@ class UnusualSteps(Struct, frozen=True):
 
 
 def find_unusual_steps(
-    context: ReplayContext, work_factor: Float | None = None
+    context: ReplayContext, law: WorkLaw | None = None
 ) -> tuple[UnusualSteps, ...]:
     """Find the ranks that compute longer in fewer than half of their steps.
 
     On a CPU only if they run more ops in them: of equal ones other processes are a reason as well.
-    work_factor has the compute of each row at equal work over its own, where ranks counted
-    different work.
+    law: what compute and how many kernels the work explains that ranks counted.
     """
     rows = np.flatnonzero(context.counted)
     place = np.unique(context.graph.steps.step[rows], return_inverse=True)[1]
     count = int(place.max(initial=-1)) + 1
     compute = np.full((len(context.ranks), count), np.nan)
-    factor = np.ones(len(context.split_ns)) if work_factor is None else work_factor
+    factor = np.ones(len(context.split_ns)) if law is None else law.factor
+    work = np.ones(len(factor)) if law is None else np.nan_to_num(law.of_row)
     measured = context.select_bucket_ns("compute") * factor
     compute[context.graph.steps.rank[rows], place] = measured[rows]
     compute = np.where(compute > 0, compute, np.nan)
@@ -118,7 +119,7 @@ def find_unusual_steps(
     apart = np.sort(np.abs(beyond[np.isfinite(beyond)]))[count:]
     sigma = SIGMA_OF_MAD * float(np.median(apart)) if len(apart) else 0.0
     sigma *= 1 + _FEW / max(len(apart), 1)
-    least = _SLOW_STEP_RATIO if work_factor is None else _UNEVEN_STEP_RATIO
+    least = _SLOW_STEP_RATIO if law is None else _UNEVEN_STEP_RATIO
     slow = beyond > max(least, _SLOW_STEP_SIGMAS * sigma)
     numbers = np.unique(context.graph.steps.step[rows])
     # What a rank runs more needs no spread between steps to be seen.
@@ -135,7 +136,9 @@ def find_unusual_steps(
         if 2 * int(slow[index].sum()) >= count:
             continue
         segments = segments or WorkSegments.measure(context.graph, "compute")
-        one = _describe(context, index, rows, place, beyond[index], slow[index], segments, factor)
+        one = _describe(
+            context, index, rows, place, beyond[index], slow[index], segments, factor, work
+        )
         if context.split.ranks[index].trace.on_device or not one.equal_work:
             found.append(one)
     return tuple(found)
@@ -150,6 +153,7 @@ def _describe(
     slow: Bool,
     segments: WorkSegments,
     factor: Float,
+    work: Float,
 ) -> UnusualSteps:
     own = context.graph.steps.rank[rows] == index
     mine, others = rows[own & slow[place]], rows[own & ~slow[place]]
@@ -172,11 +176,15 @@ def _describe(
     is_slow = np.isin(compute.steps, step[mine])
     most, usual = float(count[is_slow].max()), float(np.median(count[~is_slow]))
     is_new = ~np.isin(kind[in_mine], kind[~in_mine])
-    equal = most <= (1 + _MAX_MORE_KERNELS) * max(usual, 1.0) and is_new.mean() <= _MAX_MORE_KERNELS
+    # More tokens may be more kernels, as of one for each sequence: those are no other work.
+    usual_work = float(np.median(work[others]))
+    times = np.maximum(work[mine], usual_work) / usual_work if usual_work else np.ones(len(mine))
+    allowed = (1 + _MAX_MORE_KERNELS) * max(usual * float(times.max()), 1.0)
+    equal = most <= allowed and is_new.mean() <= _MAX_MORE_KERNELS
     # Few more kernels may be long: what more runs of their kind than usual take.
     runs = np.bincount(kind[in_mine], minlength=len(kinds))
     usual_runs = np.bincount(kind[~in_mine], minlength=len(kinds)) / max(int((~is_slow).sum()), 1)
-    more = np.maximum(runs - usual_runs * int(is_slow.sum()), 0) / np.maximum(runs, 1)
+    more = np.maximum(runs - usual_runs * times.sum(), 0) / np.maximum(runs, 1)
     more_ns = float(more[kind[in_mine]] @ compute.took_ns[in_mine])
     equal = equal and more_ns <= _MOSTLY * float((compute_ns * (1 - pace[mine])).sum())
     typical = np.zeros(len(kinds))

@@ -208,7 +208,7 @@ def test_gradients_of_accumulated_microbatches_are_ready_in_the_last_one(
     assert lost.gain_ns == pytest.approx(late.step_ns - in_time.step_ns, rel=0.05)
 
 
-@pytest.mark.parametrize("by", ["nccl", "deep_ep"])
+@pytest.mark.parametrize("by", ["nccl", "deep_ep", "hybrid_ep"])
 def test_even_experts_save_what_the_finding_of_the_hot_one_says(by: str, tmp_path: Path) -> None:
     job = Job("unusual", seed=4, dp=8, ep=4, microbatches=4, experts_by=by)
     ran, even = simulate(replace(job, causes=(ExpertLoad(2, 1.6),))), simulate(job)

@@ -68,8 +68,13 @@ class TokenExchanges(Struct, frozen=True):
         returns = np.zeros(len(kernels), dtype=np.bool_)
         returns[1:] = place[1:] == place[:-1]
         returns[1:] &= imbalance[1:] > imbalance[:-1] + _LEAST_IMBALANCE
+        # A call of a library may be several kernels, of one size: a barrier on either side.
+        same_call = np.append(False, place[1:] == place[:-1])[: len(kernels)]
+        same_call[1:] &= (size[1:] == size[:-1]) & (imbalance[1:] == imbalance[:-1])
         brought = np.flatnonzero(returns) - 1
-        imbalance[brought] = imbalance[brought + 1]
+        while len(brought):
+            imbalance[brought] = imbalance[brought + 1]
+            brought = brought[same_call[brought]] - 1
         group = matched.group[row].astype(np.int64)
         return cls(
             kernels, table.rank[kernels], group, np.rint(mean).astype(np.int64), imbalance, returns

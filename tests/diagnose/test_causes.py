@@ -777,6 +777,42 @@ def test_an_optimizer_of_a_part_of_the_gradients_says_how_large_the_others_are(
     assert ("extra_reductions" in codes) is is_extra
 
 
+@pytest.mark.parametrize(
+    ("reduced", "again", "weights", "computes_first", "is_extra"),
+    [
+        (10_000, 10_000, 40_000, False, True),
+        (10_000, 10_000, 40_000, True, False),  # updates, as Muon shares them
+        (5_000, 5_000, 40_000, False, False),  # the other half of the gradients
+        (5_000, 5_000, None, False, False),
+        (10_000, 300, 40_000, False, False),  # of one weight alone
+    ],
+)
+def test_gradients_that_an_optimizer_reduces_once_more_are_extra(
+    reduced: int, again: int, weights: int | None, computes_first: bool, is_extra: bool,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Each of its two calls takes 100 us, and a division follows the first."""
+    calls = [(590.0, 600.0, 640.0, reduced)]
+    calls += [(at, at, at + 100.0, again // 2) for at in (655.0, 765.0)]
+    for rank in (0, 1):
+        trace = ddp_step(rank, *calls).annotation("Optimizer.step#Adam.step", 645, 1000)
+        if computes_first:
+            trace.op("aten::mm", 646, 654)
+        trace.op("aten::div_", 756, 760).write(tmp_path)
+        place = RankInfo(rank, rank, "host0", 1, "cpu")
+        memory = MemoryState(weights_bytes=weights)
+        write_record(tmp_path, RankRecord("job", place, 2, "gloo", memory=memory))
+    extra = [one for one in analyze(tmp_path).findings if one.code == "extra_reductions"]
+    assert bool(extra) is is_extra
+    for one in extra:
+        assert one.gain_ns == pytest.approx(200_000, abs=20_000)
+        assert one.message == (
+            "extra reductions on dp_replicate in the optimizer: 2 per step of 20.0 kB, before it "
+            "computes anything: as many bytes as all gradients, which the backward reduces; from a "
+            "single step"
+        )
+
+
 @pytest.mark.parametrize(("reduced", "is_extra"), [(10_000, True), (9_500, False)])
 def test_gradients_that_are_dropped_after_their_reduction_were_reduced(
     reduced: int, is_extra: bool, tmp_path: Path
@@ -996,7 +1032,7 @@ def test_causes_of_which_each_hardly_adds_to_the_others_leave_one() -> None:
             return gains[graph.changed]
 
     remedies = [Remedy(finding(rank), lambda graph: Graph(graph.changed + 1)) for rank in range(3)]
-    assert unmask(Context(), remedies).remedies == tuple(remedies)
+    assert unmask(Context(), remedies) == tuple(remedies)
 
 
 def finding(rank: int) -> Finding:

@@ -14,6 +14,7 @@ from stepsplit.analyzer.diagnose.causes.gradient_calls import (
     find_forward_kernels,
     find_ops,
     find_sums_after_backward,
+    find_sums_before_updates,
     find_sums_of_earlier_passes,
 )
 from stepsplit.analyzer.diagnose.causes.removed_calls import remove_calls_remedy
@@ -30,8 +31,9 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
     """Find the axes with exposed reductions that their parallelism does not need.
 
     These are reductions of data parallel ranks in the forward, their all-reduces after the
-    backward that cannot be of gradients, those of gradients after each accumulated microbatch, and
-    all-reduces of tensors across pipeline stages, which only tied embeddings need.
+    backward that cannot be of gradients, those that an optimizer issues of gradients which the
+    backward has reduced, those of gradients after each accumulated microbatch, and all-reduces of
+    tensors across pipeline stages, which only tied embeddings need.
     """
     table, matched = context.graph.kernels, context.split.matched
     row = table.row
@@ -55,15 +57,27 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
             continue
         yield _remove(context, kernels, f"extra reductions {why}")
     after = find_sums_after_backward(context)
-    kernels = np.flatnonzero(after.found)
-    if len(kernels):
-        groups = np.unique(matched.group[row[kernels]]).tolist()
-        reduced = {
-            axis for one in groups for axis in context.split.layout.find_axes(matched.groups[one])
-        }
-        what = f"extra reductions on {' x '.join(sorted(reduced))} after the backward"
-        than = f", while all gradients are {units.format_size(after.gradient_bytes)}"
-        yield _remove(context, kernels, what, than)
+    again = (
+        "before it computes anything: as many bytes as all gradients, which the backward reduces"
+    )
+    for found, where, than in (
+        (
+            after.found,
+            "after the backward",
+            f", while all gradients are {units.format_size(after.gradient_bytes)}",
+        ),
+        (find_sums_before_updates(context), "in the optimizer", f", {again}"),
+    ):
+        kernels = np.flatnonzero(found)
+        if len(kernels):
+            groups = np.unique(matched.group[row[kernels]]).tolist()
+            axes = {
+                one
+                for group in groups
+                for one in context.split.layout.find_axes(matched.groups[group])
+            }
+            what = f"extra reductions on {' x '.join(sorted(axes))} {where}"
+            yield _remove(context, kernels, what, than)
     # ZeRO-2 shards the gradients of each microbatch, to save memory.
     strategies = context.split.strategies
     microbatches = count_accumulated_microbatches(strategies)

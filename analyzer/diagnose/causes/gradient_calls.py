@@ -21,7 +21,7 @@ from stepsplit.analyzer.split.call_purposes import (
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.run import RankSplit
-from stepsplit.analyzer.trace import OP_CODE, Bool
+from stepsplit.analyzer.trace import OP_CODE, Bool, Int64
 from stepsplit.collectors.formats.rank_record import MemoryState
 
 REDUCTION_OPS = ("all_reduce", "reduce_scatter")
@@ -98,11 +98,7 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
         later = counted[mine] & all_reduces[mine] & after[call]
         if not later.any():
             continue
-        groups = np.unique(context.split.matched.group[table.row[mine[later]]]).tolist()
-        members = max(len(context.split.matched.groups[one].ranks) for one in groups)
-        memories = [one.memory for one in context.list_records(index) if one.memory is not None]
-        known = [_count_gradient_bytes(memory, members) for memory in memories]
-        weights = float(max(known, default=0))
+        weights = _count_known_gradients(context, index, mine[later])
         gradients = max(reduced, weights)
         if not gradients:
             continue
@@ -111,7 +107,7 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
         # are left than there are weights.
         whole = {weights} | {
             float(memory.weights_bytes)
-            for memory in memories
+            for memory in _list_memories(context, index)
             if memory.weights_bytes and (memory.gradients_bytes or 0) < memory.weights_bytes
         }
         is_done = any(abs(reduced - one) <= _SAME_BYTES * one for one in whole if one)
@@ -123,6 +119,53 @@ def find_sums_after_backward(context: ReplayContext) -> ExtraSums:
         most = max(most, gradients)
     shared = context.split.matched.shared[table.row]
     return ExtraSums(found | ((shared >= 0) & np.isin(shared, shared[found])), most)
+
+
+def find_sums_before_updates(context: ReplayContext) -> Bool:
+    """Which all_reduces on data axes an optimizer issues before it has computed anything, if they
+    have as many bytes as all gradients, which the backward has reduced: these once more.
+
+    An optimizer that shares its updates, such as a Muon that divides the weights among the ranks,
+    computes them first.
+    """
+    table = context.graph.kernels
+    size = context.split.matched.message_bytes[table.row].astype(np.float64)
+    of_data = find_on_data_axes(context) & (size > SCALAR_BYTES)
+    sums, all_reduces = find_ops(context, REDUCTION_OPS), find_ops(context, ("all_reduce",))
+    counted = np.append(context.counted, False)[table.step]
+    found = np.zeros(len(table), dtype=np.bool_)
+    for index, rank in enumerate(context.split.ranks):
+        mine = table.list_rows(index)
+        mine = mine[of_data[mine]]
+        again = mine[all_reduces[mine] & _is_before_updates(rank)[table.call[mine]]]
+        if not len(again):
+            continue
+        in_backward, _ = classify_issue(rank)
+        passed = mine[sums[mine] & in_backward[table.call[mine]]]
+        first, second = (size[some[counted[some]]].sum() for some in (passed, again))
+        steps = max(1, int((context.counted & (context.graph.steps.rank == index)).sum()))
+        # Reduced by hand, half of the gradients look like the other half.
+        least = steps * (1 - _SAME_BYTES) * _count_known_gradients(context, index, again)
+        found[again] = least > 0 and min(first, second) >= least
+    shared = context.split.matched.shared[table.row]
+    return found | ((shared >= 0) & np.isin(shared, shared[found]))
+
+
+def _is_before_updates(rank: RankSplit) -> Bool:
+    """For each call, whether it was issued in an optimizer, which runs no pass, whose first call
+    comes before all of its compute."""
+    events, when = rank.trace.events, find_issue_ns(rank.trace)
+    updates = _find_updates(rank)
+    computes = np.flatnonzero(rank.trace.kinds.computes)
+    on_device = rank.trace.on_device
+    at = events.find_launch_ns(computes) if on_device else events.start_ns[computes]
+    place = np.searchsorted(updates.start_ns, when, side="right") - 1
+    inside = is_inside(updates, when)
+    first_ns = np.full(len(updates), np.iinfo(np.int64).max)
+    np.minimum.at(first_ns, place[inside], when[inside])
+    at = np.sort(at)
+    before = np.searchsorted(at, first_ns) > np.searchsorted(at, updates.start_ns)
+    return inside & ~np.append(before, True)[place]
 
 
 def find_sums_of_earlier_passes(context: ReplayContext, passes: int) -> Bool:
@@ -146,6 +189,19 @@ def find_sums_of_earlier_passes(context: ReplayContext, passes: int) -> Bool:
     return found | ((shared >= 0) & np.isin(shared, shared[found]))
 
 
+def _list_memories(context: ReplayContext, index: int) -> list[MemoryState]:
+    return [one.memory for one in context.list_records(index) if one.memory is not None]
+
+
+def _count_known_gradients(context: ReplayContext, index: int, kernels: Int64) -> float:
+    """The bytes of the gradients of a rank, whose collectives these are; 0 without its record."""
+    matched = context.split.matched
+    groups = np.unique(matched.group[context.graph.kernels.row[kernels]]).tolist()
+    members = max(len(matched.groups[one].ranks) for one in groups)
+    memories = _list_memories(context, index)
+    return float(max((_count_gradient_bytes(one, members) for one in memories), default=0))
+
+
 def _count_gradient_bytes(memory: MemoryState, members: int) -> int:
     """The gradients of a rank; 0 if unknown. Where its optimizer has the part of one of so many
     members, as with ZeRO-1 and 2, those of all parts: as many bytes as weights, or twice that."""
@@ -159,12 +215,17 @@ def classify_issue(rank: RankSplit) -> tuple[Bool, Bool]:
     """For each call of a rank: whether it was issued in a backward, or by FSDP; whether after the
     first backward of its step, and neither in a backward, a forward, nor the optimizer."""
     events, when = rank.trace.events, find_issue_ns(rank.trace)
-    passes, optimizer = find_backward_spans(rank.trace), find_spans(events, "Optimizer.step#")
-    # An optimizer that is given a closure runs the passes itself.
-    alone = np.ones(len(optimizer), dtype=np.bool_)
-    alone[intersect(optimizer, passes).left] = False
-    updates = Intervals(optimizer.start_ns[alone], optimizer.end_ns[alone])
+    passes, updates = find_backward_spans(rank.trace), _find_updates(rank)
     is_other = is_inside(find_spans(events, DDP_FORWARD), when) | is_inside(updates, when)
     backward = is_inside(passes, when) | is_inside(find_spans(events, *SHARDS), when)
     first_ns = find_first_backward_ns(rank.trace, when)
     return backward, ~backward & ~is_other & (first_ns >= 0) & (when >= first_ns)
+
+
+def _find_updates(rank: RankSplit) -> Intervals:
+    """When the host ran optimizers; one that is given a closure, and runs the passes itself, is
+    left out."""
+    optimizer = find_spans(rank.trace.events, "Optimizer.step#")
+    alone = np.ones(len(optimizer), dtype=np.bool_)
+    alone[intersect(optimizer, find_backward_spans(rank.trace)).left] = False
+    return Intervals(optimizer.start_ns[alone], optimizer.end_ns[alone])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from stepsplit.analyzer.diagnose.causes.findings import add_findings
 from stepsplit.analyzer.diagnose.diagnosis import diagnose
 from stepsplit.analyzer.diagnose.rl_windows import JobRole
 from stepsplit.analyzer.diagnose.role_times import (
@@ -352,15 +352,7 @@ def _make_comparison(job: str | Path | None) -> _ModelComparison:
     # Imported here because the model takes time to load and is rarely used.
     from stepsplit.analyzer.gap.gap import compare_to_model, read_job_table
 
-    job_table = read_job_table(job)
-
-    def compare(report: Report, recording: Recording, split: RunSplit) -> Report:
-        compared = compare_to_model(report, recording, split, job_table)
-        added = compared.findings[len(report.findings) :]
-        on_device = split.ranks[0].trace.on_device
-        return replace(compared, findings=add_findings(report.findings, added, on_device=on_device))
-
-    return compare
+    return partial(compare_to_model, job_table=read_job_table(job))
 
 
 def _make_draft(job: str | Path | None) -> _JobDrafter:

@@ -52,6 +52,7 @@ from stepsplit.analyzer.report.report import (
     Report,
     WarningRow,
     describe_ideal_bubble,
+    sort_findings,
 )
 from stepsplit.analyzer.report.step_rows import list_full_steps, select_full_steps
 from stepsplit.analyzer.split.mesh import RankLayout
@@ -102,7 +103,7 @@ def compare_to_model(
     # Utilization of the measured step: that of the predicted one, by their ratio.
     times = prediction.split.step_ns / step_ns if step_ns else 0.0
     count = len(list_full_steps(report.steps))
-    findings = (*report.findings, *build_gap_findings(gap, report.findings, count))
+    findings = sort_findings((*report.findings, *build_gap_findings(gap, report.findings, count)))
     compared = structs.replace(
         report,
         prediction=build_prediction_row(prediction),

@@ -6,7 +6,8 @@ Times are ns on the common clock of all ranks, relative to run.t0_unix_ns; sizes
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, get_args
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -568,6 +569,11 @@ _LEAST_UNEXPLAINED = 0.05
 """Less waiting without a cause is not mentioned."""
 
 
+GainKind = Literal["alone", "behind_another", "upper_limit"]
+"""What a gain is: of the fix of its cause alone; of that once another finding is fixed; or more
+than can be expected, as most of it usually stays. Findings come in this order."""
+
+
 class Finding(Struct, frozen=True):
     """A bottleneck with the estimated saving per step.
 
@@ -582,6 +588,7 @@ class Finding(Struct, frozen=True):
         events: examples to look at.
         message: the finding in one sentence.
         basis: what it rests on; None in older reports.
+        gain_kind: what the gain is; "alone" in older reports.
     """
 
     code: str
@@ -594,6 +601,13 @@ class Finding(Struct, frozen=True):
     events: tuple[EventRef, ...]
     message: str
     basis: Basis | None = None
+    gain_kind: GainKind = "alone"
+
+
+def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings in the order of Report.findings."""
+    kinds = get_args(GainKind)
+    return tuple(sorted(findings, key=lambda one: (kinds.index(one.gain_kind), -one.gain_ns)))
 
 
 # The prediction of the run, with the keys of the schema stepsplit.prediction/1, and its job config.

@@ -90,7 +90,7 @@ RUNS = sa.Table(
 )
 """roles has the names of the roles of a run that is a job of several, with commas between.
 job_key is NULL until the job was looked for, and empty if it is unknown. finding has the words
-of the finding with the largest saving: NULL until it was looked for, and empty without one."""
+of the first finding: NULL until it was looked for, and empty without one."""
 
 TAGS = sa.Table(
     "tags",

@@ -89,6 +89,7 @@ def test_what_the_model_finds_stands_before_the_time_of_a_cpu_between_ops(run_fi
     gains = {one.code: one.gain_ns for one in report.findings}
     assert list(gains) == ["slower_calls", "few_microbatches", "host_bound"]
     assert gains["few_microbatches"] < gains["slower_calls"] < gains["host_bound"]
+    assert [one.gain_kind for one in report.findings] == ["alone", "alone", "upper_limit"]
 
 
 def test_tp2_pp2_calls_match_the_model_and_all_reduces_are_slow() -> None:

@@ -77,8 +77,6 @@ class CauseEntry:
             for what costs the whole job, which is not tried in sets, unless a remedy says its own.
         with_profiler: Whether the profiler itself adds to its time on a GPU, as it does to the
             host's for each op and launch.
-        last_on_cpu: Whether its findings come last in a run without devices, also the largest:
-            their gain is none to expect.
         of_peers: Whether it compares ranks with their peers: in a single step of a CPU run it is a
             note of the report, unless a rank is seen to do more.
         explained_by: The code of a cause that, where it costs more, is the reason for this one.
@@ -90,7 +88,6 @@ class CauseEntry:
     basis: BasisKind
     as_set: str = ""
     with_profiler: bool = False
-    last_on_cpu: bool = False
     of_peers: bool = False
     explained_by: str = ""
     note_below: bool = False

@@ -18,7 +18,7 @@ from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.report.build import compute_profiling_slowdown
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
-from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Basis, Finding, Settle
+from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, Basis, Finding, Settle, sort_findings
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Lack, Note
 from stepsplit.collectors.formats.rank_record import RankRecord
@@ -87,14 +87,16 @@ def find_bottlenecks(
     found = [remedy for cause in CAUSES for remedy in cause.list_remedies(context)]
     # Causes of single ranks may mask each other; one of the whole job stands for itself.
     masking = unmask(context, [remedy for remedy in found if remedy.as_set])
-    remedies = [*masking.remedies, *(one for one in found if not one.as_set)]
+    remedies = [*masking, *(one for one in found if not one.as_set)]
     most_ns: dict[str, int] = {}
     for one in remedies:
         most_ns[one.finding.code] = max(one.finding.gain_ns, most_ns.get(one.finding.code, 0))
     of_code = {cause.code: cause for cause in CAUSES}
     on_device = split.ranks[0].trace.on_device
     numbers = np.unique(graph.steps.step[context.counted])
-    least_ns, ranked, notes = MIN_GAIN_SHARE * context.mean_ns, [], []
+    least_ns = MIN_GAIN_SHARE * context.mean_ns
+    findings: list[Finding] = []
+    notes: list[Note] = []
     # Of a truncated file, steps without all events are partial; other losses are within steps.
     lossy = {
         rank
@@ -120,10 +122,6 @@ def find_bottlenecks(
             continue
         if cause.explained_by and finding.gain_ns <= most_ns.get(cause.explained_by, 0):
             continue
-        # Last what gains nothing before another cause is fixed, and the time of a CPU between ops,
-        # most of which cannot be removed.
-        is_hidden = any(remedy is one for one in masking.hidden)
-        is_last = cause.last_on_cpu and not on_device
         # The profiler slows all the work of a CPU alike; on a device its time goes with it.
         if cause.with_profiler and on_device and slowdown > 0:
             own_ns = round(context.mean_ns * slowdown / (1 + slowdown))
@@ -149,35 +147,17 @@ def find_bottlenecks(
             finding = replace(finding, message=f"{finding.message}; {text}")
         if finding.gain_ns >= least_ns:
             finding = replace(finding, basis=_complete_basis(context, finding, cause, lacks))
-            ranked.append(((is_last, is_hidden, -finding.gain_ns), finding))
+            findings.append(finding)
         elif cause.note_below:
             saves = units.format_milliseconds(max(finding.gain_ns, 0))
             notes.append(Note(finding.code, f"{finding.message}; without it a step saves {saves}"))
-    ranked.sort(key=lambda one: one[0])
+    ranked = sort_findings(findings)
     shown = ranked[:MAX_FINDINGS]
     # The largest one is not left out because it comes last.
-    cut_last = [one for one in ranked[MAX_FINDINGS:] if of_code[one[1].code].last_on_cpu]
-    if cut_last and cut_last[0][1].gain_ns > max(finding.gain_ns for _, finding in shown):
-        shown[-1] = cut_last[0]
-    return Bottlenecks(tuple(finding for _, finding in shown), tuple(notes))
-
-
-def add_findings(
-    found: Sequence[Finding], added: Sequence[Finding], *, on_device: bool
-) -> tuple[Finding, ...]:
-    """Further findings among those of a recording, in the order of Report.findings."""
-    last = set() if on_device else {cause.code for cause in CAUSES if cause.last_on_cpu}
-    first_last = next(
-        (
-            place
-            for place, one in enumerate(found)
-            # What gains only once another one is fixed may gain more than what stands before it.
-            if one.code in last or (place and one.gain_ns > found[place - 1].gain_ns)
-        ),
-        len(found),
-    )
-    before = sorted((*found[:first_last], *added), key=lambda one: -one.gain_ns)
-    return (*before, *found[first_last:])
+    largest = max(ranked, key=lambda one: one.gain_ns, default=None)
+    if largest is not None and largest not in shown:
+        shown = (*shown[:-1], largest)
+    return Bottlenecks(shown, tuple(notes))
 
 
 _SETTLES_LACK: tuple[tuple[Lack, Settle], ...] = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer import units
@@ -25,27 +24,19 @@ _MAX_MASKS = 3
 """Only so many causes, those that gain most, are tried as what masks another."""
 
 
-class Unmasked(Struct, frozen=True):
-    """The remedies of single ranks and links. hidden are those among them that gain next to nothing
-    alone; their gain is what they save once the largest cause is fixed."""
-
-    remedies: tuple[Remedy, ...]
-    hidden: tuple[Remedy, ...] = ()
-
-
-def unmask(context: CauseContext, remedies: Sequence[Remedy]) -> Unmasked:
+def unmask(context: CauseContext, remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
     """The remedies of single ranks and links, those that mask each other as sets.
 
     Causes of one kind whose joint gain exceeds the sum of their own gains are one finding, also if
     that shows only once the largest cause is fixed. A cause that the largest one masks says what it
-    gains once that one is fixed.
+    gains once that one is fixed, and that is its gain if it gains next to nothing alone.
     """
     joined = [one for alike in _group_by_code(remedies) for one in _join_masked(context, alike)]
     joined.sort(key=lambda remedy: -remedy.finding.gain_ns)
     if not joined:
-        return Unmasked(())
+        return ()
     if joined[0].finding.gain_ns < MIN_GAIN_SHARE * context.mean_ns:
-        return Unmasked(tuple(_join_masked(context, joined)))
+        return tuple(_join_masked(context, joined))
     top, *others = joined
     groups = _group_by_code(others)
     if any(len(alike) > 1 for alike in groups):
@@ -53,13 +44,7 @@ def unmask(context: CauseContext, remedies: Sequence[Remedy]) -> Unmasked:
         others = [one for alike in groups for one in _join_if_fixed(context, fixed, alike)]
         others.sort(key=lambda remedy: -remedy.finding.gain_ns)
     masks = [top, *others][:_MAX_MASKS]
-    behind = [_find_behind_any(context, masks, remedy) for remedy in others]
-    hidden = [
-        new
-        for new, old in zip(behind, others, strict=True)
-        if new.finding.gain_ns > old.finding.gain_ns
-    ]
-    return Unmasked((top, *behind), tuple(hidden))
+    return (top, *(_find_behind_any(context, masks, remedy) for remedy in others))
 
 
 def _group_by_code(remedies: Sequence[Remedy]) -> list[list[Remedy]]:
@@ -201,5 +186,6 @@ def _find_behind_any(context: CauseContext, masks: Sequence[Remedy], remedy: Rem
         # It gains next to nothing alone: what it gains behind the mask is its gain.
         alone = units.format_milliseconds(max(finding.gain_ns, 0))
         text = f"{finding.message}; saves {alone} alone, the rest {once}"
-        return replace(remedy, finding=replace(finding, gain_ns=gain, message=text))
+        found = replace(finding, gain_ns=gain, message=text, gain_kind="behind_another")
+        return replace(remedy, finding=found)
     return remedy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,20 @@ from stepsplit.collectors.formats.run_spec import RankInfo  # noqa: E402
 from stepsplit.collectors.record.command import describe_module_names  # noqa: E402
 from stepsplit.collectors.record.module_choice import has_compiled_code  # noqa: E402
 from stepsplit.collectors.record.module_names import MODULE_MARK, name_modules  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    """Other tests of this process have compiled, too."""
+
+    def forget() -> None:
+        if "torch._dynamo.utils" in sys.modules:
+            torch._dynamo.reset()
+            sys.modules["torch._dynamo.utils"].counters.clear()
+
+    forget()
+    yield
+    forget()
 
 
 class Block(nn.Module):
@@ -196,17 +211,6 @@ def test_names_that_are_not_wanted_are_in_no_step(tmp_path: Path) -> None:
     assert record_steps(tmp_path / "run", Model(), CHEAP_S, modules=False) == ([], None)
 
 
-@pytest.fixture
-def compile_again() -> Iterator[None]:
-    """Torch as before, after a test that compiles."""
-    yield
-    from torch._dynamo import utils
-
-    torch._dynamo.reset()
-    utils.counters.clear()
-
-
-@pytest.mark.usefixtures("compile_again")
 @pytest.mark.parametrize("modules", [None, True])
 def test_compiled_code_is_compiled_once(modules: bool | None, tmp_path: Path) -> None:
     compiled = []
@@ -221,7 +225,6 @@ def test_compiled_code_is_compiled_once(modules: bool | None, tmp_path: Path) ->
     assert len(compiled) == 1
 
 
-@pytest.mark.usefixtures("compile_again")
 def test_code_counts_as_compiled_before_its_first_call() -> None:
     weight = nn.Parameter(torch.ones(1))
     weight.sum().backward()

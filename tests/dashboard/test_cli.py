@@ -215,7 +215,7 @@ HELP = {
     ("attach",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
         "--memory", "--shapes",
-        "--stacks", "--modules", "--share", "--timeout S", "--overwrite",
+        "--stacks", "--modules, --no-modules", "--share", "--timeout S", "--overwrite",
     ],
     ("doctor",): ["--json FILE", "--help"],
     ("export",): ["--perfetto FILE", "--workers N", "--rules FILE", "--help"],
@@ -230,7 +230,7 @@ HELP = {
     ("record",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
         "--memory", "--shapes",
-        "--stacks", "--modules", "--share", "--first N", "--standby", "--nccl-calls",
+        "--stacks", "--modules, --no-modules", "--share", "--first N", "--standby", "--nccl-calls",
         "--nccl-inspector", "--role ROLE", "--finish-hook CMD", "--overwrite",
     ],
     ("edit",): [

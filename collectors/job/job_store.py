@@ -57,15 +57,17 @@ def wait_for_value(key: str, timeout_s: float, poll_s: float) -> str | None:
 
 def wait_for_first(keys: Sequence[str], timeout_s: float, poll_s: float) -> tuple[str, str] | None:
     """Waits until one of the keys is set; it and its value, the first in order if several are."""
-    store, deadline = open_own_store(), time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
+    with EXIT_GUARD.poll() as may_ask:
+        store = open_own_store() if may_ask else None
     while store is not None and time.monotonic() < deadline:
-        with _GUARD.poll() as may_ask:
+        with EXIT_GUARD.poll() as may_ask:
             if not may_ask:
                 break
             for key in keys:
                 if store.check([f"stepsplit/{key}"]):
                     return key, str(store.get(f"stepsplit/{key}").decode())
-        _GUARD.ending.wait(poll_s)
+        EXIT_GUARD.ending.wait(poll_s)
     return None
 
 
@@ -84,14 +86,14 @@ class SharedValues:
 
     def write(self, key: str, value: str) -> None:
         """Sets a value; it replaces the earlier one."""
-        with _GUARD.poll() as may_ask:
+        with EXIT_GUARD.poll() as may_ask:
             if may_ask:
                 self._store.set(f"stepsplit/{key}", value)
 
     def read(self, key: str) -> str | None:
         """The value; None if it is not set."""
         name = f"stepsplit/{key}"
-        with _GUARD.poll() as may_ask:
+        with EXIT_GUARD.poll() as may_ask:
             is_set = may_ask and self._store.check([name])
             return str(self._store.get(name).decode()) if is_set else None
 
@@ -147,4 +149,5 @@ class _ExitGuard:
 # A thread within a call of the store would raise from it after the store is gone.
 _LAST_CALLS_S = 2.0
 
-_GUARD = _ExitGuard()
+EXIT_GUARD = _ExitGuard()
+"""That of all background threads of this process that ask the store."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec, merge_groups, write_run_json
 from stepsplit.collectors.guard import warn_on_failure
+from stepsplit.collectors.job.job_store import EXIT_GUARD
 from stepsplit.collectors.job.process_groups import read_job
 from stepsplit.collectors.job.rank_description import (
     RankDescription,
@@ -84,8 +85,9 @@ class RunFile:
             return
 
         def run() -> None:
-            with warn_on_failure(0, RUN_FILE):
-                action(0.0)
+            with warn_on_failure(0, RUN_FILE), EXIT_GUARD.poll() as may_ask:
+                if may_ask:
+                    action(0.0)
 
         threading.Thread(target=run, name="stepsplit-run", daemon=True).start()
 

@@ -40,3 +40,28 @@ def test_threads_in_the_store_do_not_abort_a_process_that_ends(tmp_path: Path) -
         for number in range(6)
     ]  # fmt: skip
     assert [(one.returncode, one.stderr) for one in ended] == [(0, "")] * 6
+
+
+COLLECTING = """
+import time
+from stepsplit.collectors.record import run_file
+
+class Writer(run_file.RunFile):
+    def __init__(self): pass
+    def _is_writer(self): return True
+
+def action(timeout_s):
+    time.sleep(0.5)
+    print("whole", flush=True)
+
+run_file.has_other_ranks = lambda: True
+Writer().run_within_step(action)
+"""
+
+
+def test_a_process_ends_after_what_asks_the_store_for_its_run_file() -> None:
+    """A recording that ends in the last steps of a job asks from a thread as the process ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "whole\n"

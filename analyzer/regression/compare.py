@@ -780,15 +780,17 @@ class RunComparison:
     def within_noise(self) -> bool | None:
         """Whether the median step of each side lies in the range of the other side's steps.
 
-        Not a statistical test. None if a side has too few steps.
+        Not a statistical test. A single step within the other side's range is within the noise;
+        None if it is outside, as it may be an odd one, or if both sides have a single step.
         """
         one, other = self.baseline, self.candidate
-        if min(one.steps, other.steps) < MIN_STEPS:
-            return None
-        return (
-            one.low_ns <= other.median_ns <= one.high_ns
-            and other.low_ns <= one.median_ns <= other.high_ns
-        )
+        reached = [
+            side.low_ns <= median_ns <= side.high_ns
+            for side, median_ns in ((one, other.median_ns), (other, one.median_ns))
+            if side.steps >= MIN_STEPS
+        ]
+        is_within = bool(reached) and all(reached)
+        return is_within if is_within or len(reached) == 2 else None
 
     @property
     def changed_findings(self) -> tuple[FindingChange, ...]:
@@ -819,7 +821,8 @@ class StepChange(msgspec.Struct, frozen=True):
     Attributes:
         difference_ns: candidate - baseline, in ns.
         ratio: candidate / baseline; None if the baseline is 0.
-        within_noise: whether the change is within the noise of the steps; None if they are too few.
+        within_noise: whether the change is within the noise of the steps; None if they are too few
+            to tell.
     """
 
     difference_ns: int

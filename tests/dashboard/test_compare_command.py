@@ -90,7 +90,7 @@ def test_the_headline_mentions_noise_and_its_absence(found: RunComparison) -> No
     assert format_headline(quiet).plain == (
         "candidate is 1.50 ms (1.2 %) slower, within noise: no large change in any bucket"
     )
-    alone = replace(found, baseline=later, candidate=replace(one, steps=1))
+    alone = replace(found, baseline=replace(later, steps=1), candidate=replace(one, steps=1))
     assert format_headline(alone).plain == (
         "candidate is 1.50 ms (1.2 %) faster (noise unknown: a single step): "
         "no large change in any bucket"

@@ -300,9 +300,20 @@ def test_a_setting_that_one_side_does_not_know_is_unknown() -> None:
         ((100, 110, 120), (108, 112, 116), True),
         ((100, 110, 120), (111, 112, 116), False),
         ((100, 101, 900), (110, 111, 112), False),
-        ((100, 110, 120), (110,), None),
+        ((100, 110, 120), (110,), True),
+        ((115,), (100, 110, 120), True),
+        ((100, 110, 120), (130,), None),
+        ((110,), (111,), None),
     ],
-    ids=["each reaches the other", "no candidate so quick", "an odd step excuses none", "one step"],
+    ids=[
+        "each reaches the other",
+        "no candidate so quick",
+        "an odd step excuses none",
+        "one step as the others",
+        "one step as the later ones",
+        "one step may be odd",
+        "one each",
+    ],
 )
 def test_noise_is_what_the_steps_of_both_reach(
     one: tuple[int, ...], other: tuple[int, ...], within: bool | None

@@ -71,12 +71,12 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
         kernels = np.flatnonzero(found)
         if len(kernels):
             groups = np.unique(matched.group[row[kernels]]).tolist()
-            axes = {
+            reduced = {
                 one
                 for group in groups
                 for one in context.split.layout.find_axes(matched.groups[group])
             }
-            what = f"extra reductions on {' x '.join(sorted(axes))} {where}"
+            what = f"extra reductions on {' x '.join(sorted(reduced))} {where}"
             yield _remove(context, kernels, what, than)
     # ZeRO-2 shards the gradients of each microbatch, to save memory.
     strategies = context.split.strategies

@@ -156,6 +156,8 @@ def _is_before_updates(rank: RankSplit) -> Bool:
     comes before all of its compute."""
     events, when = rank.trace.events, find_issue_ns(rank.trace)
     updates = _find_updates(rank)
+    if not len(updates):
+        return np.zeros(len(when), dtype=np.bool_)
     computes = np.flatnonzero(rank.trace.kinds.computes)
     on_device = rank.trace.on_device
     at = events.find_launch_ns(computes) if on_device else events.start_ns[computes]
@@ -164,8 +166,8 @@ def _is_before_updates(rank: RankSplit) -> Bool:
     first_ns = np.full(len(updates), np.iinfo(np.int64).max)
     np.minimum.at(first_ns, place[inside], when[inside])
     at = np.sort(at)
-    before = np.searchsorted(at, first_ns) > np.searchsorted(at, updates.start_ns)
-    return inside & ~np.append(before, True)[place]
+    is_first = np.searchsorted(at, first_ns) == np.searchsorted(at, updates.start_ns)
+    return np.asarray(inside & np.append(is_first, False)[place])
 
 
 def find_sums_of_earlier_passes(context: ReplayContext, passes: int) -> Bool:

@@ -70,7 +70,8 @@ _INTRANODE, _INTERNODE, _LOW_LATENCY = (
 )
 
 _NODES = re.compile(
-    r"(?:dispatch|combine)(?:<|I)(?:\(bool\)|Lb)?(?:true|false|[01])(?:, ?(?:\(int\))?|ELi)(\d+)(?:\b|E)"
+    r"(?:dispatch|combine)(?:<|I)(?:\(bool\)|Lb)?(?:true|false|[01])"
+    r"(?:, ?(?:\(int\))?|ELi)(\d+)(?:\b|E)"
 )
 """Of internode kernels: the mode, then the number of nodes, each of 8 ranks
 (LEGACY_NUM_MAX_NVL_PEERS)."""

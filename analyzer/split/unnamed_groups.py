@@ -278,18 +278,44 @@ class _CallTable(Struct, frozen=True):
             return self
         # No halves are paired yet: each member came when its kernel began.
         start, end, clock = self.start_ns.copy(), self.end_ns.copy(), self.clock.copy()
-        for new in range(1, int(clock.max()) + 1):
-            here = np.flatnonzero(clock == new)
-            pairs = ((one, other) for other in np.flatnonzero(clock < new) for one in here)
-            for one, other in pairs:
-                apart = end[one][:, self.together] - end[other][:, self.together]
-                shift = _find_common_shift(apart)
+        at = self.together
+
+        def select(number: int) -> Iterator[Int64]:
+            return (each[clock == number][:, :, at] for each in (start, end))
+
+        def shift_clock(number: int, other: int, shift_ns: int) -> None:
+            here = clock == number
+            start[here] -= shift_ns
+            end[here] -= shift_ns
+            clock[here] = other
+
+        # Those that share most calls come first: two ranks that share none may end a few calls at
+        # one distance, as long as a member that always comes last is not joined with them.
+        agreeing = []
+        for i, j in combinations(range(len(clock)), 2):
+            slots = _find_agreeing_slots(end[i] - end[j], at)
+            if clock[i] != clock[j] and slots.sum() >= 2:
+                agreeing.append((i, j, slots))
+        for i, j, slots in sorted(agreeing, key=lambda one: -int(one[2].sum())):
+            last = (start[clock == clock[n]][:, :, slots].max(axis=0) for n in (i, j))
+            apart = (end[i] - end[j])[:, slots]
+            came = (next(last) - next(last), (start[i] - start[j])[:, slots])
+            needed = _LATER * _spread(apart) + _LATER_NS
+            agree = 2 * slots.sum() > at.sum() or min(map(_spread, came)) >= needed
+            if clock[i] != clock[j] and agree:
+                shift_clock(int(clock[i]), int(clock[j]), int(np.median(apart)))
+        joined = True
+        while joined:
+            joined = False
+            for new, old in combinations(sorted(set(clock.tolist()), reverse=True), 2):
+                shift = _find_followed_shift(*select(new), *select(old))
                 if shift is not None:
-                    start[here] -= shift
-                    end[here] -= shift
-                    clock[here] = clock[other]
+                    shift_clock(new, old, shift)
+                    joined = True
                     break
-        return replace_fields(self, start_ns=start, begin_ns=start, end_ns=end, clock=clock)
+        return replace_fields(
+            self, start_ns=start, begin_ns=start, end_ns=end, clock=group_ids(clock)
+        )
 
     def _pair_halves(self) -> _CallTable:
         """The table with the two kernels of a call that sends and receives by one each as one
@@ -392,19 +418,43 @@ def _find_linked_clocks(
     return group_ids(first, np.array(islands))
 
 
-def _find_common_shift(apart_ns: Int64) -> int | None:
-    """The shift that most of the distances agree on, shape (steps, slots); None if fewer than two
-    slots agree on it in every step."""
-    flat = np.sort(apart_ns.ravel())
-    if not len(flat):
-        return None
+def _find_agreeing_slots(apart_ns: Int64, chosen: Bool) -> Bool:
+    """The slots, of those chosen, in which two ranks end at the distance, shape (steps, slots),
+    that most of them agree on, in every step."""
+    flat = np.sort(apart_ns[:, chosen].ravel())
+    if apart_ns.shape[0] < _STEPS or not len(flat):
+        return np.zeros_like(chosen)
     last = np.searchsorted(flat, flat + TOGETHER_NS, side="right")
     best = int(np.argmax(last - np.arange(len(flat))))
-    low, high = int(flat[best]), int(flat[last[best] - 1])
-    inside = ((apart_ns >= low) & (apart_ns <= high)).all(axis=0)
-    if inside.sum() < 2 or apart_ns.shape[0] < _STEPS:
+    agrees: Bool = (apart_ns >= flat[best]) & (apart_ns <= flat[last[best] - 1])
+    return chosen & agrees.all(axis=0)
+
+
+def _find_followed_shift(
+    start: Int64, end: Int64, other_start: Int64, other_end: Int64
+) -> int | None:
+    """The shift by slots that two ranks end at one distance however far apart they came, and the
+    last of each clock's ranks; None without one.
+
+    A distance of ends is the same in each step also if all ranks are equally fast, or one is always
+    equally late: it shows a call of both only if the distances of starts vary.
+    """
+    if end.shape[1] < _PROOFS:
         return None
-    return int(np.median(apart_ns[:, inside]))
+    came = start.max(axis=0) - other_start.max(axis=0)
+    shifts = list[float]()
+    for one_start, one_end in zip(start, end, strict=True):
+        apart = one_end - other_end
+        spread = np.ptp(apart, axis=1)
+        both = np.minimum(np.ptp(came, axis=0), np.ptp(one_start - other_start, axis=1))
+        follows = (spread <= TOGETHER_NS) & (both >= _LATER * spread + _LATER_NS)
+        if follows.any():
+            # Others of the same group as the one that ends most as this rank does may fit, too.
+            at = np.unravel_index(
+                np.argmin(np.where(follows, spread, TOGETHER_NS + 1)), spread.shape
+            )
+            shifts.append(float(np.median(apart[at[0], :, at[1]])))
+    return round(np.median(shifts)) if shifts and np.ptp(shifts) <= TOGETHER_NS else None
 
 
 # Which groups the recording lists.
@@ -570,7 +620,10 @@ def _choose_groups(
     along = [one for one in sized if scope.axis and scope.axis in one[0].axes]
     likely = along or [one for one in sized if scope.size]
     if not likely and not scope.axis and len(sized) == 1 and len(sized[0][1].groups) > 1:
-        # Of all sets of groups that the recording lists, the only one that no call contradicts.
+        # Of all sets of groups that the recording lists, the only one that no call contradicts;
+        # groups across clocks that are not aligned are not known to be contradicted.
+        if table.clock.max():
+            return "the clocks of ranks that may be their members are not aligned"
         likely = [one for one in sized if one[0].listed]
     # Groups of calls with arguments are not all groups: where two of them end together, too, other
     # halves of the two would fit as well.

@@ -435,6 +435,9 @@ class _Process:
             self.noises[key] = _Noise(self.job, key)
         return self.noises[key]
 
+    def draw_jitter_ns(self) -> int:
+        return round(abs(self.jitter.gauss(0, self.job.jitter_ns)))
+
     def launch_compute(self, name: str, op: str, duration_ns: float, load: float = 1.0) -> None:
         """load: the kernel's work over the usual one."""
         load *= self.load
@@ -496,7 +499,7 @@ class _Process:
         for one in kernels:
             transfer_ns = most_ns if one.together else own_ns
             took_ns = round(one.fixed_ns + one.share * transfer_ns * times)
-            jitter_ns = round(abs(self.jitter.gauss(0, self.job.jitter_ns)))
+            jitter_ns = self.draw_jitter_ns()
             if one.role == "local":
                 self.program.append(Kernel(one.name, one.op, stream, took_ns, thread=self.thread))
                 continue
@@ -532,7 +535,7 @@ class _Process:
             WaitEvent(self.events, stream, self.thread),
             Kernel(
                 _KERNELS[call.op], "record_param_comms", stream, call=call, host_ns=15_000,
-                thread=self.thread, end_jitter_ns=round(abs(self.jitter.gauss(0, self.job.jitter_ns))),
+                thread=self.thread, end_jitter_ns=self.draw_jitter_ns(),
             ),
             RecordEvent(self._new_event(), stream, self.thread),
         ]  # fmt: skip

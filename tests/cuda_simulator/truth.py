@@ -61,9 +61,9 @@ def measure_exposed(simulation: Simulation) -> list[Exposed]:
         # Between the copies of one gather its data moves, too: they are one call.
         in_call = [run for run, _ in own if run.kernel.call.phase.startswith("copies")]
         for before, after in pairwise(in_call):
-            if before.kernel.call.role == "receive" and after.kernel.call.role == "flag":
-                if before.kernel.call.phase.endswith("ready") and before.step >= first:
-                    pieces.append((before.end_ns, before.end_ns, after.start_ns))
+            phases = before.kernel.call.phase, after.kernel.call.phase
+            if phases == ("copies ready", "copies done") and before.step >= first:
+                pieces.append((before.end_ns, before.end_ns, after.start_ns))
         for run, key in own:
             if run.step >= first:
                 # Once all have come data moves to the end of the call.

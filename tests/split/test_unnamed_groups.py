@@ -9,13 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from cuda_simulator.jobs import ExpertLoad, Job, SlowLink, SlowRank
+from cuda_simulator.jobs import ExpertLoad, Job, SlowLink, SlowRank, Throttling
 from cuda_simulator.kineto import TraceStyle
 from cuda_simulator.simulate import simulate
 from cuda_simulator.truth import measure_exposed
 from support.builders import GpuTrace
 from support.unnamed_jobs import (
     APART,
+    CLOCK_NS,
     COPIES,
     EXPERTS,
     GRAPH,
@@ -27,6 +28,8 @@ from support.unnamed_jobs import (
     assert_costs,
     assert_true,
     change_traces,
+    find_most_blamed,
+    list_clock_errors,
     list_errors,
     list_found,
     list_possible,
@@ -246,6 +249,29 @@ def test_two_groups_of_a_graph_are_separated_by_when_their_members_end(tmp_path:
     style = replace(APART, graph=True)
     simulation, report = run(replace(GRAPH, tp=2, dp=4), tmp_path, style)
     assert_true(simulation, report, style)
+
+
+@pytest.mark.parametrize("groups", ["all", "none"])
+def test_one_reduction_a_step_aligns_the_clocks_of_a_graph(groups: str, tmp_path: Path) -> None:
+    """Two ranks end it at one distance however late one of them is, now and then."""
+    job = replace(GRAPH, tp=2, dp=2, buckets=1, layers=3, noise=0.01, steps=5, end_of_step="item",
+                  causes=(Throttling(2, 1.0, 1.35),))  # fmt: skip
+    style = replace(APART, graph=True, lists_groups=groups)
+    simulation, report = run(job, tmp_path, style)
+    assert max(list_clock_errors(simulation, report, style)) <= CLOCK_NS
+    if groups == "all":
+        assert max(list_errors(simulation, report)) <= SHARE
+        assert find_most_blamed(report) == 2
+
+
+def test_groups_across_clocks_that_are_not_aligned_are_not_contradicted(tmp_path: Path) -> None:
+    """All ranks are equally late in each step, so that nothing aligns the two halves: a reduction
+    between them is none of each half, although both halves end it together."""
+    job = replace(GRAPH, tp=2, dp=2, buckets=1, layers=1, layer_ns=480_296, noise=0.0, steps=6,
+                  causes=(SlowRank(0, 1.06),))  # fmt: skip
+    simulation, report = run(job, tmp_path, replace(APART, graph=True))
+    reasons = {row.code for row in report.warnings}
+    assert "groups_not_found" in reasons or max(list_errors(simulation, report)) <= SHARE
 
 
 def test_a_saving_is_a_lower_bound_where_calls_of_unknown_groups_may_wait(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_two_stages_on_a_rank_are_distinguished_by_where_their_passes_send(
          "void dpsk::ep::internode::combine<false, 8, __nv_bfloat16, 8, 2, 16, 24>()",
          "ep 64 (DeepEP)"),
         ("_ZN7deep_ep9internode8dispatchILb0ELi4ELb1ELi8EEEvv",
-         "_ZN7deep_ep9internode7combineILb0ELi4E13__nv_bfloat16Li8EEEvv", "ep 32 (DeepEP)"),
+         "_ZN7deep_ep9internode7combineILb0ELi4E13__nv_bfloat16Li8EEEvv", "ep (DeepEP, 32 ranks)"),
         ("void hybrid_ep::dispatch_kernel<16>()", "void hybrid_ep::combine_kernel<16>()",
          "ep (HybridEP)"),
         ("void mori::moe::EpDispatchIntraNodeKernel<float>()",

@@ -31,7 +31,7 @@ def compute_lateness(split: RunSplit) -> tuple[Lateness, ...]:
     ranks = np.array([rank.trace.rank for rank in split.ranks])
     steps = [rank.steps for rank in split.ranks]
     members = _find_member_arrivals(matched, arrivals, ranks)
-    axes = (*(split.layout.find_axis(group) for group in matched.groups), None)
+    axes = (*(split.layout.name_group(group) for group in matched.groups), None)
     names = tuple(dict.fromkeys(axes))
     axis = np.array([names.index(name) for name in axes])[matched.group[members.row]]
     trace = matched.trace[members.row].astype(np.int64)

@@ -82,7 +82,7 @@ class CarriedCalls:
     """The collectives and messages of one axis on both networks.
 
     Attributes:
-        axis: axis of the mesh; "" if unknown.
+        axis: axis of the mesh, or the name of the groups as in GroupRow; "" if unknown.
         count: number of calls per step and rank.
         recorded_ns: their summed transfer time per step and rank, without waits, in ns.
         carried_ns: the same on the other network.
@@ -326,7 +326,7 @@ class _Transfers(Struct, frozen=True):
     middle: Float
     low: Float
     high: Float
-    axis: tuple[str, ...]
+    name: tuple[str, ...]
 
 
 def _compare_transfers(context: ReplayContext, change: HardwareChange) -> _Transfers:
@@ -342,6 +342,8 @@ def _compare_transfers(context: ReplayContext, change: HardwareChange) -> _Trans
         if axis != "all" and axis not in axes:
             known = ", ".join(sorted(filter(None, set(axes)))) or "no axis"
             raise UsageError(f"the recording has no communication on {axis!r}; it has {known}")
+    # Group -1, of a call whose group is unknown, has no name.
+    names = (*(layout.name_group(members) or "" for members in matched.groups), "")
     cache: dict[tuple[int, int, int], Band] = {}
     ratios = []
     for row in kernels.row.tolist():
@@ -354,9 +356,7 @@ def _compare_transfers(context: ReplayContext, change: HardwareChange) -> _Trans
         np.array([one.ns for one in ratios]),
         np.array([one.low_ns for one in ratios]),
         np.array([one.high_ns for one in ratios]),
-        tuple(
-            axes[group] if (group := int(matched.group[row])) >= 0 else "" for row in kernels.row
-        ),
+        tuple(names[group] for group in matched.group[kernels.row].tolist()),
     )
 
 
@@ -441,14 +441,14 @@ def _list_kernels(
 def _list_calls(context: ReplayContext, transfers: _Transfers) -> tuple[CarriedCalls, ...]:
     kernels, steps = context.graph.kernels, max(int(context.counted.sum()), 1)
     inside = (kernels.step >= 0) & context.counted[kernels.step] if len(kernels) else None
-    names, rows = np.array(transfers.axis), []
-    for axis in dict.fromkeys(transfers.axis):
-        own = (names == axis) & inside
+    names, rows = np.array(transfers.name), []
+    for name in dict.fromkeys(transfers.name):
+        own = (names == name) & inside
         spent = transfers.spent_ns[own]
         carried = float(spent @ transfers.middle[own])
         rows.append(
             CarriedCalls(
-                axis, round(own.sum() / steps), round(spent.sum() / steps), round(carried / steps)
+                name, round(own.sum() / steps), round(spent.sum() / steps), round(carried / steps)
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.recorded_ns))

@@ -23,7 +23,6 @@ from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.overlap import compute_overlaps
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.strategy import format_axes
 from stepsplit.analyzer.trace import OPS
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
@@ -357,8 +356,7 @@ def list_group_names(split: RunSplit, rank: RankSplit) -> tuple[str, ...]:
         if inferred is not None and (inferred == "cp" or (axis is None and layout.mesh is None)):
             names.append(inferred)
             continue
-        described = group.description or f"{len(group.ranks)} ranks"
-        names.append(axis or format_axes(layout.find_axes(group), described))
+        names.append(layout.name_group(group) or f"{len(group.ranks)} ranks")
     return (*names, UNKNOWN_GROUP)
 
 

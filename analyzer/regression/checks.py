@@ -266,7 +266,7 @@ class CallsDelta(Struct, frozen=True):
     """Calls of one op, dtype and size on one axis, per step over all recorded ranks.
 
     Attributes:
-        axis: mesh axis, or the description of the group.
+        axis: mesh axis, or the name of the groups.
         op: operation, such as "all_reduce".
         dtype: data type; None if unknown.
         message_bytes: size of one call; None if unknown.

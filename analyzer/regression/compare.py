@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol
 
 import msgspec
 
@@ -14,6 +13,7 @@ from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.regression.part_kernels import explain_part
+from stepsplit.analyzer.report.axis_names import AxisGroup, name_axis, name_group
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import Document
 from stepsplit.analyzer.report.report import (
@@ -26,6 +26,7 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.analyzer.split.mesh import find_spread_axes, format_axes
 from stepsplit.collectors.formats.run_spec import Mesh
 
 # Two reports -> comparison of their runs.
@@ -103,22 +104,6 @@ MESH_FROM_CALLS = ("rank sets and operations", "messages")
 """The sources of a mesh that is inferred from the calls, and may change with them."""
 
 
-class AxisGroup(Protocol):
-    """A process group with its axis."""
-
-    @property
-    def axis(self) -> str | None:
-        """The axis of the mesh; None if it is not a single one."""
-
-    @property
-    def description(self) -> str:
-        """The description of the group in the trace."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks."""
-
-
 def align_axes(baseline: Report, candidate: Report) -> tuple[Report, Report]:
     """Both reports with the axes of one mesh, if the groups of all axes are those of its axes.
 
@@ -154,14 +139,15 @@ def _take_axes(report: Report, mesh: Mesh) -> Report:
     if names is None:
         return report
     renamed = [
-        msgspec.structs.replace(group, axis=names.get(format_axis(group), group.axis))
-        for group in report.groups
+        msgspec.structs.replace(one, **rename_group(one, names, mesh)) for one in report.groups
     ]
+    before, after = (map(name_group, groups) for groups in (report.groups, renamed))
+    named = {**names, **dict(zip(before, after, strict=True))}
     exposed = [
-        msgspec.structs.replace(row, axis=names.get(row.axis or "", row.axis))
+        msgspec.structs.replace(row, axis=named.get(row.axis or "", row.axis))
         for row in report.exposed
     ]
-    coverage = [replace(row, axis=names.get(row.axis or "", row.axis)) for row in report.coverage]
+    coverage = [replace(row, axis=named.get(row.axis or "", row.axis)) for row in report.coverage]
     sizes = tuple(AxisSize(*row) for row in zip(mesh.axes, mesh.sizes, strict=True))
     run = msgspec.structs.replace(report.run, mesh=sizes)
     return msgspec.structs.replace(
@@ -200,6 +186,16 @@ def map_axes(mesh: Mesh, groups: Iterable[AxisGroup]) -> Mapping[str, str] | Non
     return names if len(set(taken)) == len(taken) else None
 
 
+def rename_group(
+    group: AxisGroup, names: Mapping[str, str], mesh: Mesh
+) -> Mapping[str, str | None]:
+    """Axis and name of the group in the mesh, of which names are the axes by those of the group."""
+    axis = names.get(format_axis(group), group.axis)
+    is_within = max(group.ranks, default=mesh.world_size) < mesh.world_size
+    spanned = format_axes(find_spread_axes(mesh, group.ranks)) if is_within else ""
+    return {"axis": axis, "name": axis or spanned or group.name}
+
+
 def have_other_axes(baseline: Report, candidate: Report) -> bool:
     """Whether both meshes are known, and one has an axis of several ranks that the other lacks."""
     meshes = (baseline.run.mesh, candidate.run.mesh)
@@ -210,10 +206,6 @@ def have_other_axes(baseline: Report, candidate: Report) -> bool:
 # The collectives and messages of both runs.
 
 UNKNOWN = "unknown"
-
-OTHER = "other"
-"""What a row is on that isn't on a single axis."""
-
 
 CallKind = tuple[str, str, str | None, int | None]
 """Axis, op, dtype and message_bytes, by which calls of two runs are matched."""
@@ -227,7 +219,7 @@ def compare_collectives(
     rows = []
     for kind in dict.fromkeys((*one, *other)):
         before, own = one.get(kind), other.get(kind)
-        axis, candidate_axis = name_axes(before.axes if before else (), own.axes if own else ())
+        axis, candidate_axis = join_axes(before.axes if before else (), own.axes if own else ())
         stats = before.stats if before else None, own.stats if own else None
         rows.append(CallsChange(axis, *kind[1:], *stats, candidate_axis))
     return tuple(sorted(rows, key=order_by_change))
@@ -246,17 +238,17 @@ def _collect_call_stats(report: Report, by_axis: bool) -> Mapping[CallKind, _Cal
     groups = {group.id: group for group in report.groups}
     same: dict[CallKind, dict[str, list[CollectiveRow]]] = defaultdict(lambda: defaultdict(list))
     for row in report.collectives:
-        axis = format_axis(groups.get(row.group))
+        axis = name_group(groups.get(row.group))
         kind = (axis if by_axis else "", row.op, row.dtype, row.message_bytes)
         same[kind][axis].append(row)
     ranks, steps = set(report.run.ranks), len({row.step for row in report.steps})
-    unmatched = {one.axis for one in report.coverage if one.holds == "estimated"}
+    unmatched = {name_axis(one.axis) for one in report.coverage if one.holds == "estimated"}
     # A collective counts once for each recorded member; a message counts once per end, and so does
     # each call on an axis without matched calls.
     members = {
         id_: len(set(group.ranks) & ranks) or 1
         for id_, group in groups.items()
-        if group.axis not in unmatched
+        if name_group(group) not in unmatched
     }
     found = {}
     for kind, by_own_axis in same.items():
@@ -275,7 +267,7 @@ def _collect_call_stats(report: Report, by_axis: bool) -> Mapping[CallKind, _Cal
     return found
 
 
-def name_axes(baseline: Sequence[str], candidate: Sequence[str]) -> tuple[str, str | None]:
+def join_axes(baseline: Sequence[str], candidate: Sequence[str]) -> tuple[str, str | None]:
     """The axes of a row in the baseline and, if they are others, in the candidate; those of the
     other run if one has none."""
     one, other = (" + ".join(sorted(axes)) for axes in (baseline, candidate))
@@ -310,7 +302,7 @@ def compare_exposed(
     rows = []
     for bucket in dict.fromkeys(bucket for bucket, _ in (*one, *other)):
         before, own = ({k: ns for k, ns in s.items() if k[0] == bucket} for s in (one, other))
-        axes = name_axes(*([axis or OTHER for _, axis in side] for side in (before, own)))
+        axes = join_axes(*([name_axis(axis) for _, axis in side] for side in (before, own)))
         rows.append(ExposedChange(sum(before.values()), sum(own.values()), bucket, *axes))
     return tuple(sorted(rows, key=order_by_change))
 
@@ -582,8 +574,8 @@ class ExposedChange(BucketChange):
         baseline_ns: mean in the baseline.
         candidate_ns: mean in the candidate.
         bucket: "collective", "p2p", "skew" or "bubble".
-        axis: mesh axis; None if it is not a single axis. If the meshes differ, all axes that have
-            the bucket in the baseline, joined by " + "; the candidate's if it has none.
+        axis: mesh axis, or the name of the groups; None if unknown. If the meshes differ, all that
+            have the bucket in the baseline, joined by " + "; the candidate's if it has none.
         candidate_axis: those of the candidate; None if they are the same.
     """
 
@@ -663,7 +655,7 @@ class CallsChange:
     """The calls of one op, dtype and size on one axis in both runs.
 
     Attributes:
-        axis: mesh axis, or the description of the group. If the meshes differ, all that have the
+        axis: mesh axis, or the name of the groups. If the meshes differ, all that have the
             op in the baseline, joined by " + "; the candidate's if it has none.
         op: operation, such as "all_reduce".
         dtype: data type; None if unknown.

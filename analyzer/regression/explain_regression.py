@@ -11,6 +11,7 @@ from stepsplit.analyzer.buckets import BUCKETS, WAITS
 from stepsplit.analyzer.regression.checks import CallsDelta, Cause, CheckedMetric
 from stepsplit.analyzer.regression.compare import CallKind
 from stepsplit.analyzer.regression.metrics import EXPOSED, RunMetrics
+from stepsplit.analyzer.report.axis_names import name_group
 
 MAX_CAUSES = 6
 
@@ -67,10 +68,14 @@ class _Deltas:
 def explain_regression(
     regressed: Sequence[CheckedMetric],
     calls: Sequence[CallsDelta],
+    names: Mapping[str, str],
     baseline: Sequence[RunMetrics],
     candidate: Sequence[RunMetrics],
 ) -> tuple[Cause, ...]:
-    """The likely causes of the regressions; counts first because they are exact."""
+    """The likely causes of the regressions; counts first because they are exact.
+
+    calls have the names that screens show, which names gives by the axis of the metrics.
+    """
     sides = (*baseline, *candidate)
     time_kinds = dict.fromkeys((row.bucket, row.axis) for run in sides for row in run.times)
     times = [
@@ -98,7 +103,7 @@ def explain_regression(
         metric, _, rest = name.partition(".")
         axis = rest.split(".")[0] or None
         if metric in ("calls", "bytes"):
-            found += _find_more_calls(axis, moved)
+            found += _find_more_calls(axis and names.get(axis, axis), moved)
         elif metric in _BUCKETS_OF:
             found += _explain_buckets(_BUCKETS_OF[metric], axis, moved)
     ordered = sorted(found, key=lambda cause: (cause.bucket is not None, -cause.moved_ns))
@@ -187,7 +192,7 @@ def _format_sizes(rows: Sequence[CallsDelta], side: str) -> str:
 
 def _find_only_group(axis: str | None, run: RunMetrics) -> tuple[int, ...]:
     """The ranks of the axis's group; () if it has several."""
-    groups = [group.ranks for group in run.groups if group.axis == axis]
+    groups = [group.ranks for group in run.groups if name_group(group) == axis]
     return groups[0] if len(groups) == 1 else ()
 
 

@@ -39,6 +39,7 @@ from stepsplit.analyzer.regression.metrics import (
     Doubt,
     RunMetrics,
     list_mesh_axes,
+    name_calls,
     split_role,
 )
 from stepsplit.analyzer.regression.samples import BANDWIDTH, Sample, build_sample, expand_budgets
@@ -89,9 +90,13 @@ def check_candidate(
     pairs = pair_kinds(baseline, candidate)
     gated = _check_budgets(candidate, baseline, budgets, doubts, pairs)
     regressed = [one for one in gated if one.answer == "regressed"]
-    calls = compute_call_deltas(baseline, candidate)
+    names = name_calls((*candidate, *baseline))
+    calls = [
+        replace(row, axis=names.get(row.axis, row.axis))
+        for row in compute_call_deltas(baseline, candidate)
+    ]
     of_headline = [one for one in regressed if not one.kind]
-    causes = explain_regression(of_headline, calls, baseline, candidate) if baseline else ()
+    causes = explain_regression(of_headline, calls, names, baseline, candidate) if baseline else ()
     slower = {one.metric for one in regressed if one.kind}
     if mesh_difference is not None and mesh_difference not in warnings:
         inferred = "inferred from the calls; groups are compared by their ranks"
@@ -388,7 +393,8 @@ def check_counted(
 
     Raises UsageError if a required baseline is missing, DataError for runs without the metric.
     """
-    own = _count_side(budget, candidate)
+    names = name_calls((*candidate, *baseline))
+    own = _count_side(budget, candidate, names)
     if budget.against == "model":
         raise UsageError(f"the model does not predict {budget.metric}; use a fixed limit")
     if budget.against == "limit":
@@ -396,20 +402,24 @@ def check_counted(
         return _build_counted(budget, None, own, over, 0.0, "regressed" if over > 0 else "pass", "")
     if not baseline:
         raise UsageError(f"budget {budget.metric}:{budget.text} needs a baseline; pass --baseline")
-    before = _count_side(budget, baseline)
+    before = _count_side(budget, baseline, names)
     if budget.text == "exact":
-        return _check_exact(budget, before, own)
+        return _check_exact(budget, before, own, names)
     allowed = max(budget.ratio * before.most_total, budget.amount)
     harm = own.most_total - before.most_total
     answer: Answer = "regressed" if harm > allowed else "pass"
     return _build_counted(budget, before, own, harm, allowed, answer, "")
 
 
-def _check_exact(budget: Budget, before: _Side, own: _Side) -> CheckedMetric:
+def _check_exact(
+    budget: Budget, before: _Side, own: _Side, names: Mapping[str, str]
+) -> CheckedMetric:
     kinds = dict.fromkeys((*before.most, *own.most))
     counts = {kind: (before.most.get(kind, 0), own.most.get(kind, 0)) for kind in kinds}
     changes = ", ".join(
-        f"{axis} {op} {was:,} -> {now:,}" for (axis, op), (was, now) in counts.items() if now > was
+        f"{names.get(axis, axis)} {op} {was:,} -> {now:,}"
+        for (axis, op), (was, now) in counts.items()
+        if now > was
     )
     harm = own.most_total - before.most_total
     answer: Answer = "pass"
@@ -432,7 +442,7 @@ def _build_counted(
     )
 
 
-def _count_side(budget: Budget, runs: Sequence[RunMetrics]) -> _Side:
+def _count_side(budget: Budget, runs: Sequence[RunMetrics], names: Mapping[str, str]) -> _Side:
     """The calls of each run, or their bytes. Raises UsageError for an axis that neither the mesh
     nor a call has, DataError for a run without calls."""
     name, dot, axis = budget.metric.partition(".")
@@ -442,12 +452,13 @@ def _count_side(budget: Budget, runs: Sequence[RunMetrics]) -> _Side:
             hint = "analyze the recording again: this report is from an older version"
             raise DataError(run.name, f"{budget.metric} is missing", hint)
         axes = dict.fromkeys((*list_mesh_axes(run), *(row.axis for row in run.calls)))
-        if dot and axis not in axes:
-            known = ", ".join(axes) or "none"
+        shown = dict.fromkeys(names.get(one, one) for one in axes)
+        if dot and axis not in (*axes, *shown):
+            known = ", ".join(shown) or "none"
             raise UsageError(f"{budget.metric}: {run.name} has no axis {axis!r}; its axes: {known}")
         own: dict[tuple[str, str], int] = defaultdict(int)
         for row in run.calls:
-            if not axis or row.axis == axis:
+            if not axis or axis in (row.axis, names.get(row.axis)):
                 each = 1 if name == "calls" else row.message_bytes or 0
                 own[row.axis, row.op] += row.calls * each
         counts.append(own)

@@ -8,7 +8,7 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from stepsplit.analyzer.regression.compare import CallKind, format_axis, map_axes
+from stepsplit.analyzer.regression.compare import CallKind, map_axes, rename_group
 from stepsplit.analyzer.regression.metrics import (
     BucketTime,
     CallMetrics,
@@ -84,7 +84,5 @@ def _take_axes(run: RunMetrics, reference: RunMetrics) -> RunMetrics:
         times=tuple(BucketTime(*key, mean_ns) for key, mean_ns in times.items()),
         values=tuple(Value(*each) for each in values.items()),
         blame=tuple(replace(row, axis=names.get(row.axis or "", row.axis)) for row in run.blame),
-        groups=tuple(
-            replace(group, axis=names.get(format_axis(group), group.axis)) for group in run.groups
-        ),
+        groups=tuple(replace(group, **rename_group(group, names, mesh)) for group in run.groups),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -26,6 +26,7 @@ from stepsplit.analyzer.regression.compare import (
     format_axis,
     format_mesh,
 )
+from stepsplit.analyzer.report.axis_names import UNKNOWN_AXIS, name_group
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import extract_prediction, has_head
 from stepsplit.analyzer.report.report import INCOMPLETE, JOB_MISMATCH, Report, count_devices
@@ -34,7 +35,7 @@ from stepsplit.analyzer.report.roles import RoleJob
 from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.step_kinds import KindCalls, describe_steps
-from stepsplit.collectors.formats.run_spec import is_role
+from stepsplit.collectors.formats.run_spec import AXES, is_role
 from stepsplit.collectors.safe_io.safe_text import escape_controls
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
@@ -104,6 +105,20 @@ class CallMetrics(Struct, frozen=True):
         return self.axis, self.op, self.dtype, self.message_bytes
 
 
+def name_calls(runs: Iterable[RunMetrics]) -> Mapping[str, str]:
+    """What the calls of each axis of CallMetrics are called on screens.
+
+    Metrics and baselines have calls on no single axis by the description of their groups, so that
+    baselines of any version match. The names are those of the runs with groups: a baseline of a
+    stated mesh has none.
+    """
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for run in runs:
+        for group in run.groups:
+            names[format_axis(group)][name_group(group)] = None
+    return {UNKNOWN: UNKNOWN_AXIS} | {axis: " + ".join(own) for axis, own in names.items()}
+
+
 class BucketTime(Struct, frozen=True):
     """The mean time of a bucket per step and rank, in ns; axis None: the whole bucket."""
 
@@ -127,6 +142,7 @@ class GroupRanks(Struct, frozen=True):
     axis: str | None
     description: str
     ranks: tuple[int, ...]
+    name: str = ""
 
 
 class Doubt(Struct, frozen=True):
@@ -265,10 +281,13 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
         calls=_build_call_metrics(report),
         times=tuple(_sum_bucket_times(report)),
         blame=tuple(
-            CausedWait(b.rank, b.cause, b.axis, b.caused_ns // len(full_steps)) for b in worst
+            CausedWait(
+                b.rank, b.cause, b.axis if b.axis in AXES else None, b.caused_ns // len(full_steps)
+            )
+            for b in worst
         ),
         predicted=tuple(_list_predicted_values(report)),
-        groups=tuple(GroupRanks(g.axis, g.description, g.ranks) for g in report.groups),
+        groups=tuple(GroupRanks(g.axis, g.description, g.ranks, g.name) for g in report.groups),
         doubts=tuple(doubts),
         kinds=tuple(_build_kind_metrics(report)),
         # Every rank and step alike; an older report has no kernels.
@@ -382,7 +401,7 @@ def _sum_bucket_times(report: Report) -> Iterator[BucketTime]:
     full = {(row.rank, row.step) for row in rows}
     sums: dict[tuple[str, str], int] = defaultdict(int)
     for row in report.exposed:
-        if row.axis is not None and (row.rank, row.step) in full:
+        if row.axis in AXES and (row.rank, row.step) in full:
             for bucket in (*EXPOSED, "bubble"):
                 sums[bucket, row.axis] += getattr(row, f"{bucket}_ns")
     for (bucket, axis), ns in sorted(sums.items()):
@@ -509,7 +528,7 @@ def _compute_axis_values(report: Report, steps: _ByStep) -> Iterator[Value]:
     ranks = {number: {row.rank for row in rows} for number, rows in steps.items()}
     sums: dict[str, dict[int, int]] = defaultdict(lambda: dict.fromkeys(whole, 0))
     for row in report.exposed:
-        if row.axis is None or row.rank not in ranks.get(row.step, ()):
+        if row.axis not in AXES or row.rank not in ranks.get(row.step, ()):
             continue
         for bucket in _WAITS:
             names = (bucket, "exposed_comm") if bucket in EXPOSED else (bucket,)
@@ -654,13 +673,17 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 def to_json(runs: Sequence[RunMetrics]) -> bytes:
     """The runs as JSON text, one value per line for readable diffs.
 
-    Groups are omitted, except one of each axis if the mesh is inferred from the calls or unknown.
+    Groups are omitted, except one of each axis if the mesh is inferred from the calls or unknown,
+    and one of each description that has another name.
     """
     bodies = []
     for run in runs:
-        examples: tuple[GroupRanks, ...] = ()
-        if not has_stated_mesh(run.setup):
-            examples = tuple({format_axis(group): group for group in reversed(run.groups)}.values())
+        kept = [
+            group
+            for group in reversed(run.groups)
+            if not has_stated_mesh(run.setup) or name_group(group) != format_axis(group)
+        ]
+        examples = tuple({format_axis(group): group for group in kept}.values())
         fields = []
         for name in run.__struct_fields__:
             value = examples if name == "groups" else getattr(run, name)

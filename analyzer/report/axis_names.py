@@ -1,62 +1,50 @@
-"""What communication is called that is not along a single axis of the mesh."""
+"""What communication is called, the same in every table, chart and sentence."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Protocol
 
-from stepsplit.analyzer.report.report import GroupRow, Report, Run
-from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.analyzer.report.report import Report
 
 UNKNOWN_AXIS = "other"
 
 
-@dataclass(frozen=True, slots=True)
-class AxisNames:
-    """One name for each group and for rows without an axis, the same in every table and chart.
+class AxisGroup(Protocol):
+    """A process group with its axis."""
 
-    Attributes:
-        of_groups: by a group's id its axis; the axes of a group along several ("pp+tp"), or "all
-            ranks"; its description where the mesh is unknown.
-        without_axis: of rows whose axis is None: the name of all calls without a single axis, if
-            they have one, else "other".
-    """
+    @property
+    def axis(self) -> str | None:
+        """The axis of the mesh; None if it is not a single one."""
 
-    of_groups: Mapping[int, str]
-    without_axis: str
+    @property
+    def description(self) -> str:
+        """The description of the group in the trace."""
 
-    def name(self, axis: str | None) -> str:
-        """The axis of a row in words."""
-        return axis or self.without_axis
+    @property
+    def name(self) -> str:
+        """What its communication is called; "" in older reports and baselines."""
 
-    def name_group(self, group: int) -> str:
-        """The name of a group; "other" if the calls state none."""
-        return self.of_groups.get(group, UNKNOWN_AXIS)
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks."""
 
 
-def name_axes(report: Report) -> AxisNames:
-    """The names of the groups of a report and of its rows without an axis."""
-    mesh = find_mesh(report.run)
-    names = {group.id: group.axis or _describe(mesh, group) for group in report.groups}
-    with_axis = {group.id for group in report.groups if group.axis}
-    others = {row.group for row in report.collectives} - with_axis
-    several = {names.get(group, UNKNOWN_AXIS) for group in others}
-    return AxisNames(names, several.pop() if len(several) == 1 else UNKNOWN_AXIS)
+def name_axis(axis: str | None) -> str:
+    """The axis of a row in words; "other" if its group is unknown, or the report is older and the
+    group spans several axes."""
+    return axis or UNKNOWN_AXIS
 
 
-def find_mesh(run: Run) -> Mesh | None:
-    """The mesh of a run, if it covers all ranks of the job."""
-    try:
-        mesh = Mesh.of({one.axis: one.size for one in run.mesh or ()})
-    except ValueError:  # the report of another program
-        return None
-    return mesh if mesh.axes and mesh.world_size == run.world_size else None
+def name_group(group: AxisGroup | None) -> str:
+    """The name of a group's communication, which its rows have as axis; "other" if the calls state
+    no group, or one without description in an unknown mesh. An older report has no names."""
+    return name_axis(group.name or group.axis or group.description if group else None)
 
 
-def _describe(mesh: Mesh | None, group: GroupRow) -> str:
-    if mesh is not None and max(group.ranks, default=mesh.world_size) < mesh.world_size:
-        places = {axis: {mesh.coordinate(rank, axis) for rank in group.ranks} for axis in mesh.axes}
-        along = [axis for axis in mesh.axes if len(places[axis]) > 1]
-        if len(along) > 1:
-            return "all ranks" if len(group.ranks) == mesh.world_size else "+".join(along)
-    return group.description or UNKNOWN_AXIS
+def name_groups(report: Report) -> Mapping[int, str]:
+    """The name of each group by its id, of which calls without a group have another."""
+    return defaultdict(
+        lambda: UNKNOWN_AXIS, {group.id: name_group(group) for group in report.groups}
+    )

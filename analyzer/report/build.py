@@ -209,9 +209,15 @@ def build_run(recording: Recording, split: RunSplit, origin: int) -> Run:
 
 
 def _build_groups(split: RunSplit) -> tuple[GroupRow, ...]:
-    used = set(split.matched.group.tolist())
+    used, layout = set(split.matched.group.tolist()), split.layout
     return tuple(
-        GroupRow(i, split.layout.find_axis(group), group.description, group.ranks)
+        GroupRow(
+            i,
+            layout.find_axis(group),
+            group.description,
+            group.ranks,
+            layout.name_group(group) or "",
+        )
         for i, group in enumerate(split.matched.groups)
         if i in used
     )

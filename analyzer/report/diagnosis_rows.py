@@ -14,7 +14,8 @@ class PathPart(Struct, frozen=True):
         step: Step number.
         rank: Global rank.
         bucket: Bucket of that time, one of BUCKETS.
-        axis: Mesh axis for communication buckets; None for other buckets or an unknown axis.
+        axis: Mesh axis for communication buckets, or the name of the group as in GroupRow; None
+            for other buckets or an unknown group.
         ns: Duration in ns.
 
     Examples:
@@ -93,7 +94,7 @@ class Lateness(Struct, frozen=True):
 
     Attributes:
         rank: Global rank.
-        axis: Mesh axis; None if unknown or along several axes.
+        axis: Mesh axis, or the name of the groups as in GroupRow; None if unknown.
         message: True for sends and receives, False for collectives.
         members: Number of members per call.
         calls: Number of calls.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.report.axis_names import UNKNOWN_AXIS, name_axes
+from stepsplit.analyzer.report.axis_names import name_axis, name_groups
 from stepsplit.analyzer.report.headline import BucketMean, round_shares, summarize
 from stepsplit.analyzer.report.report import IdleRow, Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
@@ -91,8 +91,7 @@ def _describe_axis(report: Report, bucket: str) -> str:
     if not spent.total():
         return ""
     ((axis, phase), most), *_ = spent.most_common(1)
-    name = name_axes(report).name(axis)
-    where = "groups without a single axis" if name == UNKNOWN_AXIS else name
+    where = axis or "no known axis"
     op = _find_main_op(report, axis) if bucket in ("collective", "p2p") else ""
     share = units.format_percent(most / spent.total())
     return f"{share} of it on {where} in {phase}{f', mostly {op}' if op else ''}"
@@ -100,7 +99,7 @@ def _describe_axis(report: Report, bucket: str) -> str:
 
 def _find_main_op(report: Report, axis: str | None) -> str:
     """The op with more than half of the transfers on an axis; "" if there is none."""
-    groups = {group.id for group in report.groups if group.axis == axis}
+    groups = {group for group, name in name_groups(report).items() if name == name_axis(axis)}
     took: Counter[str] = Counter()
     for row in report.collectives:
         if row.group in groups:

@@ -33,7 +33,7 @@ class AxisTime(Struct, frozen=True):
     """The part of a bucket on one axis of the mesh.
 
     Attributes:
-        axis: mesh axis; None for groups that lie along no single axis.
+        axis: mesh axis, or the name of the group as in GroupRow; None if unknown.
         ns: mean per rank and step.
     """
 

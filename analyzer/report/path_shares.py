@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION
-from stepsplit.analyzer.report.axis_names import UNKNOWN_AXIS, name_axes
+from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import format_percent
 
@@ -46,13 +45,9 @@ def compute_path_shares(report: Report) -> tuple[PathShare, ...]:
         sums[part.bucket, part.axis][part.rank] += part.ns
     steps = len({part.step for part in report.critical_path})
     total = sum(ranks.total() for ranks in sums.values())
-    several = name_axes(report).without_axis
-    communication = {bucket.label for bucket in COMMUNICATION}
     shares = []
     for (bucket, axis), ranks in sums.items():
         if own := ranks.total():
-            if axis is None and bucket in communication and several != UNKNOWN_AXIS:
-                axis = several
             most = tuple((rank, ns / own) for rank, ns in ranks.most_common(MAX_NAMED_RANKS))
             others = len(ranks) - len(most)
             shares.append(PathShare(bucket, axis, own / steps, own / total, most, others))

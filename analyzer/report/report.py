@@ -326,12 +326,15 @@ class GroupRow(Struct, frozen=True):
         axis: mesh axis of the group; None if it is not a single axis.
         description: description of the group in the trace.
         ranks: global ranks in group order.
+        name: what its communication is called wherever it is named: its axis, several as "pp x tp",
+            else its description; "" if it has none, and in older reports.
     """
 
     id: int
     axis: str | None
     description: str
     ranks: tuple[int, ...]
+    name: str = ""
 
 
 class ClockRow(Struct, frozen=True):
@@ -364,7 +367,7 @@ class BlameRow(Struct, frozen=True):
         caused_skew_ns: caused skew of other ranks.
         caused_bubble_ns: caused bubble of other ranks.
         caused_ns: sum of both.
-        axis: mesh axis of the waits; None if it is not a single axis.
+        axis: mesh axis of the waits, or the name of their group as in GroupRow; None if unknown.
         steps: steps with such waits.
     """
 

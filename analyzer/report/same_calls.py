@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from stepsplit.analyzer.report.axis_names import name_axes
+from stepsplit.analyzer.report.axis_names import name_groups
 from stepsplit.analyzer.report.report import Report, count_calls_per_step
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 
@@ -36,11 +36,11 @@ def merge_groups(report: Report) -> tuple[SameCalls, ...]:
 
     Groups along several axes are one kind if these axes are the same.
     """
-    axes = name_axes(report)
+    names = name_groups(report)
     per_step = count_calls_per_step(report)
     same: dict[tuple[str, str, str | None, int | None], list[CollectiveRow]] = {}
     for row in report.collectives:
-        kind = axes.name_group(row.group), row.op, row.dtype, row.message_bytes
+        kind = names[row.group], row.op, row.dtype, row.message_bytes
         same.setdefault(kind, []).append(row)
     return tuple(
         SameCalls(kind[0], tuple(rows), tuple(per_step[row] for row in rows))

@@ -68,7 +68,7 @@ class ExposedRow(Struct, frozen=True):
     Attributes:
         rank: global rank.
         step: step number.
-        axis: mesh axis; None if it is not a single axis.
+        axis: mesh axis, or the name of the group as in GroupRow; None if unknown.
         phase: phase of the step, such as "backward".
         collective_ns: exposed collective transfers.
         p2p_ns: exposed message transfers.

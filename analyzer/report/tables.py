@@ -190,7 +190,7 @@ class Waits:
         step: step number, int32.
         bucket: index into `BUCKETS` (skew or bubble), uint8.
         owner: rank that it waits for, -1 if unknown, int32.
-        axis: mesh axis of the call, "" if it is not on a single axis.
+        axis: mesh axis of the call, or the name of its group as in GroupRow; "" if unknown.
         op: operation, one of `OPS`.
         start_ns: start in ns from the report's t0, int64.
         dur_ns: duration in ns, int64.

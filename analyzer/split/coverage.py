@@ -25,7 +25,7 @@ class Coverage:
     Compute, copy and idle time, and the sum of all buckets, are always measured.
 
     Attributes:
-        axis: Mesh axis; None for groups along several axes.
+        axis: Mesh axis, or the name of the groups as in GroupRow; None if unknown.
         groups: Number of groups that the recorded ranks used.
         whole: Groups with all members recorded.
         alone: Groups with a single member recorded.
@@ -59,7 +59,7 @@ def compute_coverage(
     """One row per axis on which the recorded ranks communicate."""
     present = {trace.rank for trace in traces}
     present_counts = [len(present & set(group.ranks)) for group in matched.groups]
-    axis_of = [layout.find_axis(group) for group in matched.groups]
+    axis_of = [layout.name_group(group) for group in matched.groups]
     used = list_distinct(matched.group[matched.group >= 0]).tolist()
     rows = []
     for axis in dict.fromkeys(axis_of[group] for group in used):

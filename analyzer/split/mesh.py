@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -54,6 +54,10 @@ _EVIDENCE = {
     MESSAGES: "messages between ranks",
     USE: "the ranks and operations of the process groups",
 }
+
+_MAX_DESCRIPTION = 64
+"""Characters of a description in a name: each exposed row and wait repeats it, and a trace may
+state one of any length. Megatron-LM's longest has 42."""
 
 _MARKED = "the code that issued the calls of the process groups"
 
@@ -107,7 +111,7 @@ class RankLayout:
         if self.mesh is None:
             described = parse_described_axis(group)
             return frozenset({described} if described else ())
-        return _find_spread_axes(self.mesh, tuple(group.ranks))
+        return find_spread_axes(self.mesh, tuple(group.ranks))
 
     def find_axis(self, group: Group) -> str | None:
         """The single axis of the group; None for several axes or a group of one rank."""
@@ -118,6 +122,12 @@ class RankLayout:
             return next(iter(axes)) if len(axes) == 1 else None
         stages = {self.find_stage(rank) for rank in group.ranks}
         return "pp" if len(stages) == len(group.ranks) else None
+
+    def name_group(self, group: Group) -> str | None:
+        """What the communication of the group is called wherever it is named: its axis, the axes
+        that it spans ("pp x tp"), else its description; None if it has none."""
+        axes = self.find_axis(group) or format_axes(self.find_axes(group))
+        return axes or group.description[:_MAX_DESCRIPTION] or None
 
     def find_line(self, rank: int, peer: int) -> tuple[int, ...]:
         """All ranks that differ from both ranks only along the one axis in which the two differ; ()
@@ -132,8 +142,13 @@ class RankLayout:
         return along[0] if len(along) == 1 else ()
 
 
+def format_axes(axes: Collection[str]) -> str:
+    """The axes of a group as a product, outermost first, such as "dp_shard x cp"."""
+    return " x ".join(sorted(axes, key=AXES.index))
+
+
 @lru_cache(maxsize=65_536)
-def _find_spread_axes(mesh: Mesh, ranks: tuple[int, ...]) -> frozenset[str]:
+def find_spread_axes(mesh: Mesh, ranks: tuple[int, ...]) -> frozenset[str]:
     """The axes along which these ranks differ; asked for again with every call of a group."""
     spread = {axis: {mesh.coordinate(rank, axis) for rank in ranks} for axis in mesh.axes}
     return frozenset(axis for axis in mesh.axes if len(spread[axis]) > 1)
@@ -206,7 +221,7 @@ def _is_possible(axis: str, along: frozenset[str], *, marked: bool) -> bool:
 
 def _note_contradiction(layout: RankLayout, ranks: Sequence[int], axis: str, evidence: str) -> Note:
     along = layout.find_axes(Group("", tuple(ranks), ""))
-    where = " x ".join(sorted(along, key=AXES.index)) or "no axis"
+    where = format_axes(along) or "no axis"
     some = units.format_number_list(ranks)
     return Note(
         "mesh_contradicted",

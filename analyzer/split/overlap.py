@@ -32,7 +32,7 @@ class Overlap:
 
     Attributes:
         rank: Global rank; None for the sum over all ranks.
-        axis: Mesh axis of the groups; None if unknown or along several axes.
+        axis: Mesh axis of the groups, or their name as in GroupRow; None if unknown.
         op: Operation, such as "all_gather".
         moved_ns: Time in which data was transferred, in ns.
         hidden_ns: Part of moved_ns overlapped by compute, in ns.
@@ -68,7 +68,7 @@ def compute_overlaps(
 ) -> tuple[Overlap, ...]:
     """The rows of one rank, by axis and op, for transfers inside the windows.
 
-    axes has one entry per group of the rank; waits are excluded. The windows are in order.
+    axes has the name of each group of the rank; waits are excluded. The windows are in order.
     """
     moving = pieces.select(np.isin(pieces.bucket, TRANSFERS))
     blocking = held.select_blocking(moving)

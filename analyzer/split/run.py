@@ -66,6 +66,7 @@ from stepsplit.analyzer.trace import (
     COMPILES,
     RANKS_MISSING,
     WORLD_SIZE_UNKNOWN,
+    Bool,
     Category,
     Group,
     Lack,
@@ -376,7 +377,7 @@ def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
 
 
 def _compute_overlaps(rank: RankSplit, context: RunContext) -> tuple[Overlap, ...]:
-    axes = [context.layout.find_axis(group) for group in rank.trace.groups]
+    axes = [context.layout.name_group(group) for group in rank.trace.groups]
     return compute_overlaps(
         rank.trace.rank, rank.trace.calls, axes, rank.windows.counted,
         rank.pieces, rank.held, rank.work.compute,
@@ -461,11 +462,13 @@ def split_rank(
     guesses = context.arrivals.estimated[rows] | held.estimated
     guessed = attribution.exposed.window[guesses[attribution.exposed.call]]
     phases = infer_phases(trace, windows.windows, layout)
-    # Group -1, of a call whose group is unknown, has no axis.
-    axes = (*(layout.find_axis(group) for group in trace.groups), None)
-    exposed_groups = trace.calls.group_id[attribution.exposed.call].tolist()
-    axis = tuple(axes[group] for group in exposed_groups)
-    waits = _list_pipeline_waits(attribution.exposed, axis, len(windows.windows), clock)
+    # Group -1, of a call whose group is unknown, has no name.
+    axes = (*(layout.name_group(group) for group in trace.groups), None)
+    exposed_groups = trace.calls.group_id[attribution.exposed.call]
+    axis = tuple(axes[group] for group in exposed_groups.tolist())
+    single = (*(layout.find_axis(group) for group in trace.groups), None)
+    is_within = np.array([one not in ("pp", None) for one in single])[exposed_groups]
+    waits = _list_pipeline_waits(attribution.exposed, is_within, len(windows.windows), clock)
     grids = tuple(
         build_grid(trace.rank, window.step, common_slots[low:high], own)
         for window, own, (low, high) in zip(windows.windows, waits, edges.tolist(), strict=True)
@@ -500,11 +503,10 @@ def split_rank(
 
 
 def _list_pipeline_waits(
-    exposed: Exposed, axis: Sequence[str | None], steps: int, clock: Clock
+    exposed: Exposed, is_within: Bool, steps: int, clock: Clock
 ) -> Iterator[Intervals]:
     """When a rank waits for other stages and for their messages in each step, on the common clock;
-    messages within a stage, as of a context-parallel ring, are part of its passes."""
-    is_within = np.array([one not in ("pp", None) for one in axis], dtype=np.bool_)
+    messages within a stage (is_within), as of a context-parallel ring, are part of its passes."""
     is_message = (exposed.bucket == Bucket.P2P) & ~is_within
     rows = np.flatnonzero(is_message | (exposed.bucket == Bucket.BUBBLE))
     rows = rows[np.lexsort((exposed.start_ns[rows], exposed.window[rows]))]

@@ -32,18 +32,21 @@ from stepsplit.analyzer.trace import (
 UNKNOWN_AXIS = "unknown"
 
 
-class KindCalls(Struct, frozen=True):
+class KindCalls(Struct, frozen=True, omit_defaults=True):
     """The calls of one op along one axis in a step, summed over the recorded ranks.
 
     Attributes:
-        axis: mesh axis, else the description of the group, else "unknown".
+        axis: mesh axis, else the description of the group, else "unknown": by this and op, kinds
+            are matched, also with those of older baselines.
         op: operation, such as "all_gather".
         calls: calls in each of these steps.
+        name: what the calls are called, as in GroupRow; "" if that is axis.
     """
 
     axis: str
     op: str
     calls: int
+    name: str = ""
 
 
 class StepKind(Struct, frozen=True):
@@ -78,7 +81,7 @@ class StepKind(Struct, frozen=True):
         more = [(one, one.calls - usual.get((one.axis, one.op), 0)) for one in self.calls]
         called = [
             f"{units.format_per_step(count / ranks)} {one.op}"
-            + ("" if one.axis == UNKNOWN_AXIS else f" on {one.axis}")
+            + ("" if one.axis == UNKNOWN_AXIS else f" on {one.name or one.axis}")
             for one, count in more
             if count > 0
         ]
@@ -233,6 +236,10 @@ def find_step_kinds(
                 text = events.name_of(row)
                 if place >= 0 and not _OF_PROFILER.match(text):
                     ranges[windows[place].step][_NUMBER.sub("#", text)] += 1
+    names = defaultdict[str, dict[str, None]](dict)
+    for axis, group in zip(axes, matched.groups, strict=True):
+        names[axis][layout.name_group(group) or UNKNOWN_AXIS] = None
+    called = {axis: " + ".join(own) for axis, own in names.items() if [*own] != [axis]}
     alike: dict[tuple[frozenset[tuple[tuple[str, str], int]], int], list[int]] = defaultdict(list)
     for number in others:
         key = frozenset(calls[number].items())
@@ -256,7 +263,7 @@ def find_step_kinds(
             kind=name,
             steps=tuple(own),
             calls=tuple(
-                KindCalls(*what, count)
+                KindCalls(*what, count, called.get(what[0], ""))
                 for what, count in sorted(_find_most_common(own, calls).items())
             ),
             kernels=sum(kernels[number] for number in own) / len(own),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-
-from stepsplit.collectors.formats.run_spec import AXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +86,3 @@ def sums_after_each_microbatch(strategies: Iterable[Strategy]) -> bool:
     """Whether accumulated gradients are reduced after each microbatch instead of once."""
     found = find_accumulation(strategies)
     return found is not None and found.sums is GradientSums.AFTER_EACH
-
-
-def format_axes(axes: Collection[str], unknown: str) -> str:
-    """The axes of a group joined in mesh order, such as "dp_shard x cp"; unknown if there are
-    none."""
-    return " x ".join(sorted(axes, key=AXES.index)) or unknown

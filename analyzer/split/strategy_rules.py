@@ -9,7 +9,7 @@ import numpy as np
 
 from stepsplit.analyzer.arrays import is_inside
 from stepsplit.analyzer.split.call_purposes import find_spans
-from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.mesh import DATA_AXES, format_axes
 from stepsplit.analyzer.split.protocols import name_expert_library
 from stepsplit.analyzer.split.signature import (
     UNKNOWN_AXIS,
@@ -24,7 +24,7 @@ from stepsplit.analyzer.split.signature import (
     OnAnyGroup,
     Pattern,
 )
-from stepsplit.analyzer.split.strategy import Accumulation, GradientSums, format_axes
+from stepsplit.analyzer.split.strategy import Accumulation, GradientSums
 from stepsplit.analyzer.split.strategy_evidence import AFTER, BACKWARD, FORWARD
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64
 
@@ -136,7 +136,7 @@ OWNED = Pattern(needs=(REPLICATED, UPDATED_BY_OWNERS))
 def name_data_axis(calls: CallSet) -> str:
     """The axes of a data parallel group, such as "dp_shard x cp"."""
     unknown = "dp_shard" if calls.satisfies(SHARDED) else "dp_replicate"
-    return format_axes(calls.axes - {"ep"}, unknown)
+    return format_axes(calls.axes - {"ep"}) or unknown
 
 
 def describe_replicas(calls: CallSet) -> str | None:

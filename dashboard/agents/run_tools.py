@@ -9,7 +9,7 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.axis_names import name_axes
+from stepsplit.analyzer.report.axis_names import name_axis
 from stepsplit.analyzer.report.explain import explain_idle, list_unexplained_buckets
 from stepsplit.analyzer.report.headline import describe_lacks, sum_exposed_by_phase, summarize
 from stepsplit.analyzer.report.kind_rows import describe_other_steps
@@ -98,7 +98,6 @@ def describe_step(recordings: Recordings, query: RunQuery) -> ToolAnswer:
     summary = report.summary or summarize(report.steps, report.exposed)
     if summary is None:
         return ToolAnswer("no step", cannot_answer=list_unknowns(report, "summary"))
-    named = name_axes(report)
     values: dict[str, object] = {
         **pick(summary, "steps", "step_ns", "median_ns", "p99_ns", "slowest_ns"),
         **pick(summary, "overlapped_ns", "bubble_covered_ns", "ambiguous_ns"),
@@ -112,7 +111,7 @@ def describe_step(recordings: Recordings, query: RunQuery) -> ToolAnswer:
             one.bucket,
             one.mean_ns,
             round(one.share, 4),
-            {named.name(axis.axis): axis.ns for axis in one.by_axis},
+            {name_axis(axis.axis): axis.ns for axis in one.by_axis},
             one.worst_rank,
             one.worst_ns,
         )
@@ -204,11 +203,11 @@ def list_waits(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
     """Who waits for whom, and why."""
     opened = recordings.open(query.recording)
     report = opened.report
-    steps, named = len(list_full_steps(report.steps)) or 1, name_axes(report)
+    steps = len(list_full_steps(report.steps)) or 1
     caused = [
         {
             **pick(row, "rank", "cause"),
-            "axis": named.name(row.axis),
+            "axis": name_axis(row.axis),
             "caused_skew_ns": row.caused_skew_ns // steps,
             "caused_bubble_ns": row.caused_bubble_ns // steps,
         }
@@ -217,7 +216,7 @@ def list_waits(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
     late = [
         {
             **pick(row, "rank", "last_fraction", late_median_ns="late_ns_median"),
-            "axis": named.name(row.axis),
+            "axis": name_axis(row.axis),
         }
         for row in report.lateness
         if row.straggler
@@ -291,9 +290,9 @@ def list_collectives(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
                 max(rates) if rates else None,
             )
         )
-    full, named = len(select_full_steps(report.steps)) or 1, name_axes(report)
+    full = len(select_full_steps(report.steps)) or 1
     exposed = [
-        {"axis": named.name(axis), "phase": phase}
+        {"axis": name_axis(axis), "phase": phase}
         | {f"{part}_ns": ns // full for part, ns in parts.items()}
         for (axis, phase), parts in sum_exposed_by_phase(report.steps, report.exposed).items()
     ]

@@ -21,7 +21,7 @@ from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.gap.comm_gap import model_busbw
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.regression.compare import RunComparison
-from stepsplit.analyzer.report.axis_names import name_axes
+from stepsplit.analyzer.report.axis_names import name_groups
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import extract_job, extract_prediction
 from stepsplit.analyzer.report.report import Gap, MemoryRow, Pipeline, Report
@@ -214,12 +214,12 @@ def estimate_total_ns(row: CollectiveRow) -> int:
 def list_median_calls(report: Report) -> list[tuple[MedianCall, CollectiveRow]]:
     """The kinds of calls with the largest total time, each by the median call of its slowest
     group, and that group's row."""
-    axes = name_axes(report)
+    names = name_groups(report)
     kinds: dict[str, CollectiveRow] = {}
     # Ascending: of the groups of a kind the slowest is kept.
     for row in sorted(report.collectives, key=estimate_total_ns):
         size = "size unknown" if row.message_bytes is None else format_size(row.message_bytes)
-        kinds[f"{row.op} on {axes.name_group(row.group)}, {size}"] = row
+        kinds[f"{row.op} on {names[row.group]}, {size}"] = row
     largest = sorted(kinds.items(), key=lambda item: -estimate_total_ns(item[1]))[:KINDS]
     return [
         (MedianCall(words, row.transfer_ns_median, row.wait_ns_median), row)
@@ -229,10 +229,10 @@ def list_median_calls(report: Report) -> list[tuple[MedianCall, CollectiveRow]]:
 
 def collect_bandwidth(report: Report) -> tuple[list[BandwidthPoint], list[Curve]]:
     """The measured bandwidths by size, and the model's curves around them."""
-    axes = name_axes(report)
+    names = name_groups(report)
     points = [
         BandwidthPoint(
-            axes.name_group(row.group), row.op, row.message_bytes, row.busbw_bytes_per_s,
+            names[row.group], row.op, row.message_bytes, row.busbw_bytes_per_s,
             row.count,
         )
         for row in report.collectives if row.message_bytes and row.busbw_bytes_per_s

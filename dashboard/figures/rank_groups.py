@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.report.axis_names import find_mesh
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import Report, Run
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.collectors.formats.run_spec import Mesh
 from stepsplit.dashboard.figures.communication import RankGroup
@@ -71,7 +70,7 @@ def list_groupings(
     report: Report, stages: Mapping[int, int | None], hosts: Mapping[int, str | None]
 ) -> tuple[RankGrouping, ...]:
     """The ways to group the ranks that yield several groups: by stage, host and mesh axis."""
-    mesh = find_mesh(report.run)
+    mesh = _find_mesh(report.run)
     by_stage: dict[int, _Label | None] = {}
     for rank, stage in stages.items():
         number = stage
@@ -88,6 +87,15 @@ def list_groupings(
         keys[axis] = _label_axis_groups(axis, mesh, report)
     made = (_group_ranks(by, own) for by, own in keys.items())
     return tuple(one for one in made if len(one.groups) > 1)
+
+
+def _find_mesh(run: Run) -> Mesh | None:
+    """The mesh of a run, if it covers all ranks of the job."""
+    try:
+        mesh = Mesh.of({one.axis: one.size for one in run.mesh or ()})
+    except ValueError:  # the report of another program
+        return None
+    return mesh if mesh.axes and mesh.world_size == run.world_size else None
 
 
 def _label_axis_groups(axis: str, mesh: Mesh | None, report: Report) -> dict[int, _Label | None]:

@@ -9,7 +9,7 @@ import numpy as np
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.report.axis_names import AxisNames, name_axes
+from stepsplit.analyzer.report.axis_names import name_axis, name_groups
 from stepsplit.analyzer.report.diagnosis_rows import Lateness
 from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report, describe_ideal_bubble
 from stepsplit.analyzer.report.step_rows import list_full_steps
@@ -76,13 +76,13 @@ def build_collectives_page(view: View, chosen: AddressQuery) -> list[Component]:
     if not report.collectives:
         hint = "The recording has no collectives and no messages: was it a single-process job?"
         return [build_empty_card("No communication", hint)]
-    axes = name_axes(report)
+    names = name_groups(report)
     largest = list_median_calls(report)
     calls = [call for call, _ in largest]
     note = "median call of the slowest group"
     link = build_mark_link(view, "{key}")
     longest = _find_longest_waits(view)
-    keys = [longest.get((row.op, axes.name_group(row.group)), "") for _, row in largest]
+    keys = [longest.get((row.op, names[row.group]), "") for _, row in largest]
     figure = build_graph("wait-transfer", draw_wait_against_transfer(calls, keys), link)
     times = [build_section("Wait and transfer time", note, figure)]
     # The figures of the two columns have about the same height then.
@@ -107,7 +107,7 @@ def _find_longest_waits(view: View) -> dict[tuple[str, str], str]:
     """By op and the name of its axis, where in the timeline its longest wait in a full step is."""
     if view.tables is None or not view.run_id:
         return {}
-    waits, axes = view.tables.waits, name_axes(view.report)
+    waits = view.tables.waits
     left = np.isin(waits.step, list_full_steps(view.report.steps))
     found: dict[tuple[str, str], str] = {}
     # One pass over all waits for each kind: there are many waits, of few kinds.
@@ -118,7 +118,7 @@ def _find_longest_waits(view: View) -> dict[tuple[str, str], str]:
         rank, owner = int(waits.rank[at]), int(waits.owner[at])
         both = f"&open={rank},{owner}" if owner >= 0 else ""
         span = build_span_key(rank, int(waits.start_ns[at]), int(waits.dur_ns[at])) + both
-        found[str(waits.op[one]), axes.name(str(waits.axis[one]))] = span
+        found[str(waits.op[one]), name_axis(str(waits.axis[one]))] = span
         left &= ~own
     return found
 
@@ -211,14 +211,13 @@ def build_stragglers(view: View) -> list[html.Section]:
     )
     calls = [one for one in late if not one.message]
     messages = [one for one in late if one.message]
-    axes = name_axes(view.report)
     parts: list[Component] = []
     if calls:
-        rows = [_build_late_row(view, axes, one) for one in calls[:MAX_ROWS]]
+        rows = [_build_late_row(view, one) for one in calls[:MAX_ROWS]]
         parts.append(build_table(_HEADS, rows))
     if messages:
         label = "messages (the schedule decides which end waits)"
-        rows = [_build_late_row(view, axes, one) for one in messages[:MAX_ROWS]]
+        rows = [_build_late_row(view, one) for one in messages[:MAX_ROWS]]
         parts.append(
             build_collapsed(label + format_hidden_rows(messages), build_table(_HEADS, rows))
         )
@@ -231,11 +230,11 @@ def build_stragglers(view: View) -> list[html.Section]:
     return [build_section("Stragglers", note, *parts)] if parts else []
 
 
-def _build_late_row(view: View, axes: AxisNames, lateness: Lateness) -> list[Cell]:
+def _build_late_row(view: View, lateness: Lateness) -> list[Cell]:
     pill = html.Span("straggler", className="pill failed") if lateness.straggler else ""
     return [
         build_rank_cell(view, lateness.rank),
-        Cell(axes.name(lateness.axis)),
+        Cell(name_axis(lateness.axis)),
         Cell(pill),
         build_count_cell(lateness.calls),
         build_share_cell(lateness.last_fraction),
@@ -252,10 +251,9 @@ def build_overlap(report: Report) -> list[html.Section]:
     kinds = [one for one in sum_overlaps(own) if one.moved_ns]
     if not kinds or not steps:
         return []
-    axes = name_axes(report)
     rows = [
         [
-            Cell(axes.name(one.axis)),
+            Cell(name_axis(one.axis)),
             Cell(one.op),
             build_time_cell(one.moved_ns / steps),
             build_time_cell(one.hidden_ns / steps),

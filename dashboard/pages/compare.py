@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.regression.compare import (
-    OTHER,
     CallsChange,
     Change,
     ExposedChange,
@@ -23,6 +22,7 @@ from stepsplit.analyzer.regression.compare import (
     compare_with_baseline,
 )
 from stepsplit.analyzer.regression.scaling import Work, build_scaling
+from stepsplit.analyzer.report.axis_names import name_axis
 from stepsplit.analyzer.report.part_rows import name_part
 from stepsplit.analyzer.units import (
     format_date,
@@ -396,7 +396,7 @@ def _build_calls(comparison: RunComparison) -> list[html.Section]:
 
 def _format_axes(row: ExposedChange | CallsChange) -> str:
     """The axis of a row; if the meshes differ, those of the baseline and of the candidate."""
-    return " → ".join(axis for axis in (row.axis or OTHER, row.candidate_axis) if axis)
+    return " → ".join(axis for axis in (name_axis(row.axis), row.candidate_axis) if axis)
 
 
 def _note_meshes(comparison: RunComparison, by: str) -> str:
@@ -560,7 +560,7 @@ def _build_exposed_rows(comparisons: Sequence[RunComparison]) -> list[list[Cell]
         _build_group_row(title, len(comparisons) + 1),
         *(
             _build_text_row(
-                f"{bucket} on {axis or 'other'}",
+                f"{bucket} on {name_axis(axis)}",
                 [format_milliseconds(ns) for ns in times[axis, bucket]],
             )
             for axis, bucket in ordered

@@ -11,7 +11,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.axis_names import UNKNOWN_AXIS, name_axes
+from stepsplit.analyzer.report.axis_names import name_axis
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     compute_mean_step_ns,
@@ -328,10 +328,9 @@ def build_exposed_table(report: Report) -> list[html.Section]:
     compute_ns = sum(row.compute_ns for row in full)
     counts = round_parts([compute_ns, *parts_ns], unit_ns * len(full))[1:]
     shown = dict(zip(places, counts, strict=True))
-    axes = name_axes(report)
     rows = [
         [
-            Cell(axes.name(axis)),
+            Cell(name_axis(axis)),
             Cell(phase),
             *(
                 build_number_cell(
@@ -362,14 +361,13 @@ def build_blame_table(view: View) -> list[html.Section]:
     windows = sum(row.step in numbers for row in report.steps)
     if not report.blame or not windows:
         return []
-    axes = name_axes(report)
     # A column that says "other" in each row says nothing.
-    has_axes = axes.without_axis != UNKNOWN_AXIS or any(row.axis for row in report.blame)
+    has_axes = any(row.axis for row in report.blame)
     rows = [
         [
             build_rank_cell(view, row.rank, step=row.steps[len(row.steps) // 2]),
             Cell(row.cause),
-            Cell(axes.name(row.axis) if has_axes else ""),
+            Cell(name_axis(row.axis) if has_axes else ""),
             build_time_cell(row.caused_skew_ns / windows),
             build_time_cell(row.caused_bubble_ns / windows),
             build_time_cell(row.caused_ns / windows),
@@ -570,10 +568,9 @@ def build_coverage(report: Report) -> list[html.Section]:
     parts: list[html.P | DataTable] = [html.P(missing)] if missing else []
     if report.coverage:
         heads = ("axis", "waits", "groups", "complete", "one rank only", "calls", "unmatched")
-        axes = name_axes(report)
         rows = [
             [
-                Cell(axes.name(one.axis)),
+                Cell(name_axis(one.axis)),
                 Cell(_WAITS[one.holds]),
                 build_count_cell(one.groups),
                 build_count_cell(one.whole),

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from dash import html
 
+from stepsplit.analyzer.report.axis_names import name_group
 from stepsplit.analyzer.report.diagnosis_rows import PathKernel
 from stepsplit.analyzer.report.report import EventRef, Finding, Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
@@ -100,6 +101,6 @@ def _list_waiting(report: Report, blamed: Collection[int]) -> Sequence[int]:
             axes[row.axis] += row.caused_ns
     for axis, _ in axes.most_common(1):
         for group in report.groups:
-            if group.axis == axis and set(blamed) & set(group.ranks):
+            if name_group(group) == axis and set(blamed) & set(group.ranks):
                 return [rank for rank in group.ranks if rank not in blamed]
     return ()

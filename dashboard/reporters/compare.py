@@ -8,13 +8,13 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.regression.compare import (
-    OTHER,
     CallsChange,
     CallStats,
     ExposedChange,
     RunComparison,
     Side,
 )
+from stepsplit.analyzer.report.axis_names import name_axis
 from stepsplit.analyzer.report.part_rows import name_part
 from stepsplit.dashboard.reporters.console import DIM, Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, build_table
@@ -266,7 +266,7 @@ def _format_share(part_ns: int, whole_ns: int) -> str:
 
 def format_axes(row: ExposedChange | CallsChange) -> str:
     """The axis of a row; if the meshes differ, those of the baseline and of the candidate."""
-    axes = (row.axis or OTHER,) + ((row.candidate_axis,) if row.candidate_axis else ())
+    axes = (name_axis(row.axis),) + ((row.candidate_axis,) if row.candidate_axis else ())
     short = (" + ".join(AXIS_SHORT.get(one, one) for one in side.split(" + ")) for side in axes)
     return " -> ".join(short)
 

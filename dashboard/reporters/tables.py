@@ -65,15 +65,14 @@ def format_slow_steps(report: Report) -> list[Text]:
 
 def format_coverage(report: Report) -> list[Text]:
     """The axes whose waits are estimates because ranks or calls are missing."""
-    from stepsplit.analyzer.report.axis_names import name_axes
+    from stepsplit.analyzer.report.axis_names import name_axis
     from stepsplit.analyzer.report.step_rows import select_full_steps
 
     partial = [row for row in report.coverage if row.holds != "measured"]
     if not partial or not select_full_steps(report.steps):
         return []
-    axes = name_axes(report)
     parts = [
-        f"{axes.name(row.axis)} {'estimated' if row.holds == 'estimated' else 'partly estimated'} "
+        f"{name_axis(row.axis)} {'estimated' if row.holds == 'estimated' else 'partly estimated'} "
         f"({row.whole} of {row.groups} groups complete)"
         for row in partial
     ]

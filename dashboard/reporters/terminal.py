@@ -15,7 +15,7 @@ from rich.table import Table
 from stepsplit.analyzer import units
 from stepsplit.analyzer.bucket_styles import TERMINAL_STYLE
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.axis_names import name_axes
+from stepsplit.analyzer.report.axis_names import name_axis
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     BucketMean,
@@ -258,7 +258,7 @@ class BucketTable:
     """
 
     def __init__(self, report: Report, summary: Summary | None) -> None:
-        self._names, self._axes = name_axes(report), list[str | None]()
+        self._axes = list[str | None]()
         if summary is not None:
             used = dict.fromkeys(part.axis for row in summary.buckets for part in row.by_axis)
             # A mesh may have axes of any name, and without their column a row would not add up.
@@ -289,7 +289,7 @@ class BucketTable:
 
     def _build(self, axes: bool, model: bool, causes: bool, bars: bool) -> Table:
         """The table with these columns; causes are those of idle time."""
-        shown = map(self._names.name, self._axes if axes else ())
+        shown = map(name_axis, self._axes if axes else ())
         names = [AXIS_SHORT.get(name, name) for name in shown]
         compared = self._compared if model else ()
         bar = ("",) if bars else ()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from scipy import stats
-from support.gate_builders import BLAME, CALLS, MS, SETUP, TIMES, check, run, runs
+from support.gate_builders import BLAME, CALLS, GROUPS, MS, SETUP, TIMES, check, run, runs
 
 from stepsplit.analyzer import CheckedMetric, DataError, UsageError
 from stepsplit.analyzer.regression.checks import parse_budgets
@@ -421,3 +421,28 @@ def test_meshes_that_the_jobs_state_are_refused_if_they_differ() -> None:
     ]
     with pytest.raises(UsageError, match="mesh is dp_replicate 4 in base, tp 4 in own"):
         check(stated[1:], stated[:1], "calls:exact")
+
+
+def test_calls_along_several_axes_match_older_baselines_and_are_named_as_on_screens() -> None:
+    """A baseline has such calls by the description of their groups, and no groups if the mesh is
+    stated."""
+    norm, more = (
+        CallMetrics("WEIGHTS_GROUP", "all_reduce", "float32", 4, calls, False, 30_000, 0)
+        for calls in (4, 8)
+    )
+    named = GroupRanks(None, "WEIGHTS_GROUP", (0, 1, 2, 3), "dp_replicate x tp")
+    base = [replace(run("base", {}, calls=(*CALLS, norm)), groups=())]
+    same, grown = (
+        replace(run("own", {}, calls=(*CALLS, calls)), groups=(*GROUPS, named))
+        for calls in (norm, more)
+    )
+    assert judged([same], base, "calls:exact").answer == "pass"
+    for rule in ("calls:exact", "calls.WEIGHTS_GROUP:exact", "calls.dp_replicate x tp:exact"):
+        verdict = check_candidate([grown], base, parse_budgets([rule]))
+        assert verdict.gated[0].note == "dp_replicate x tp all_reduce 4 -> 8"
+        assert [row.axis for row in verdict.calls] == ["dp_replicate x tp"]
+        (cause,) = verdict.causes
+        assert cause.message.startswith("dp_replicate x tp all_reduce: +4 calls per step")
+        assert cause.group == (0, 1, 2, 3)
+    # Of a baseline file as candidate, too, which has one group of each description.
+    assert check([grown], base, "calls:exact").gated[0].note.startswith("dp_replicate x tp ")

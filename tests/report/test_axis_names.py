@@ -1,42 +1,72 @@
-"""One name for the communication of groups along several axes, on every page and screen."""
+"""One name for the communication of groups along several axes, wherever it is shown."""
 
 from __future__ import annotations
 
-from msgspec import structs
-from support.page_text import read_tables
-from support.report_builders import MS, report_and_tables
+import io
+from pathlib import Path
 
-from stepsplit.analyzer.report.axis_names import name_axes
-from stepsplit.analyzer.report.report import AxisSize, BlameRow, ExposedRow, GroupRow, Report
+import pytest
+from msgspec import structs
+from rich.console import Console
+from support.builders import GpuTrace
+from support.page_text import read_tables
+from support.perfetto_file import read
+
+from stepsplit.analyzer import Report, what_if
+from stepsplit.analyzer.analysis import Analysis, examine
+from stepsplit.analyzer.regression.compare import compare_reports
+from stepsplit.analyzer.regression.metrics import extract_metrics
+from stepsplit.analyzer.report.axis_names import name_groups
+from stepsplit.analyzer.report.report import GroupRow
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.collectors import Mesh, RunSpec
+from stepsplit.collectors.formats.run_spec import to_json
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.overview import (
     build_blame_table,
     build_collective_table,
     build_exposed_table,
 )
+from stepsplit.dashboard.pages.timeline import build_band
+from stepsplit.dashboard.reporters.compare import build_exposed_section
+from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 from stepsplit.dashboard.reporters.terminal import build_collectives_table
 
+MESH = Mesh.of({"pp": 2, "dp_replicate": 2, "tp": 2})
+GROUPS = [
+    ("9", "WEIGHTS_GROUP", [0, 1, 2, 3]), ("9", "WEIGHTS_GROUP", [4, 5, 6, 7]),
+    ("8", "HEADS_GROUP", [0, 1, 4, 5]), ("8", "HEADS_GROUP", [2, 3, 6, 7]),
+]  # fmt: skip
+NAMES = {"pp x tp", "dp_replicate x tp"}
 
-def with_gradient_norm(*groups: GroupRow) -> Report:
-    """The run with two replicas, whose optimizers wait in an all_reduce over these groups."""
-    report, _ = report_and_tables()
-    mesh = (AxisSize("dp_replicate", 2), AxisSize("pp", 2), AxisSize("tp", 2))
-    norms = [
-        CollectiveRow(one.id, "all_reduce", "float32", 4, 8, MS, 2 * MS, None, None)
-        for one in groups
-    ]
-    waits = [
-        ExposedRow(row.rank, row.step, None, "optimizer", MS, 0, MS, 0) for row in report.steps
-    ]
-    return structs.replace(
-        report,
-        run=structs.replace(report.run, mesh=mesh, world_size=8),
-        groups=(*report.groups, *groups),
-        collectives=(*report.collectives, *norms),
-        exposed=(*report.exposed, *waits),
-        blame=(BlameRow(3, "compute", 8 * MS, 0, 8 * MS, None, (5,)),),
-    )
+
+def record(folder: Path, late_us: int = 200, mesh: Mesh | None = MESH) -> Path:
+    """Eight ranks, of which the last comes late to an all_reduce over the ranks of its stage, and
+    then to one over those of its replica."""
+    folder.mkdir()
+    (folder / "run.json").write_text(to_json(RunSpec("run", 8, "nccl", mesh=mesh)))
+    for rank in range(8):
+        trace = GpuTrace(rank, 8, groups=[one for one in GROUPS if rank in one[2]])
+        own = late_us if rank == 7 else 0
+        for step in range(3):
+            begin, end = 4000 * step, 4000 * step + 4000
+            trace.step(step, begin, end).kernel("gemm", begin, begin + 1000 + own)
+            trace.all_reduce(begin + 1000 + own, begin + 1400 + late_us, group="9")
+            trace.kernel("gemm", begin + 1400 + late_us, begin + 2000 + late_us + own)
+            trace.all_reduce(begin + 2000 + late_us + own, begin + 2500 + 2 * late_us, group="8")
+            trace.kernel("gemm", begin + 2500 + 2 * late_us, end)
+        trace.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def analysis(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
+    return examine([record(tmp_path_factory.mktemp("names") / "run")])
+
+
+@pytest.fixture(scope="module")
+def slower(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return examine([record(tmp_path_factory.mktemp("names") / "run", late_us=500)]).report
 
 
 def list_axes(report: Report) -> set[str]:
@@ -49,43 +79,63 @@ def list_axes(report: Report) -> set[str]:
     return {row["axis"] for rows in read_tables(sections) for row in rows}
 
 
-def test_a_group_along_several_axes_has_their_names_in_every_table() -> None:
-    norms = [
-        GroupRow(7 + at, None, "MODEL_PARALLEL_GROUP", tuple(range(4 * at, 4 * at + 4)))
-        for at in (0, 1)
-    ]
-    report = with_gradient_norm(*norms)
-    assert list_axes(report) == {"pp", "tp", "pp+tp"}
-    assert "pp+tp" in list(build_collectives_table(report).columns[0].cells)
+def test_every_table_names_both_kinds_by_their_axes(analysis: Analysis) -> None:
+    assert list_axes(analysis.report) == NAMES
+    assert {*build_collectives_table(analysis.report).columns[0].cells} == NAMES
 
 
-def test_a_group_of_all_ranks_is_called_so() -> None:
-    assert list_axes(with_gradient_norm(GroupRow(7, None, "default_pg", tuple(range(8))))) == {
-        "pp",
+def test_the_compared_runs_have_a_row_for_each_kind(analysis: Analysis, slower: Report) -> None:
+    comparison = compare_reports(analysis.report, slower)
+    assert {row.axis for row in comparison.collectives} == NAMES
+    assert {row.axis for row in comparison.exposed} == NAMES
+    screen = Console(file=io.StringIO(), width=100)
+    screen.print(*build_exposed_section(comparison))
+    text = screen.file.getvalue()
+    assert "pp x tp skew" in text or "pp x tp bubble" in text
+    assert "other" not in text
+
+
+def test_the_timeline_and_its_export_name_the_calls_alike(analysis: Analysis) -> None:
+    tables = analysis.tables
+    assert {*tables.waits.axis.tolist()} == NAMES
+    band = build_band(6, tables.segments, tables.waits)
+    assert {*band.names} == {"", *(f"all_reduce on {name}" for name in NAMES)}
+    exported = read(b"".join(perfetto_trace(analysis.report, tables)))
+    waits = {one.name.partition("(")[2] for one in exported.slices if "waits for" in one.name}
+    assert waits == {f"{name} all_reduce)" for name in NAMES}
+
+
+def test_what_if_on_other_hardware_lists_each_kind(tmp_path: Path) -> None:
+    found = what_if(record(tmp_path / "run"), hardware="h200-sxm", recorded_on="h100-sxm")
+    assert found.carried is not None
+    assert {one.axis for one in found.carried.calls} == NAMES
+
+
+def test_metrics_keep_the_keys_of_older_baselines(analysis: Analysis) -> None:
+    """Calls by the description of their group, and times and values of single axes only."""
+    metrics = extract_metrics(analysis.report, "run")
+    assert metrics.calls is not None
+    assert {one.axis for one in metrics.calls} == {"WEIGHTS_GROUP", "HEADS_GROUP"}
+    assert {one.axis for one in metrics.times} == {None}
+    assert {one.axis for one in metrics.blame} == {None}
+    assert not [one for one in metrics.values if " x " in one.metric]
+
+
+def test_without_a_mesh_a_group_has_its_description(tmp_path: Path) -> None:
+    report = examine([record(tmp_path / "run", mesh=None) / "rank7_trace.json.gz"]).report
+    assert {*name_groups(report).values()} == {"WEIGHTS_GROUP", "HEADS_GROUP"}
+    assert {row.axis for row in report.exposed} == {"WEIGHTS_GROUP", "HEADS_GROUP"}
+
+
+def test_a_report_of_an_older_version_has_what_it_states(analysis: Analysis) -> None:
+    groups = tuple(structs.replace(one, name="") for one in analysis.report.groups)
+    without = CollectiveRow(-1, "all_reduce", "float32", 4, 8, 1, 2, None, None)
+    older = structs.replace(analysis.report, groups=(*groups, GroupRow(9, "tp", "mesh_tp", (0, 1))),
+                            collectives=(*analysis.report.collectives, without))  # fmt: skip
+    names = name_groups(older)
+    assert {names[one.id] for one in older.groups} == {
+        "WEIGHTS_GROUP",
+        "HEADS_GROUP",
         "tp",
-        "all ranks",
     }
-
-
-def test_rows_of_several_kinds_of_groups_are_of_other_axes() -> None:
-    world = GroupRow(7, None, "default_pg", tuple(range(8)))
-    names = name_axes(with_gradient_norm(world, GroupRow(8, None, "", (0, 1, 2, 3))))
-    assert (names.name_group(7), names.name_group(8), names.name(None)) == (
-        "all ranks",
-        "pp+tp",
-        "other",
-    )
-
-
-def test_without_a_mesh_a_group_has_its_description() -> None:
-    report = with_gradient_norm(GroupRow(7, None, "MODEL_PARALLEL_GROUP", (0, 1, 2, 3)))
-    for mesh in (None, (AxisSize("tp", 2),), (AxisSize("tp", 0),)):
-        unknown = structs.replace(report, run=structs.replace(report.run, mesh=mesh))
-        assert name_axes(unknown).name_group(7) == "MODEL_PARALLEL_GROUP"
-
-
-def test_calls_without_a_group_have_another_name_than_those_with_one() -> None:
-    report = with_gradient_norm(GroupRow(7, None, "", (0, 1, 2, 3)))
-    without = CollectiveRow(-1, "all_reduce", "float32", 4, 8, MS, 2 * MS, None, None)
-    names = name_axes(structs.replace(report, collectives=(*report.collectives, without)))
-    assert (names.name_group(-1), names.name(None)) == ("other", "other")
+    assert names[-1] == "other"

@@ -18,7 +18,7 @@ from stepsplit.analyzer.diagnose.causes.gradient_calls import (
     find_sums_of_earlier_passes,
 )
 from stepsplit.analyzer.diagnose.causes.removed_calls import remove_calls_remedy
-from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.mesh import DATA_AXES, format_axes
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.strategy import (
     count_accumulated_microbatches,
@@ -40,7 +40,7 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
     forward_sums = find_forward_kernels(context) & find_ops(context, REDUCTION_OPS)
     tensors = find_ops(context, ("all_reduce",)) & (matched.message_bytes[row] > SCALAR_BYTES)
     for axes in dict.fromkeys(map(context.split.layout.find_axes, matched.groups)):
-        axis = " x ".join(sorted(axes))
+        axis = format_axes(axes)
         if axes == {"pp"}:
             extra, why = tensors, "across pipeline stages, which only tied embeddings need"
         elif axes and axes <= DATA_AXES and axes != {"cp"}:
@@ -76,7 +76,7 @@ def find_extra_reductions(context: CauseContext) -> Iterator[Remedy]:
                 for group in groups
                 for one in context.split.layout.find_axes(matched.groups[group])
             }
-            what = f"extra reductions on {' x '.join(sorted(reduced))} {where}"
+            what = f"extra reductions on {format_axes(reduced)} {where}"
             yield _remove(context, kernels, what, than)
     # ZeRO-2 shards the gradients of each microbatch, to save memory.
     strategies = context.split.strategies

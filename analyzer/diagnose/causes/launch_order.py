@@ -255,11 +255,9 @@ class _StartOrder(Struct, frozen=True):
 
 def _name_axis(context: CauseContext, kernels: Int64) -> str:
     groups = context.split.matched.group[context.graph.kernels.row[kernels]]
-    axes = {
-        " x ".join(sorted(context.split.layout.find_axes(context.split.matched.groups[group])))
-        for group in np.unique(groups[groups >= 0]).tolist()
-    }
-    named = sorted(axes - {""})
+    name_group, every = context.split.layout.name_group, context.split.matched.groups
+    names = {name_group(every[group]) for group in np.unique(groups[groups >= 0]).tolist()}
+    named = sorted(name for name in names if name)
     return f" on {' and '.join(named)}" if named else ""
 
 

@@ -12,7 +12,7 @@ from stepsplit.analyzer.arrays import group_rows
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
 from stepsplit.analyzer.diagnose.causes.removed_calls import remove_calls_remedy
-from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.mesh import DATA_AXES, format_axes
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.strategy import count_accumulated_microbatches
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int64
@@ -37,7 +37,7 @@ def find_redundant_gathers(context: CauseContext) -> Iterator[Remedy]:
         axes = context.split.layout.find_axes(matched.groups[matched.group[row[kernels[0]]]])
         redundant = _Gathers(context, kernels).find_redundant(axes)
         if len(redundant):
-            gathers[" x ".join(sorted(axes))].append(redundant)
+            gathers[format_axes(axes)].append(redundant)
     for axis, parts in gathers.items():
         chosen = np.concatenate(parts)
         steps = max(1, len(np.unique(table.step[chosen])))

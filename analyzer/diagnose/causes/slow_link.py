@@ -79,8 +79,8 @@ def _build_remedy(
     ratio = float(took.sum() / (took * times).sum())
     count = max(1, int((rows & context.graph.steps.full).sum()))
     matched = context.split.matched
-    # Group -1, of a call whose group is unknown, has no axis.
-    axis_of = (*map(context.split.layout.find_axis, matched.groups), None)
+    # Group -1, of a call whose group is unknown, has no name.
+    axis_of = (*map(context.split.layout.name_group, matched.groups), None)
     groups = np.unique(matched.group[context.graph.kernels.row[kernels]]).tolist()
     axes = {axis_of[one] for one in groups}
     on_axis = f" on {axis}" if len(axes) == 1 and (axis := axes.pop()) else ""

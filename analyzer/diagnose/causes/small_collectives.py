@@ -50,10 +50,10 @@ def find_small_collectives(context: CauseContext) -> Iterator[Remedy]:
     merged: dict[str, list[_MergedCalls]] = defaultdict(list)
     order, first = group_rows(group)
     for rows in np.split(order, first[1:]) if len(order) else ():
-        axes = context.split.layout.find_axes(context.split.matched.groups[group[rows[0]]])
+        name = context.split.layout.name_group(context.split.matched.groups[group[rows[0]]])
         calls = _MergedCalls.build(context, times, own[rows])
         if calls.are_small:
-            merged[" x ".join(sorted(axes))].append(calls)
+            merged[name or ""].append(calls)
     for axis, parts in merged.items():
         kernels = np.concatenate([part.kernels for part in parts])
         fractions = np.concatenate([np.full(len(part.kernels), part.fraction) for part in parts])

@@ -291,7 +291,7 @@ class Cause(Struct, frozen=True):
 
     Attributes:
         bucket: bucket that grew; None if the number of calls changed.
-        axis: mesh axis; None if it is not a single axis.
+        axis: mesh axis, or of calls the name of their groups; None if it is not a single axis.
         op: operation; None if unknown.
         message_bytes: size of one call; None if unknown.
         rank: rank that the others wait for; None if unknown.

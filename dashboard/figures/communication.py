@@ -178,21 +178,36 @@ def draw_waits_matrix(sums_ns: Int64, groups: Sequence[RankGroup], steps: int) -
     columns = np.column_stack([sums_ns[:, list(one.ranks)].sum(axis=1) for one in groups])
     means = np.stack([columns[list(one.ranks)].mean(axis=0) for one in groups])
     table = theme.convert_to_ms(means / max(steps, 1))
-    labels = [theme.escape_text(one.label) for one in groups]
+    kind = find_label_start(groups)
+    labels = [theme.escape_text(one.label.removeprefix(kind)) for one in groups]
+    of_kind, kind = f" ({theme.escape_text(kind.strip())})" if kind else "", theme.escape_text(kind)
     figure = theme.build_blank_figure(
-        max(260, min(90 + 22 * len(groups), 620)), "waited for", "waiting"
+        max(260, min(90 + 22 * len(groups), 620)), f"waited for{of_kind}", f"waiting{of_kind}"
     )
+    gap = 1 if len(groups) <= _MAX_GAPS else 0
     figure.add_trace(
         go.Heatmap(
             z=np.where(table > 0, table, np.nan), x=labels, y=labels,
             colorscale=_SCALE, colorbar={"title": {"text": "ms per step"}, "thickness": 12},
-            hovertemplate="%{y} waits for %{x}<br>%{z:.3f} ms per step<extra></extra>",
-            hoverongaps=False, xgap=1, ygap=1,
+            hovertemplate=f"{kind}%{{y}} waits for {kind}%{{x}}<br>%{{z:.3f}} ms per step"
+            "<extra></extra>",
+            hoverongaps=False, xgap=gap, ygap=gap,
         )
     )  # fmt: skip
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure
+
+
+_MAX_GAPS = 32
+"""Groups whose cells have gaps between them: of more, a cell on a phone is two pixels wide."""
+
+
+def find_label_start(groups: Sequence[RankGroup]) -> str:
+    """The words before the last one, such as "tp group ", if all labels have the same ones: said
+    once in the titles of the axes, as in each label they would leave no room for the cells."""
+    starts = {one.label[: one.label.rfind(" ") + 1] for one in groups}
+    return starts.pop() if len(starts) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,9 +78,16 @@ def list_groupings(
             # Ranks with several stages, or none in the pipeline grid, have that of the mesh.
             number = mesh.coordinate(rank, "pp")
         by_stage[rank] = None if number is None else (number, f"stage {number}")
+    # Hosts in the order of their first ranks: n2 before n10.
+    first: dict[str, int] = {}
+    for rank, host in sorted(hosts.items()):
+        if host is not None:
+            first.setdefault(host, rank)
     keys: dict[str, Mapping[int, _Label | None]] = {
         "stage": by_stage,
-        "host": {rank: host if host is None else (0, host) for rank, host in hosts.items()},
+        "host": {
+            rank: None if host is None else (first[host], host) for rank, host in hosts.items()
+        },
     }
     axes = [*(mesh.axes if mesh else ()), *(one.axis for one in report.groups if one.axis)]
     for axis in dict.fromkeys(axes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from urllib.parse import quote
 
 import numpy as np
 from dash import html
@@ -21,6 +22,7 @@ from stepsplit.dashboard.figures.communication import (
     draw_bandwidth,
     draw_wait_against_transfer,
     draw_waits_matrix,
+    find_label_start,
 )
 from stepsplit.dashboard.figures.of_report import (
     choose_grid,
@@ -178,7 +180,9 @@ def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
     ]
     choices = [html.Div(menus, className="choices")] if view.run_id else []
     note = "mean over full steps and the ranks of a row; a colored column is what others wait for"
-    link = build_mark_link(view, "show={y},{x}" + ("" if by == "rank" else f"&group={by}"))
+    kind = quote(find_label_start(groups))
+    shown = f"show={kind}{{y}},{kind}{{x}}" + ("" if by == "rank" else f"&group={by}")
+    link = build_mark_link(view, shown)
     figure = build_graph("waits", draw_waits_matrix(sums, groups, len(steps)), link)
     return [build_section("Waits between ranks", note, *choices, figure)]
 

@@ -268,7 +268,11 @@ def _answer_pages(server: Flask, store: Store) -> None:
         if address is None:
             exists = False
         elif address.run_id:
-            exists = store.find_run_or_role(address.run_id) is not None
+            run = store.find_run_or_role(address.run_id)
+            exists = run is not None
+            # A failed or waiting run and a hang have no charts, and a script that comes ahead and
+            # is not run is a warning of the browser.
+            has_charts = bool(run and run.has_report and find_run_page(address.page).loads_charts)
         else:
             page = find_store_page(address)
             exists = page.has_item(store, address.item)
@@ -277,12 +281,10 @@ def _answer_pages(server: Flask, store: Store) -> None:
             response.status_code = 404
             return response
         ahead = list(_FETCHED)
-        if address.run_id:
-            has_charts = find_run_page(address.page).loads_charts
-            if has_charts:
+        if has_charts:
+            if address.run_id:
                 # For assets/charts.js, which has them run.
                 response.set_data(response.get_data().replace(b"<head>", _CHARTS_HEAD, 1))
-        if has_charts:
             # They come while the page's content is made, not after it.
             ahead += [f"<{script}>; rel=preload; as=script" for script in _CHART_SCRIPTS]
         response.headers["Link"] = ", ".join(ahead)

@@ -172,6 +172,18 @@ def test_groups_of_ranks_wait_as_their_mean() -> None:
     assert np.isnan(heat.z[1]).all()
 
 
+def test_what_all_groups_are_is_said_once_so_that_their_labels_leave_room_for_the_cells() -> None:
+    pairs = [RankGroup("dp_replicate group 0", (0, 1)), RankGroup("dp_replicate group 1", (2, 3))]
+    hosts = [RankGroup("n0", (0, 1)), RankGroup("n1", (2, 3))]
+
+    shown = [draw_waits_matrix(np.zeros((4, 4)), groups, steps=1) for groups in (pairs, hosts)]
+
+    assert [list(one.data[0].x) for one in shown] == [["0", "1"], ["n0", "n1"]]
+    titles = [one.layout.yaxis.title.text for one in shown]
+    assert titles == ["waiting (dp_replicate group)", "waiting"]
+    assert shown[0].data[0].hovertemplate.startswith("dp_replicate group %{y} waits for dp_repl")
+
+
 @given(st.integers(0, 2**32 - 1))
 def test_the_time_waited_for_roots_is_that_of_each_moment(seed: int) -> None:
     rng = np.random.default_rng(seed)

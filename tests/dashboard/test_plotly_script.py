@@ -11,6 +11,7 @@ from pathlib import Path
 
 import plotly.offline
 import pytest
+from support.report_builders import report_and_tables
 from support.store_builders import uploaded
 
 from stepsplit.dashboard.pages.run_pages import RUN_PAGES
@@ -56,7 +57,9 @@ def test_the_script_is_sent_packed_or_not_with_one_digest_each(store: Store) -> 
 
 
 def test_only_pages_with_charts_of_nearly_every_run_load_the_script_ahead(store: Store) -> None:
-    run, client = uploaded(store), create_server(store).test_client()
+    report, tables = report_and_tables()
+    run = store.import_report("run", report, tables)
+    client = create_server(store).test_client()
     loading = []
     for page in RUN_PAGES:
         response = client.get(f"/run/{run}/{page.key}" if loading else f"/run/{run}")
@@ -64,3 +67,5 @@ def test_only_pages_with_charts_of_nearly_every_run_load_the_script_ahead(store:
         assert is_marked == (PLOTLY_PATH in response.headers.get("Link", ""))
         loading += [page.key] * is_marked
     assert loading == ["overview", "collectives"]
+    # A run that waits, failed or hangs has no charts, and the browser warns of an unused script.
+    assert "as=script" not in client.get(f"/run/{uploaded(store)}").headers["Link"]

@@ -403,16 +403,18 @@ def members(grouping: RankGrouping) -> dict[str, tuple[int, ...]]:
 
 def test_ranks_are_grouped_by_stage_host_and_mesh_axis() -> None:
     report = analysis().report
-    stages, hosts = {0: 0, 1: 0, 2: 1, 3: None}, {0: "a", 1: "a", 2: "b", 3: None}
+    stages, hosts = {0: 0, 1: 0, 2: 1, 3: None}, {0: "n2", 1: "n2", 2: "n10", 3: None}
 
     made = {one.by: members(one) for one in list_groupings(report, stages, hosts)}
 
     assert made == {
         "stage": {"stage 0": (0, 1), "stage 1": (2, 3)},  # of rank 3: by the mesh
-        "host": {"a": (0, 1), "b": (2,), "other ranks": (3,)},
+        "host": {"n2": (0, 1), "n10": (2,), "other ranks": (3,)},
         "pp": {"pp group 0": (0, 2), "pp group 1": (1, 3)},
         "tp": {"tp group 0": (0, 1), "tp group 1": (2, 3)},
     }
+    hosts_by_rank = next(one for one in list_groupings(report, stages, hosts) if one.by == "host")
+    assert [group.label for group in hosts_by_rank.groups] == ["n2", "n10", "other ranks"]
 
 
 def test_without_a_mesh_ranks_are_grouped_by_the_recorded_groups() -> None:

@@ -96,6 +96,6 @@ def test_the_waits_name_who_caused_them_and_idle_time_its_op() -> None:
             "idle", 0.1, "80.0 % of it is Python code between ops; largest op aten::mm, 25.0 % of"
             " that"),
         LargeBucket(
-            "skew", 0.06, "100.0 % of it on groups without a single axis in backward; 75.0 % of it"
+            "skew", 0.06, "100.0 % of it on no known axis in backward; 75.0 % of it"
             " caused by rank 5"),
     )  # fmt: skip

@@ -43,7 +43,7 @@ def test_waiting_for_a_late_rank_is_skew_and_the_rest_is_transfer(tmp_path: Path
         (0, 1): us(compute=80, collective=20),
         (1, 1): us(compute=40, skew=40, collective=20),
     }
-    assert report.blame == (BlameRow(0, "compute", 40_000, 0, 40_000, None, (1,)),)
+    assert report.blame == (BlameRow(0, "compute", 40_000, 0, 40_000, "default_pg", (1,)),)
 
 
 def test_the_order_of_files_changes_nothing(tmp_path: Path) -> None:

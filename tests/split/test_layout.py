@@ -763,11 +763,11 @@ def test_a_message_over_the_group_of_all_ranks_has_the_axis_of_its_endpoints(
         ("pp", "backward", 10_000),
     }
     assert {(row.axis, row.message) for row in report.lateness} == {
-        ("tp", False), (None, False), ("pp", True),
+        ("tp", False), ("pp x tp", False), ("pp", True),
     }  # fmt: skip
     assert {row.axis for row in report.overlap if row.op in ("send", "recv")} == {"pp"}
     assert {(row.axis, row.unmatched) for row in report.coverage} == {
-        ("tp", 0), ("pp", 0), (None, 0),
+        ("tp", 0), ("pp", 0), ("pp x tp", 0),
     }  # fmt: skip
 
 

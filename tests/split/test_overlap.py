@@ -80,12 +80,12 @@ def test_what_moves_outside_of_the_steps_is_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_a_call_of_unknown_axis_has_axis_none(tmp_path: Path) -> None:
+def test_a_call_of_unknown_axis_has_the_description_of_its_group(tmp_path: Path) -> None:
     def both(trace: GpuTrace) -> None:
         trace.step(1, 0, 100).kernel("gemm", 0, 100).all_reduce(40, 60, group="odd")
 
     assert overlaps(tmp_path, both) == (
-        Overlap(0, None, "all_reduce", moved_ns=20_000, hidden_ns=20_000, exposed_ns=0),
+        Overlap(0, "odd", "all_reduce", moved_ns=20_000, hidden_ns=20_000, exposed_ns=0),
     )
 
 

@@ -232,8 +232,10 @@ def _build_filters(page: RunsPage) -> list[Component]:
             chips.append(build_choice_link([one, does], rest, "tag", css="tag on", drop=one))
         parts.append(html.P(["with ", *chips], className="run-tags"))
     known = Counter(f"{tag.key}={tag.value}" for run in page.matches for tag in run.tags)
-    # By key and value; a tag that all of them have tells them not apart.
-    others = sorted(one for one, n in known.items() if one not in now and n < len(page.matches))
+    # Those of several runs first, as each run may have a commit of its own; a tag of all of them
+    # tells them not apart.
+    others = [one for one, n in known.items() if one not in now and n < len(page.matches)]
+    others.sort(key=lambda one: (known[one] == 1, one))
     if others:
         names = {"": "one more" if now else "any"}
         names |= {one: f"{one} ({known[one]:,})" for one in others[:MAX_TAGS]}

@@ -117,6 +117,21 @@ def test_tags_filter_the_list_and_lead_to_it() -> None:
     assert [option.value for option in menu.children] == ["", "gpus=8"]
 
 
+def test_tags_of_several_runs_are_offered_before_those_that_each_run_has_of_its_own() -> None:
+    """Of 70 commits in a menu of 60 tags, none may hide the teams."""
+    runs = [
+        build_run(n, tags=(Tag("commit", f"{n:07x}"), Tag("team", "ab"[n % 2]))) for n in range(70)
+    ]
+    (menu,) = [one for one in find(show(runs), html.Select)
+               if getattr(one, "data-choice") == "tag"]  # fmt: skip
+    assert [option.value for option in menu.children][:4] == [
+        "",
+        "team=a",
+        "team=b",
+        "commit=0000000",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "tags"),
     [

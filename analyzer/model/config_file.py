@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
     decode_keys,
+    decode_table,
     list_stated_keys,
     parse_table,
 )
@@ -29,8 +30,9 @@ from stepsplit.analyzer.model.hardware_config import (
     HARDWARE_KEYS,
     decode_hardware_section,
     list_hardware_kinds,
+    list_measured_files,
 )
-from stepsplit.analyzer.model.job_tables import JobSource, read_job_tables
+from stepsplit.analyzer.model.job_tables import JobSource, place_keys, read_job_tables
 from stepsplit.analyzer.model.key_passes import remove_misplaced_keys, replace_key_aliases
 from stepsplit.analyzer.model.layout_table import (
     PARALLEL_KEYS,
@@ -161,6 +163,17 @@ def _decode_to_plan(table: TomlTable, keep: frozenset[str]) -> JobConfig:
 def parse_job(text: str, where: str = "job.toml") -> JobConfig:
     """Parses and checks the text of a job.toml; where is its name in errors. Raises as read_job."""
     return decode_job(parse_table(where, text.encode()))
+
+
+def list_referenced_files(table: TomlTable) -> tuple[str, ...]:
+    """Lists the files that a job's [hardware] names, as written there, wherever the keys were
+    typed: what reading the job would open. Raises DataError."""
+    # As the job is read, or a key of another table that moves here would be missed.
+    placed = place_keys(table, JOB_KEYS)
+    normalized = replace_key_aliases(placed, Mistakes(), JOB_KEYS, is_whole=False)
+    hardware = normalized.table.get_subtable("hardware")
+    file = decode_table(hardware.select("file"), {"file": str}).get("file")
+    return (*list_measured_files(hardware), *(() if file is None else (file,)))
 
 
 def decode_job(table: TomlTable) -> JobConfig:

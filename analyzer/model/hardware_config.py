@@ -551,13 +551,6 @@ def list_measured_files(table: TomlTable) -> tuple[str, ...]:
     return tuple(decode_table(table.select("measured"), _KINDS).get("measured", ()))
 
 
-def list_referenced_files(job_table: TomlTable) -> tuple[str, ...]:
-    """Lists all files named in the job's [hardware], as written there. Raises DataError."""
-    table = job_table.get_subtable("hardware")
-    file = decode_table(table.select("file"), _KINDS).get("file")
-    return (*list_measured_files(table), *(() if file is None else (file,)))
-
-
 # Where the constants of a device come from.
 
 

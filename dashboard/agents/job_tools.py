@@ -227,8 +227,7 @@ def replay_changes(recordings: Recordings, query: WhatIfQuery) -> ToolAnswer:
 
 def _read_job(recordings: Recordings, job: str) -> tuple[JobConfig, Path | None]:
     from stepsplit.analyzer.model.config_decode import parse_table
-    from stepsplit.analyzer.model.config_file import decode_job, read_job
-    from stepsplit.analyzer.model.hardware_config import list_referenced_files
+    from stepsplit.analyzer.model.config_file import decode_job, list_referenced_files, read_job
 
     # A TOML text has a table; the path of a file has no bracket.
     if "[" not in job:

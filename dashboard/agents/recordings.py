@@ -132,7 +132,7 @@ class Recordings:
     def find_job(self, name: str) -> Path:
         """The place of a job.toml, whose own references stay below the roots too."""
         from stepsplit.analyzer.model.config_decode import read_table
-        from stepsplit.analyzer.model.hardware_config import list_referenced_files
+        from stepsplit.analyzer.model.config_file import list_referenced_files
 
         path = self.find_path(name)
         if not path.is_file():

@@ -414,6 +414,26 @@ def test_a_job_names_no_file_outside(home: Path) -> None:
     assert "the job names files" in refuse(recordings, "predict", job=measured)
 
 
+# Keys that a reader of jobs moves to [hardware].
+@pytest.mark.parametrize(
+    "typed",
+    [
+        'FILE = "{}"\n[model]\npreset = "llama-3.1-8b"\n',
+        '[model]\npreset = "llama-3.1-8b"\nfile = "{}"\n',
+        '[model]\npreset = "llama-3.1-8b"\n[training]\nfile = "{}"\n',
+        '[parallel]\nmeasured = ["{}"]\n[model]\npreset = "llama-3.1-8b"\n',
+        '[hardware]\nFILE = "{}"\n',
+        '[system]\nfile = "{}"\n',
+    ],
+)
+def test_a_job_names_no_file_outside_in_any_table(home: Path, typed: str) -> None:
+    recordings, place = Recordings((home / "open",)), home / "open" / "job.toml"
+    for name in ("../secret/job.toml", "/etc/absent", str(home / "secret" / "job.toml")):
+        place.write_text(typed.format(name))
+        assert "nothing of this name" in refuse(recordings, "predict", job="job.toml")
+        assert "the job names files" in refuse(recordings, "plan", job=typed.format(name))
+
+
 def test_a_budget_is_no_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     for name in ("there:5%", "calls:exact"):

@@ -86,6 +86,7 @@ def test_a_run_gets_a_job_file_later(client: FlaskClient, store: Store) -> None:
         (b"[lint]\n", "none of the tables"),
         (b"\xff", "job.toml"),
         (b'[hardware]\nfile = "mine.toml"\n', "refers to another file"),
+        (b'[model]\nlayers = 2\nfile = "mine.toml"\n', "refers to another file"),
     ],
 )
 def test_what_is_no_job_file_changes_nothing(

@@ -163,14 +163,20 @@ def test_a_wrong_run_toml_fails_with_a_one_line_error(client: FlaskClient, store
 
 @pytest.mark.parametrize(
     "place",
-    ["file = '/etc/hostname'", "file = '../../../runs.db'", "measured = ['/etc']"],
+    [
+        "[hardware]\nfile = '/etc/hostname'",
+        "[hardware]\nfile = '../../../runs.db'",
+        "[hardware]\nmeasured = ['/etc']",
+        "[training]\nfile = '/etc/hostname'",
+        "file = '/etc/hostname'",
+    ],
 )
 def test_a_run_toml_reads_no_file_of_the_server(
     place: str, client: FlaskClient, store: Store
 ) -> None:
     whole = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
 
-    ended = _ingested(client, store, whole | {"job.toml": f"[hardware]\n{place}".encode()})
+    ended = _ingested(client, store, whole | {"job.toml": place.encode()})
 
     named = place.split("'")[1]
     message = f"job.toml: refers to {named}, which is not in the upload; "

@@ -200,9 +200,11 @@ def answer_tool(recordings: Recordings, name: str, arguments: Mapping[str, objec
         raise ToolError(f"{name}: {error.strerror or 'cannot be read'}") from None
 
 
-_MAX_ERROR_CHARS = 900
+_MAX_ERROR_CHARS, _MAX_ERROR_BYTES = 900, 1_500
+"""A letter of another script may take a token of each of its bytes."""
 
 
 def _shorten(text: str) -> str:
     # An error of ours quotes names of a recording, which may be anything.
-    return mark_recorded(text, _MAX_ERROR_CHARS)
+    short = text.encode("utf-8", "replace")[:_MAX_ERROR_BYTES].decode("utf-8", "ignore")
+    return mark_recorded(short, _MAX_ERROR_CHARS)

@@ -80,6 +80,7 @@ def skill_command(is_printed: bool) -> None:
     Copy it to where your agent looks for skills: how to record, which question goes to which tool,
     and the traps.
     """
-    path = Path(__file__).parents[1] / "agents" / "SKILL.md"
-    for line in path.read_text().splitlines() if is_printed else [str(path)]:
+    from stepsplit.dashboard.agents.answers import SKILL
+
+    for line in SKILL.read_text().splitlines() if is_printed else [str(SKILL)]:
         print_line(line)

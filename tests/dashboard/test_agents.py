@@ -9,12 +9,14 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from random import Random
+from string import ascii_letters
 from typing import Any
 from unicodedata import category
 
 import pytest
 from generate.released import RELEASED
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from support.builders import GpuTrace
 from support.planted_text import PLANTED, plant_where_accepted
 from support.report_builders import analysis
@@ -183,6 +185,25 @@ def test_no_text_makes_an_answer_longer_than_its_limit(rows: list[list[str]]) ->
     assert count_tokens(text) <= MAX_TOKENS
     assert count_tokens(text) <= estimate_tokens(text) + 20
     assert not rows or json.loads(text)["rows"]
+
+
+# Rare letters, a character of many bytes, scripts without spaces, and what JSON escapes.
+LETTERS = st.sampled_from(["qQxXzZjJ", ascii_letters, "a1_Z", "\U0001d518😀", "漢字龘", "\\\"'"])
+
+
+@settings(max_examples=20)
+@given(LETTERS, st.sampled_from([3, 20, 40, 41, 240, 400]), st.integers(1, 12), st.randoms())
+def test_names_at_random_keep_the_limit(
+    letters: str, length: int, columns: int, random: Random
+) -> None:
+    def draw() -> str:
+        return "".join(random.choices(letters, k=length))
+
+    rows = [[draw() for _ in range(columns)] for _ in range(100)]
+    values = {"texts": [draw() for _ in range(30)], "named": {draw(): draw() for _ in range(30)}}
+    for given in ({}, values):
+        text = write_answer(ToolAnswer("about", given, ("a",) * columns, rows))
+        assert count_tokens(text) <= MAX_TOKENS and json.loads(text)["rows"]
 
 
 # What cannot be answered.
@@ -492,6 +513,7 @@ def test_nothing_is_written(
         ("timeline", {"recording": "dp4", "start_ns": 5, "end_ns": 5}, "must be before"),
         ("explain", {"number": "beauty"}, "no number beauty; there are compute, collective"),
         ("summry", {}, "no tool summry; there are recordings, recording"),
+        ("predict", {"job": '[model]\n"' + "😀" * 900 + '" = 1'}, "😀😀"),
     ],
 )
 def test_errors_are_in_words(

@@ -513,7 +513,7 @@ def test_nothing_is_written(
         ("timeline", {"recording": "dp4", "start_ns": 5, "end_ns": 5}, "must be before"),
         ("explain", {"number": "beauty"}, "no number beauty; there are compute, collective"),
         ("summry", {}, "no tool summry; there are recordings, recording"),
-        ("predict", {"job": '[model]\n"' + "😀" * 900 + '" = 1'}, "😀😀"),
+        ("what_if", {"recording": "pp2_m2", "changes": ["\U0001d518龘" * 450]}, "龘"),
     ],
 )
 def test_errors_are_in_words(

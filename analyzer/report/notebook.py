@@ -36,8 +36,8 @@ _STYLE = """\
   transparent 0 3px, rgba(255, 255, 255, .45) 3px 5px); }
 .stepsplit-report .lacks { font-weight: bold; }
 .stepsplit-report table { border-collapse: collapse; margin-top: .6em; }
-.stepsplit-report td, .stepsplit-report th { padding: .15em .8em .15em 0; text-align: left; }
-.stepsplit-report td.number { text-align: right; }
+.stepsplit-report table.split :is(td, th) { padding: .15em .8em .15em 0; text-align: left; }
+.stepsplit-report table.split td.number { text-align: right; }
 %(dark)s
 """
 
@@ -130,7 +130,7 @@ def _build_table(summary: Summary) -> str:
             f"<td>{row.worst_rank} ({units.format_parts(worst, unit_ns)})</td></tr>"
         )
     heads = "".join(f"<th>{one}</th>" for one in ("bucket", "mean", "share", "worst rank"))
-    return f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
+    return f'<table class="split"><tr>{heads}</tr>{"".join(rows)}</table>'
 
 
 def _escape(text: str) -> str:

@@ -77,10 +77,14 @@ def test_a_report_is_readable_on_light_and_dark_pages(tmp_path: Path) -> None:
         "light": "<body data-jp-theme-light='true' style='background: white; color: black'>",
         "dark": "<body data-jp-theme-light='false' style='background: black; color: white'>",
     }
+    # As JupyterLab aligns the cells of every table.
+    sheet = "<style>:not(.b).a td, :not(.b).a th { text-align: right }</style>"
     colors = {}
     with running_chromium() as browser:
         for name, body in pages.items():
-            (tmp_path / f"{name}.html").write_text(f"<html>{body}{shown}</body></html>")
+            (tmp_path / f"{name}.html").write_text(
+                f"<html>{sheet}{body}<div class='a'>{shown}</div></body></html>"
+            )
             # The page wins over the system.
             page = browser.new_page(color_scheme="light" if name == "dark" else "dark")
             page.goto(f"file://{tmp_path}/{name}.html")
@@ -91,5 +95,8 @@ def test_a_report_is_readable_on_light_and_dark_pages(tmp_path: Path) -> None:
             ]
             bar = page.locator(".stepsplit-report .bar").bounding_box()
             assert bar is not None and bar["width"] > 300
+            # One below the other.
+            keys = page.locator(".stepsplit-report .key").all()
+            assert len({str(key.bounding_box()["x"]) for key in keys}) == 1  # type: ignore[index]
     assert len(colors["light"]) == 7
     assert colors["light"][0] == "rgb(0, 114, 178)" and colors["dark"][0] == "rgb(59, 154, 217)"

@@ -18,11 +18,7 @@ from stepsplit.analyzer.model.config_decode import (
     parse_table,
     read_table,
 )
-from stepsplit.analyzer.model.config_file import (
-    check_job_keys,
-    decode_job,
-    list_referenced_files,
-)
+from stepsplit.analyzer.model.config_file import check_job_keys, decode_job, list_referenced_files
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS
 from stepsplit.analyzer.model.layout_table import PARALLEL_KEYS, build_layout
 from stepsplit.analyzer.model.model_table import MODEL_KEYS

@@ -201,8 +201,8 @@ def test_names_at_random_keep_the_limit(
 
     rows = [[draw() for _ in range(columns)] for _ in range(100)]
     values = {"texts": [draw() for _ in range(30)], "named": {draw(): draw() for _ in range(30)}}
-    for given in ({}, values):
-        text = write_answer(ToolAnswer("about", given, ("a",) * columns, rows))
+    for shown in ({}, values):
+        text = write_answer(ToolAnswer("about", shown, ("a",) * columns, rows))
         assert count_tokens(text) <= MAX_TOKENS and json.loads(text)["rows"]
 
 

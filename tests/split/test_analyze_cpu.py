@@ -338,7 +338,8 @@ def test_gradients_over_all_data_parallel_axes_are_grad_sync(tmp_path: Path) -> 
     trace = CpuTrace(0, 4, groups).step(2, 0, 100).op("aten::mm", 0, 5)
     trace.op("autograd::engine::evaluate_function: MmBackward0", 10, 60)
     trace.all_reduce(30, 31, 40, group="0", seq=1, tid=WORKER_A)
-    assert {(r.axis, r.phase) for r in recorded(tmp_path, trace).exposed} == {(None, "grad_sync")}
+    exposed = recorded(tmp_path, trace).exposed
+    assert {(r.axis, r.phase) for r in exposed} == {("dp_replicate x dp_shard", "grad_sync")}
 
 
 def test_a_schedule_with_separate_weight_gradients_is_zero_bubble(tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ def test_an_ideal_that_is_longer_than_the_measured_step_is_none() -> None:
     assert "with equal stages" not in page
 
 
-def rows_of_waits(mesh: tuple[AxisSize, ...] = (), **chosen: str) -> list[str]:
-    """The rows of the matrix of waits of a sample, as if it were of another mesh."""
+def rows_of_waits(mesh: tuple[AxisSize, ...] = (), **chosen: str) -> tuple[str, list[str]]:
+    """The title and the rows of the matrix of waits of a sample, as if it were of another mesh."""
     made = examine([SAMPLES / "tp2_pp2"])
     run = made.report.run
     if mesh:
@@ -158,7 +158,7 @@ def rows_of_waits(mesh: tuple[AxisSize, ...] = (), **chosen: str) -> list[str]:
     report = msgspec.structs.replace(made.report, run=run)
     page = build_collectives_page(View("a", report, made.tables, RUN), AddressQuery(chosen))
     (graph,) = (one for one in find(page, dcc.Graph) if one.id == "waits")
-    return list(graph.figure.data[0].y)
+    return graph.figure.layout.yaxis.title.text, list(graph.figure.data[0].y)
 
 
 def test_the_matrix_has_the_waits_of_the_full_steps() -> None:
@@ -181,18 +181,18 @@ def test_the_matrix_has_the_waits_of_the_full_steps() -> None:
 
 
 def test_waits_are_grouped_by_what_the_address_says() -> None:
-    ranks = [f"rank {rank}" for rank in range(4)]
+    ranks = ("waiting (rank)", ["0", "1", "2", "3"])
 
     assert rows_of_waits() == rows_of_waits(group="nothing") == ranks
-    assert rows_of_waits(group="stage") == ["stage 0", "stage 1"]
-    assert rows_of_waits(group="tp") == ["tp group 0", "tp group 1"]
+    assert rows_of_waits(group="stage") == ("waiting (stage)", ["0", "1"])
+    assert rows_of_waits(group="tp") == ("waiting (tp group)", ["0", "1"])
 
 
 def test_waits_of_many_ranks_are_grouped_by_the_finest_groups_that_can_be_read() -> None:
     mesh = (AxisSize("dp_replicate", 20), AxisSize("tp", 2))
 
-    assert rows_of_waits(mesh) == [f"tp group {number}" for number in range(20)]
-    assert len(rows_of_waits(mesh, group="rank")) == 40
+    assert rows_of_waits(mesh) == ("waiting (tp group)", [str(number) for number in range(20)])
+    assert len(rows_of_waits(mesh, group="rank")[1]) == 40
 
 
 def test_wait_and_transfer_are_those_of_the_slowest_group() -> None:

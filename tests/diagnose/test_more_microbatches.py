@@ -50,6 +50,7 @@ def record(recorded: Scenario, folder: Path) -> Run:
     return run
 
 
+@pytest.mark.in_turn("analyzer/diagnose", "analyzer/split")
 @pytest.mark.parametrize(
     ("schedule", "layers", "few", "more"),
     [

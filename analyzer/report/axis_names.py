@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from stepsplit.analyzer.report.report import Report
+from stepsplit.collectors.formats.run_spec import is_described
 
 UNKNOWN_AXIS = "other"
 
@@ -40,7 +41,10 @@ def name_axis(axis: str | None) -> str:
 def name_group(group: AxisGroup | None) -> str:
     """The name of a group's communication, which its rows have as axis; "other" if the calls state
     no group, or one without description in an unknown mesh. An older report has no names."""
-    return name_axis(group.name or group.axis or group.description if group else None)
+    if group is None:
+        return UNKNOWN_AXIS
+    described = group.description if is_described(group.description) else None
+    return name_axis(group.name or group.axis or described)
 
 
 def name_groups(report: Report) -> Mapping[int, str]:

@@ -29,7 +29,7 @@ from stepsplit.analyzer.split.mesh_inference import (
 )
 from stepsplit.analyzer.split.message_patterns import Exchanges, find_exchanges
 from stepsplit.analyzer.trace import Group, Note, RankTrace, find_earlier_calls
-from stepsplit.collectors.formats.run_spec import AXES, DATA_PARALLEL, Mesh, RunSpec
+from stepsplit.collectors.formats.run_spec import AXES, DATA_PARALLEL, Mesh, RunSpec, is_described
 
 Lines = Mapping[str, RankLine]
 
@@ -126,8 +126,10 @@ class RankLayout:
     def name_group(self, group: Group) -> str | None:
         """What the communication of the group is called wherever it is named: its axis, the axes
         that it spans ("pp x tp"), else its description; None if it has none."""
-        axes = self.find_axis(group) or format_axes(self.find_axes(group))
-        return axes or group.description[:_MAX_DESCRIPTION] or None
+        if axes := self.find_axis(group) or format_axes(self.find_axes(group)):
+            return axes
+        named = is_described(group.description)
+        return group.description[:_MAX_DESCRIPTION] if named else None
 
     def find_line(self, rank: int, peer: int) -> tuple[int, ...]:
         """All ranks that differ from both ranks only along the one axis in which the two differ; ()

@@ -262,6 +262,11 @@ class RankInfo:
     device: str
 
 
+def is_described(description: str) -> bool:
+    """Whether a process group has a description; torch writes "undefined" if it was given none."""
+    return description not in ("", "undefined")
+
+
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
     """One process group: its name, its description and its global ranks in order."""

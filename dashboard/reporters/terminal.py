@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
@@ -33,6 +34,7 @@ from stepsplit.analyzer.report.report import (
     IdleRow,
     Pipeline,
     Report,
+    Run,
     WarningRow,
     compute_token_rate,
     count_devices,
@@ -260,10 +262,11 @@ class BucketTable:
     def __init__(self, report: Report, summary: Summary | None) -> None:
         self._axes = list[str | None]()
         if summary is not None:
-            used = dict.fromkeys(part.axis for row in summary.buckets for part in row.by_axis)
+            parts = (part for row in summary.buckets for part in row.by_axis)
+            used = dict.fromkeys(_find_column(part.axis, report.run) for part in parts)
             # A mesh may have axes of any name, and without their column a row would not add up.
             named = [*(axis for axis in _AXES if axis in used), *(axis for axis in used if axis)]
-            # If no group lies along a single axis there is no column.
+            # If no group lies along axes there is no column.
             if named:
                 self._axes = [*dict.fromkeys(named), *([None] if None in used else [])]
         self._compared = ("model", "diff") if report.gap is not None else ()
@@ -307,6 +310,13 @@ class BucketTable:
         return table
 
 
+def _find_column(axis: str | None, run: Run) -> str | None:
+    """The column of an axis or of several; groups that are known by their descriptions alone, which
+    may be many and long, share one."""
+    known = {*_AXES, *(one.axis for one in run.mesh or ())}
+    return axis if axis and known.issuperset(axis.split(" x ")) else None
+
+
 @dataclass(frozen=True, slots=True)
 class _BucketCells:
     """The cells of a bucket; measured includes its share, compared are model and difference."""
@@ -322,7 +332,11 @@ class _BucketCells:
 
 def _build_rows(report: Report, summary: Summary, axes: Sequence[str | None]) -> list[_BucketCells]:
     unit_ns = units.choose_part_unit_ns(summary.step_ns)
-    by_axis = [{part.axis: part.ns for part in row.by_axis} for row in summary.buckets]
+    by_axis: list[Counter[str | None]] = []
+    for row in summary.buckets:
+        by_axis.append(Counter())
+        for part in row.by_axis:
+            by_axis[-1][_find_column(part.axis, report.run)] += part.ns
     # Axes and buckets are rounded together; a bucket without axes is one part.
     parts_ns = [
         [own.get(axis, 0) for axis in axes] if axes and own else [row.mean_ns]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -21,6 +22,7 @@ from stepsplit.analyzer.report.report import GroupRow
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.collectors.formats.run_spec import to_json
+from stepsplit.dashboard import cli
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.overview import (
     build_blame_table,
@@ -40,13 +42,15 @@ GROUPS = [
 NAMES = {"pp x tp", "dp_replicate x tp"}
 
 
-def record(folder: Path, late_us: int = 200, mesh: Mesh | None = MESH) -> Path:
+def record(
+    folder: Path, late_us: int = 200, mesh: Mesh | None = MESH, groups: list[Any] = GROUPS
+) -> Path:
     """Eight ranks, of which the last comes late to an all_reduce over the ranks of its stage, and
     then to one over those of its replica."""
     folder.mkdir()
     (folder / "run.json").write_text(to_json(RunSpec("run", 8, "nccl", mesh=mesh)))
     for rank in range(8):
-        trace = GpuTrace(rank, 8, groups=[one for one in GROUPS if rank in one[2]])
+        trace = GpuTrace(rank, 8, groups=[one for one in groups if rank in one[2]])
         own = late_us if rank == 7 else 0
         for step in range(3):
             begin, end = 4000 * step, 4000 * step + 4000
@@ -125,6 +129,25 @@ def test_without_a_mesh_a_group_has_its_description(tmp_path: Path) -> None:
     report = examine([record(tmp_path / "run", mesh=None) / "rank7_trace.json.gz"]).report
     assert {*name_groups(report).values()} == {"WEIGHTS_GROUP", "HEADS_GROUP"}
     assert {row.axis for row in report.exposed} == {"WEIGHTS_GROUP", "HEADS_GROUP"}
+
+
+def test_descriptions_have_no_column_of_the_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be many and long: what the buckets hold of axes would not fit."""
+    trace = record(tmp_path / "run", mesh=None) / "rank7_trace.json.gz"
+    assert cli.run(["analyze", str(trace)]) == 0
+    (heads,) = (one for one in capsys.readouterr().out.splitlines() if "worst rank" in one)
+    assert heads.split() == ["measured", "share", "worst", "rank"]
+
+
+def test_a_group_that_the_script_did_not_describe_is_not_called_so(tmp_path: Path) -> None:
+    """torch writes "undefined"."""
+    groups = [(name, "undefined", ranks) for name, _, ranks in GROUPS]
+    folder = record(tmp_path / "run", mesh=None, groups=groups)
+    report = examine([folder / "rank7_trace.json.gz"]).report
+    assert {*name_groups(report).values()} == {"other"}
+    assert {row.axis for row in report.exposed} == {None}
 
 
 def test_a_report_of_an_older_version_has_what_it_states(analysis: Analysis) -> None:

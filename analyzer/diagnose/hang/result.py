@@ -10,14 +10,11 @@ import msgspec
 from msgspec import Struct
 
 from stepsplit.analyzer.report.io import Document
+from stepsplit.collectors.formats.run_spec import is_described
 
 SCHEMA = "stepsplit.hang/1"
 
 HANG_NAME = "hang.json"
-
-_NO_DESCRIPTION = "undefined"
-"""torch's description of a group that was given none."""
-
 
 STUCK, LATE, MOVING, CLEAR = "stuck", "late", "moving", "clear"
 """What is known of the job: stuck; late, which may end by itself; moving; or no call is open."""
@@ -40,8 +37,7 @@ class StuckGroup(Struct, frozen=True):
     def in_words(self) -> str:
         """Description and name of the group, such as "TP (group 1)"."""
         name = f"group {self.name}"
-        named = self.description not in ("", _NO_DESCRIPTION)
-        return f"{self.description} ({name})" if named else name
+        return f"{self.description} ({name})" if is_described(self.description) else name
 
 
 class Missing(Struct, frozen=True):

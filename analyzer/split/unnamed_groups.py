@@ -293,16 +293,20 @@ class _CallTable(Struct, frozen=True):
         # one distance, as long as a member that always comes last is not joined with them.
         agreeing = []
         for i, j in combinations(range(len(clock)), 2):
+            if clock[i] == clock[j]:
+                continue
             slots = _find_agreeing_slots(end[i] - end[j], at)
-            if clock[i] != clock[j] and slots.sum() >= 2:
+            if slots.sum() >= 2:
                 agreeing.append((i, j, slots))
         for i, j, slots in sorted(agreeing, key=lambda one: -int(one[2].sum())):
+            if clock[i] == clock[j]:
+                continue
             last = (start[clock == clock[n]][:, :, slots].max(axis=0) for n in (i, j))
             apart = (end[i] - end[j])[:, slots]
             came = (next(last) - next(last), (start[i] - start[j])[:, slots])
             needed = _LATER * _spread(apart) + _LATER_NS
             agree = 2 * slots.sum() > at.sum() or min(map(_spread, came)) >= needed
-            if clock[i] != clock[j] and agree:
+            if agree:
                 shift_clock(int(clock[i]), int(clock[j]), int(np.median(apart)))
         joined = True
         while joined:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cuda_simulator.jobs import ExpertLoad, Job, SlowLink, SlowRank, Throttling
 from cuda_simulator.kineto import TraceStyle
@@ -37,6 +39,7 @@ from support.unnamed_jobs import (
 )
 
 from stepsplit.analyzer import StepsplitError, analyze
+from stepsplit.analyzer.split.unnamed_groups import _CallTable
 
 
 @pytest.mark.parametrize("groups", ["all", pytest.param("none", marks=pytest.mark.slow)])
@@ -478,3 +481,26 @@ def test_what_is_separated_is_true_of_any_job(job: Job, style: TraceStyle, tmp_p
         rows = [row.split for row in report.steps if row.rank == rank]
         wait_ns = sum(row.skew_ns + row.bubble_ns for row in rows)
         assert wait_ns <= truth.wait_ns + 2 * SHARE * step_ns
+
+
+def test_ranks_are_compared_only_until_their_clocks_are_joined() -> None:
+    """64 ranks on 8 hosts took 2.7 s of processor time, 128 on 16 hosts 22 s; now 0.07 and 0.3."""
+    ranks, steps, slots = 64, 3, 200
+    draw = np.random.default_rng(1)
+    clock = np.arange(ranks) // 8
+    ahead_ns = draw.integers(0, 10**9, 8)[clock][:, np.newaxis, np.newaxis]
+    call_ns = 40_000 * np.arange(steps * slots).reshape(steps, slots)
+    start = call_ns + draw.integers(0, 20_000, (ranks, steps, slots))
+    end = np.broadcast_to(start.max(axis=0) + 10_000, start.shape)
+    every = np.ones(slots, dtype=np.bool_)
+    table = _CallTable(
+        ranks=tuple(range(ranks)), recorded=frozenset(range(ranks)), traces=tuple(range(ranks)),
+        row=start, start_ns=start + ahead_ns, begin_ns=start, end_ns=end + ahead_ns, clock=clock,
+        roles=(), stream=(), together=every, sends=~every, of_slot=np.arange(slots),
+        doubtful=~every, group_id=(), groups=(),
+    )  # fmt: skip
+    begin_s = time.process_time()
+    joined = table._join_clocks()
+    assert time.process_time() - begin_s < 0.7
+    assert not joined.clock.any()
+    assert np.ptp(joined.end_ns, axis=0).max() == 0

@@ -116,7 +116,10 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
     )
     matched = _assign_keys(rows, traces, alignment)
     writes = np.concatenate([one.mask("writes") for one in roles])
-    return replace(matched, waits=matched.waits & ~writes)
+    # Of a larger group it waits for what the ranks beyond send over the network.
+    reach = np.array([one.reach for one in roles], dtype=np.int64)[rows.trace]
+    members = np.array([*(len(group.ranks) for group in groups), 0], dtype=np.int64)[rows.group]
+    return replace(matched, waits=matched.waits & ~(writes & (members <= reach)))
 
 
 def _merge_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[Int32]]:

@@ -27,7 +27,10 @@ class ProtocolKernel(Struct, frozen=True):
         together: It ends on all members at once, as it ends with a barrier.
         of_node: Only on the members of one node.
         halves: It may be launched twice for one call: to send, and to receive.
-        writes: It only writes to its peers and waits for none: the barriers around it do.
+        writes: It waits for none of the peers whose memory it accesses: the barriers around it do.
+            For data that comes over the network it waits.
+        reach: Of such a barrier the expression that finds in its name how many ranks access each
+            other's memory.
         size: Where its name states the number of members, the expression that finds it there.
         times: The number of members for each that the name states.
     """
@@ -38,6 +41,7 @@ class ProtocolKernel(Struct, frozen=True):
     of_node: bool = False
     halves: bool = False
     writes: bool = False
+    reach: re.Pattern[str] | None = None
     size: re.Pattern[str] | None = None
     times: int = 1
 
@@ -100,7 +104,10 @@ PROTOCOLS = (
     Protocol(
         "HybridEP", "ep",
         (
-            ProtocolKernel("meet", _compile("hybrid_ep", "device_sync_kernel"), together=True),
+            ProtocolKernel(
+                "meet", _compile("hybrid_ep", "device_sync_kernel"), together=True,
+                reach=re.compile("device_sync_kernel" + _FIRST_NUMBER),
+            ),
             ProtocolKernel("dispatch", _compile("hybrid_ep", "dispatch_kernel"), writes=True),
             ProtocolKernel("combine", _compile("hybrid_ep", "combine_kernel"), writes=True),
         ),
@@ -204,7 +211,8 @@ class KernelRole(Struct, frozen=True):
     """What a kernel's name says of its call.
 
     protocol is "" for kernels of collectives that are no library's of the table. size is the number
-    of members that the name states, 0 if none.
+    of members that the name states, and reach that of ranks which access each other's memory; 0 if
+    none.
     """
 
     protocol: str
@@ -215,6 +223,7 @@ class KernelRole(Struct, frozen=True):
     of_node: bool
     halves: bool
     writes: bool
+    reach: int
     size: int
 
     @property
@@ -231,13 +240,14 @@ def find_role(name: str, op: str) -> KernelRole:
         if kernel is not None:
             found = kernel.size.search(name) if kernel.size else None
             size = kernel.times * int(found[1]) if found else 0
+            near = kernel.reach.search(name) if kernel.reach else None
             # A copy that a collective of c10d launched is that collective.
             together = op in SYMMETRIC_OPS if kernel.step == COPY else kernel.together
             return KernelRole(
                 protocol.name, protocol.axis, kernel.step, op, together, kernel.of_node,
-                kernel.halves, kernel.writes, size,
+                kernel.halves, kernel.writes, int(near[1]) if near else 0, size,
             )  # fmt: skip
-    return KernelRole("", "", parse_op(name), op, op in SYMMETRIC_OPS, False, False, False, 0)
+    return KernelRole("", "", parse_op(name), op, op in SYMMETRIC_OPS, False, False, False, 0, 0)
 
 
 class CallRoles(Struct, frozen=True):
@@ -249,6 +259,11 @@ class CallRoles(Struct, frozen=True):
     def list(self, rows: Int64) -> list[KernelRole]:
         """The roles of these calls."""
         return [self.kinds[kind] for kind in self.of[rows].tolist()]
+
+    @property
+    def reach(self) -> int:
+        """How many ranks access each other's memory, as the barriers state; 0 if none does."""
+        return max((kind.reach for kind in self.kinds), default=0)
 
     def mask(self, attribute: str) -> Bool:
         """The calls whose role has this attribute."""

@@ -202,3 +202,21 @@ def test_messages_of_two_communicators_are_paired_by_stream(tmp_path: Path) -> N
         ends.setdefault(key, set()).add(end)
     assert len(ends) == 10 and min(ends) >= 0
     assert all(len(both) == 1 for both in ends.values())
+
+
+@pytest.mark.parametrize(("near", "waits"), [(2, False), (1, True)])
+def test_a_dispatch_waits_for_members_beyond_the_reach_of_its_barriers(
+    near: int, waits: bool, tmp_path: Path
+) -> None:
+    """HybridEP's kernels poll for what ranks of other NVLink domains send over the network; those
+    of their own domain have met in the barriers around them, which state how many these are."""
+    sync, dispatch = f"void hybrid_ep::device_sync_kernel<{near}>", "hybrid_ep::dispatch_kernel<16>"
+
+    def record(rank: int) -> GpuTrace:
+        trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100)
+        for name, start, end in ((sync, 10, 12), (dispatch, 12 + 3 * rank, 40), (sync, 40, 42)):
+            trace.kernel(name, start, end, **trace._described("all_to_all", "0", 1000))
+        return trace
+
+    found = matched(tmp_path, record(0), record(1))
+    assert found.waits.tolist() == [True, waits, True] * 2

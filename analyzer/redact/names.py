@@ -31,6 +31,9 @@ _PART = re.compile(rf"{_FLOAT}|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _HEX = re.compile(r"\d+|[a-f]{1,2}|[A-F]{1,2}")
 """Parts of which an id or an address may be made: most single letters are public words."""
 
+_ID = re.compile(rf"(?=.*\d)(?!(?:{_FLOAT})+\Z)(?:[a-f\d]{{7,}}|[A-F\d]{{7,}})")
+"""Whole runs that are ids although f8 and words such as add are in them."""
+
 _RUN = re.compile(r"[A-Za-z\d]+")
 
 _MAX_NUMBERS = 4
@@ -59,7 +62,7 @@ def is_public(text: str) -> bool:
         return False
     for run in _RUN.findall(text):
         parts = _PART.findall(run)
-        if sum(map(str.isdigit, parts)) > _MAX_NUMBERS:
+        if sum(map(str.isdigit, parts)) > _MAX_NUMBERS or _ID.fullmatch(run):
             return False
         digits = 0
         for part in parts:

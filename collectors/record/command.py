@@ -164,7 +164,8 @@ def describe_module_names(records: Sequence[RankRecord]) -> str:
     if named:
         which = "" if len(named) == len(decided) else f" of {len(named)} of {len(decided)} ranks"
         shares = [each.cost_ns / each.step_ns for each in named if each.cost_ns and each.step_ns]
-        cost = f", about {max(shares):.1%} of it" if shares else ""
+        # A name is taken to cost what it does at worst.
+        cost = f", which takes up to {max(shares):.1%} of it" if shares else ""
         return f"modules are named in step {named[0].step}{which}{cost}"
     if not decided:
         return ""

@@ -278,6 +278,7 @@ def test_what_a_recording_says_of_its_names() -> None:
     cost = ModuleNames(why="cost", cost_ns=3_000, step_ns=100_000)
     assert describe(None) == ""
     assert describe(ModuleNames(10)) == "modules are named in step 10"
-    assert describe(cheap, cheap) == "modules are named in step 14, about 0.6% of it"
-    assert describe(cheap, cost) == "modules are named in step 14 of 1 of 2 ranks, about 0.6% of it"
+    assert describe(cheap, cheap) == "modules are named in step 14, which takes up to 0.6% of it"
+    some = "modules are named in step 14 of 1 of 2 ranks, which takes up to 0.6% of it"
+    assert describe(cheap, cost) == some
     assert describe(cost) == "modules are not named: that takes more than 2 % of a step"

@@ -224,7 +224,8 @@ def _explain_delay(row: TimeDelta, moved: _Deltas) -> Cause:
     if not blamed:
         return Cause(row.bucket, row.axis, None, None, None, (), row.delta_ns, str(row))
     worst = blamed[0]
-    groups = (g.ranks for g in moved.candidate.groups if g.axis == row.axis)
+    # Waits in total are not those of the groups that are along no single axis.
+    groups = (g.ranks for g in moved.candidate.groups if row.axis and g.axis == row.axis)
     group = next((ranks for ranks in groups if worst.rank in ranks), ())
     longer = units.format_milliseconds(worst.delta_ns)
     whom = f"its group ({units.format_number_list(group)})" if group else "other ranks"

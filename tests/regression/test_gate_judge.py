@@ -228,7 +228,9 @@ def test_why_more_idle_time_is_named_with_the_rank_that_delays_others_by_it() ->
     """Rank 2 computes longer too, which is no reason to idle."""
     blame = (CausedWait(3, "host", "tp", 30 * MS), CausedWait(2, "compute", "tp", 40 * MS), *BLAME)
     times = (*TIMES[:4], BucketTime("idle", None, 16 * MS))
+    groups = (GroupRanks(None, "", (2, 3, 6, 7), "dp_replicate x tp"),)
     own = runs("own", "step", MORE, times=times, blame=blame)
+    own = [replace(one, groups=groups) for one in own]
     (cause,) = check(own, runs("base", "step", QUIET), "step:5%").causes
     assert (cause.bucket, cause.rank, cause.moved_ns) == ("idle", 3, 16 * MS)
     assert cause.message == (

@@ -6,6 +6,7 @@ import mmap
 import os
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _STEP_AND_TIME = struct.Struct("=qq")
@@ -22,6 +23,7 @@ class StepMemory:
         self.descriptor = os.memfd_create(_build_label(rank, incarnation))
         os.ftruncate(self.descriptor, _STEP_AND_TIME.size)
         self._memory = mmap.mmap(self.descriptor, _STEP_AND_TIME.size)
+        self._file = os.fstat(self.descriptor)
 
     def write(self, step: int) -> None:
         """Notes that the step ended just now."""
@@ -30,7 +32,10 @@ class StepMemory:
     def close(self) -> None:
         """Frees the memory, unless it is held."""
         self._memory.close()
-        os.close(self.descriptor)
+        # A script that closes all descriptors has perhaps opened a file of its own as this one.
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self.descriptor), self._file):
+                os.close(self.descriptor)
 
 
 class HeldStepMemory:

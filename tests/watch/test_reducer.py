@@ -621,3 +621,13 @@ def test_another_process_or_descriptor_is_no_step_memory() -> None:
     own.close()
     assert held.is_left() and held.read() == found
     held.close()
+
+
+def test_the_end_of_a_watch_closes_no_file_of_the_script(tmp_path: Path) -> None:
+    """A script that closes all descriptors gets the same numbers for its files."""
+    own = StepMemory(3, 1)
+    os.close(own.descriptor)
+    with (tmp_path / "log.txt").open("w") as log:
+        assert log.fileno() == own.descriptor
+        own.close()
+        log.write("still open")

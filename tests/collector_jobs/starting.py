@@ -73,7 +73,9 @@ def ended_at_last(process: subprocess.Popen[str]) -> Iterator[None]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.wait()
+        for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+            pipe.close()
 
 
 def run(command: Sequence[str], **environment: str) -> Ended:

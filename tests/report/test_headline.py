@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from dash import html
 from hypothesis import given, strategies as st
+from msgspec import structs
 from support.report_builders import analysis
 from support.screens import print_lines
 
@@ -23,7 +24,7 @@ from stepsplit.analyzer.report.headline import (
 )
 from stepsplit.analyzer.report.io import read_report
 from stepsplit.analyzer.report.kind_rows import build_kind_rows, describe_other_steps
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import AxisSize, Report
 from stepsplit.analyzer.split.step_kinds import KindCalls, StepKind
 from stepsplit.analyzer.units import choose_part_unit_ns, format_parts, format_signed_parts
 from stepsplit.dashboard.pages.components import build_cards
@@ -189,7 +190,7 @@ def test_the_screen_of_a_sample_adds_up(name: str, width: int) -> None:
 
 def test_an_axis_of_another_name_has_its_column() -> None:
     report = Report(
-        run=analysis().report.run,
+        run=structs.replace(analysis().report.run, mesh=(AxisSize("spatial", 2),)),
         steps=(build_step(0, 1, compute=900_000, collective=100_000),),
         exposed=(ExposedRow(0, 1, "spatial", "forward", 60_000, 0, 0, 0),),
     )

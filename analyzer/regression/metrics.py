@@ -110,11 +110,12 @@ def name_calls(runs: Iterable[RunMetrics]) -> Mapping[str, str]:
 
     Metrics and baselines have calls on no single axis by the description of their groups, so that
     baselines of any version match. The names are those of the runs with groups: a baseline of a
-    stated mesh has none.
+    stated mesh has none. The groups of an older version have no names, and take those of others.
     """
     names: dict[str, dict[str, None]] = defaultdict(dict)
-    for run in runs:
-        for group in run.groups:
+    groups = [group for run in runs for group in run.groups]
+    for group in sorted(groups, key=lambda one: not one.name):
+        if group.name or format_axis(group) not in names:
             names[format_axis(group)][name_group(group)] = None
     return {UNKNOWN: UNKNOWN_AXIS} | {axis: " + ".join(own) for axis, own in names.items()}
 

@@ -446,5 +446,10 @@ def test_calls_along_several_axes_match_older_baselines_and_are_named_as_on_scre
         (cause,) = verdict.causes
         assert cause.message.startswith("dp_replicate x tp all_reduce: +4 calls per step")
         assert cause.group == (0, 1, 2, 3)
+    # An older baseline of an inferred mesh has the group, without a name.
+    older = [replace(one, groups=(*GROUPS, replace(named, name=""))) for one in base]
+    verdict = check_candidate([grown], older, parse_budgets(["calls:exact"]))
+    assert [row.axis for row in verdict.calls] == ["dp_replicate x tp"]
+    assert verdict.causes[0].group == (0, 1, 2, 3)
     # Of a baseline file as candidate, too, which has one group of each description.
     assert check([grown], base, "calls:exact").gated[0].note.startswith("dp_replicate x tp ")

@@ -31,8 +31,10 @@ _PART = re.compile(rf"{_FLOAT}|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _HEX = re.compile(r"\d+|[a-f]{1,2}|[A-F]{1,2}")
 """Parts of which an id or an address may be made: most single letters are public words."""
 
-_ID = re.compile(rf"(?=.*\d)(?!(?:{_FLOAT})+\Z)(?:[a-f\d]{{7,}}|[A-F\d]{{7,}})")
-"""Whole runs that are ids although f8 and words such as add are in them."""
+_ID = re.compile(r"[a-f\d]{7,}|[A-F\d]{7,}")
+"""Whole runs that are ids, if they have a digit, although f8 and words such as add are in them."""
+
+_FLOATS = re.compile(f"(?:{_FLOAT})+")
 
 _RUN = re.compile(r"[A-Za-z\d]+")
 
@@ -62,7 +64,9 @@ def is_public(text: str) -> bool:
         return False
     for run in _RUN.findall(text):
         parts = _PART.findall(run)
-        if sum(map(str.isdigit, parts)) > _MAX_NUMBERS or _ID.fullmatch(run):
+        has_digit = any(map(str.isdigit, run))
+        is_id = has_digit and _ID.fullmatch(run) and not _FLOATS.fullmatch(run)
+        if is_id or sum(map(str.isdigit, parts)) > _MAX_NUMBERS:
             return False
         digits = 0
         for part in parts:

@@ -244,11 +244,12 @@ def _collect_call_stats(report: Report, by_axis: bool) -> Mapping[CallKind, _Cal
     ranks, steps = set(report.run.ranks), len({row.step for row in report.steps})
     unmatched = {name_axis(one.axis) for one in report.coverage if one.holds == "estimated"}
     # A collective counts once for each recorded member; a message counts once per end, and so does
-    # each call on an axis without matched calls.
+    # each call on an axis without matched calls. An older report has no names of groups, nor of its
+    # coverage.
     members = {
         id_: len(set(group.ranks) & ranks) or 1
         for id_, group in groups.items()
-        if name_group(group) not in unmatched
+        if name_axis(group.name or group.axis) not in unmatched
     }
     found = {}
     for kind, by_own_axis in same.items():

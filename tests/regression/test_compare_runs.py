@@ -341,6 +341,19 @@ def test_unmatched_messages_and_calls_count_per_rank() -> None:
     assert counts == {"send": 1.0, "all_reduce": 2.0}
 
 
+def test_unmatched_calls_along_several_axes_count_per_rank_in_older_reports_too() -> None:
+    """Such a report has no names of groups, and no axis in the coverage of these."""
+    named = GroupRow(0, None, "WEIGHTS_GROUP", (0, 1), "dp_replicate x tp")
+    for group in (named, msgspec.structs.replace(named, name="")):
+        axis = group.name or None
+        report = msgspec.structs.replace(
+            baseline(), groups=(group,), coverage=(Coverage(axis, 1, 0, 1, 6, 6),)
+        )
+        (row,) = compare_reports(report, report).collectives
+        assert row.baseline is not None
+        assert row.baseline.count == 1.0
+
+
 def test_kernels_that_a_side_does_not_tell_are_not_compared() -> None:
     silent = msgspec.structs.replace(baseline(), kernels=())
     assert compare_reports(baseline(), silent).kernels == ()

@@ -70,7 +70,7 @@ def is_public(text: str) -> bool:
             return False
         digits = 0
         for part in parts:
-            is_float = re.fullmatch(_FLOAT, part)
+            is_float = _FLOATS.fullmatch(part)
             digits = digits + len(part) if not is_float and _HEX.fullmatch(part) else 0
             is_word = is_float or part.isdigit() or part.lower() in _WORDS
             if digits > _MAX_DIGITS or not is_word:

@@ -24,6 +24,7 @@ from stepsplit.analyzer.report.report import (
     BasisKind,
     EventRef,
     Finding,
+    GainKind,
     Settle,
 )
 from stepsplit.analyzer.trace import Bool, Float, Int64
@@ -117,6 +118,7 @@ def replay_remedy(
     events: tuple[EventRef, ...] = (),
     gains: StepGains | None = None,
     at_most_ns: int | None = None,
+    gain_kind: GainKind = "alone",
     would_settle: tuple[Settle, ...] = (),
     is_doubtful: bool = False,
     names_steps: bool = False,
@@ -135,6 +137,7 @@ def replay_remedy(
         events: examples to look at.
         gains: what the replay says, if it is known already.
         at_most_ns: what the gain cannot exceed; None for no limit.
+        gain_kind: what the gain is.
         would_settle: what would settle its doubts.
         is_doubtful: whether it is inferred for want of evidence.
         names_steps: whether the message says in which steps it is.
@@ -177,6 +180,7 @@ def replay_remedy(
             spread_ns=spread_ns,
             would_settle=would_settle,
         ),
+        gain_kind=gain_kind,
     )
     return Remedy(finding, change, is_doubtful=is_doubtful, names_steps=names_steps)
 

@@ -137,7 +137,8 @@ def find_sums_before_updates(context: ReplayContext) -> Bool:
     for index, rank in enumerate(context.split.ranks):
         mine = table.list_rows(index)
         mine = mine[of_data[mine]]
-        again = mine[all_reduces[mine] & _is_before_updates(rank)[table.call[mine]]]
+        again = mine[all_reduces[mine]]
+        again = again[_is_before_updates(rank)[table.call[again]]] if len(again) else again
         if not len(again):
             continue
         in_backward, _ = classify_issue(rank)
@@ -155,7 +156,7 @@ def _is_before_updates(rank: RankSplit) -> Bool:
     """For each call, whether it was issued in an optimizer, which runs no pass, whose first call
     comes before all of its compute."""
     events, when = rank.trace.events, find_issue_ns(rank.trace)
-    updates = _find_updates(rank)
+    updates = _find_updates(rank, find_backward_spans(rank.trace))
     if not len(updates):
         return np.zeros(len(when), dtype=np.bool_)
     computes = np.flatnonzero(rank.trace.kinds.computes)
@@ -217,17 +218,18 @@ def classify_issue(rank: RankSplit) -> tuple[Bool, Bool]:
     """For each call of a rank: whether it was issued in a backward, or by FSDP; whether after the
     first backward of its step, and neither in a backward, a forward, nor the optimizer."""
     events, when = rank.trace.events, find_issue_ns(rank.trace)
-    passes, updates = find_backward_spans(rank.trace), _find_updates(rank)
+    passes = find_backward_spans(rank.trace)
+    updates = _find_updates(rank, passes)
     is_other = is_inside(find_spans(events, DDP_FORWARD), when) | is_inside(updates, when)
     backward = is_inside(passes, when) | is_inside(find_spans(events, *SHARDS), when)
     first_ns = find_first_backward_ns(rank.trace, when)
     return backward, ~backward & ~is_other & (first_ns >= 0) & (when >= first_ns)
 
 
-def _find_updates(rank: RankSplit) -> Intervals:
+def _find_updates(rank: RankSplit, passes: Intervals) -> Intervals:
     """When the host ran optimizers; one that is given a closure, and runs the passes itself, is
-    left out."""
+    left out. passes: the backwards."""
     optimizer = find_spans(rank.trace.events, "Optimizer.step#")
     alone = np.ones(len(optimizer), dtype=np.bool_)
-    alone[intersect(optimizer, find_backward_spans(rank.trace)).left] = False
+    alone[intersect(optimizer, passes).left] = False
     return Intervals(optimizer.start_ns[alone], optimizer.end_ns[alone])

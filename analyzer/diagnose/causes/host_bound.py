@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from msgspec import structs
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
@@ -16,7 +15,6 @@ from stepsplit.analyzer.diagnose.causes.host_time import compute_rank_means, com
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import measure_excess, reduce_work
 from stepsplit.analyzer.report.explain import explain_idle
-from stepsplit.analyzer.report.report import GainKind
 
 
 def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
@@ -42,7 +40,7 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
     # Also in a pipeline, where stages idle in turn, no more than the idle time that is shown.
     idle_ns = context.select_bucket_ns("idle").astype(np.float64)
     most_ns = round(float(compute_rank_means(context, idle_ns).max()))
-    remedy = replay_remedy(
+    yield replay_remedy(
         context,
         remove,
         bucket="idle",
@@ -55,9 +53,8 @@ def find_host_bound(context: CauseContext) -> Iterator[Remedy]:
             f"{'' if on_device else limit}"
         ),
         at_most_ns=most_ns,
+        gain_kind="alone" if on_device else "upper_limit",
     )
-    kind: GainKind = "alone" if on_device else "upper_limit"
-    yield structs.replace(remedy, finding=structs.replace(remedy.finding, gain_kind=kind))
 
 
 HOST_BOUND = CauseEntry("host_bound", find_host_bound, basis="measured", with_profiler=True)

@@ -105,8 +105,8 @@ def _never_over(original: Any, budget: Any, before: Any, own: Any) -> Any:
     return replace(original(budget, before, own), allowed=1e18)
 
 
-def _totals_alone(original: Any, budget: Any, before: Any, own: Any) -> Any:
-    return original(budget, replace(before, most=own.most), own)
+def _totals_alone(original: Any, budget: Any, before: Any, own: Any, names: Any) -> Any:
+    return original(budget, replace(before, most=own.most), own, names)
 
 
 BUGS = {

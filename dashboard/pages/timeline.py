@@ -11,7 +11,6 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from dash import html
 from dash.development.base_component import Component
 
@@ -20,11 +19,11 @@ from stepsplit.analyzer.buckets import BUCKETS, Bucket
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Text, Waits
-from stepsplit.analyzer.trace import Bool, Int32, Int64
+from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
 from stepsplit.dashboard.figures.rank_groups import list_rank_groupings, list_rank_locations
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
 from stepsplit.dashboard.pages.page import RunPage
-from stepsplit.dashboard.pages.timeline_track import DrawnShapes, TimelineTrack
+from stepsplit.dashboard.pages.timeline_track import DrawnShapes, TimelineTrack, cut_into_slots
 
 # Timeline: ranks and lanes at any zoom, from the whole run to one kernel.
 
@@ -91,55 +90,55 @@ def build_window_json(window: Window) -> dict[str, Any]:
 
 
 def _encode_row(places: dict[str, int], one: WindowRow, from_ns: int) -> dict[str, Any]:
-    drawn, exact = one.drawn, one.drawn.row >= 0
-    row: dict[str, Any] = {"rank": one.rank, "lane": one.lane, "depth": one.depth}
+    line, drawn = one.line, one.drawn
+    row: dict[str, Any] = {"rank": one.rank, "lane": line.lane, "depth": line.depth}
     row["slots"] = len(drawn.edges) - 1
-    if not exact.all():
-        row["merged"] = _encode_slots(drawn)
-    if exact.any():
-        start, dur = drawn.start_ns[exact], drawn.dur_ns[exact]
+    merged = int(np.count_nonzero(drawn.row < 0))
+    if merged:
+        row["merged"] = _encode_slots(drawn, merged)
+    if merged < len(drawn.row):
+        start, dur, shown = drawn.start_ns[merged:], drawn.dur_ns[merged:], drawn.row[merged:]
         row["gap"] = start - np.concatenate(([from_ns], (start + dur)[:-1]))
         row["dur"] = dur
-        row["bucket"] = "".join(map(str, drawn.bucket[exact].tolist()))
+        row["bucket"] = (drawn.bucket[merged:] + ord("0")).tobytes().decode()
         # Indices of the shapes' names in the list of all names, which grows as needed.
-        used, code = np.unique(one.name, return_inverse=True)
-        here = [
-            places.setdefault(one.names[i], len(places)) if i >= 0 else -1 for i in used.tolist()
-        ]
-        name = np.array(here, dtype=np.int64)[code][exact]
-        owner = one.owner[exact]
+        own, owner = line.name[shown], line.owner[shown]
+        here = np.zeros(len(line.names), dtype=np.int64)
+        for used in np.flatnonzero(np.bincount(own)).tolist():
+            here[used] = places.setdefault(line.names[used], len(places))
+        name = here[own]
         row |= {"name": name} if name.any() else {}
         row |= {"owner": owner} if (owner >= 0).any() else {}
     if one.matched is not None:
-        row["matched"] = _encode_runs(np.where(one.matched, "#", "."))
+        row["matched"] = _encode_runs(np.where(one.matched, ord("#"), ord(".")).astype(np.uint8))
     return row
 
 
-_LETTERS = np.array(list("ABCDEFGHIJKLMNOPQRSTUVWXYZab"))
+_LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZab", dtype=np.uint8)
 """Four for each bucket: a quarter, half, three quarters and all of the slot."""
 
 
-def _encode_slots(drawn: DrawnShapes) -> str:
-    """The shapes of many slices, slot by slot: a letter for bucket and cover, a dot for nothing."""
-    merged = drawn.row < 0
-    start, dur = drawn.start_ns[merged], drawn.dur_ns[merged]
-    quarters = (drawn.cover[merged].astype(np.int64) + 1) // 64
-    letter = _LETTERS[drawn.bucket[merged].astype(np.int64) * 4 + quarters - 1]
+def _encode_slots(drawn: DrawnShapes, merged: int) -> str:
+    """The first shapes, those of many slices, slot by slot: a letter for bucket and cover, a dot
+    for nothing."""
+    start, dur = drawn.start_ns[:merged], drawn.dur_ns[:merged]
+    quarters = (drawn.cover[:merged].astype(np.int64) + 1) // 64
+    letter = _LETTERS[drawn.bucket[:merged].astype(np.int64) * 4 + quarters - 1]
     low = np.searchsorted(drawn.edges, start)
     width = np.searchsorted(drawn.edges, start + dur) - low
-    slots = np.full(len(drawn.edges) - 1, ".")
+    slots: UInt8 = np.full(len(drawn.edges) - 1, ord("."), dtype=np.uint8)
     # A shape's slots follow each other: the first one, and as many more as it is wide.
     offset = np.arange(width.sum()) - np.repeat(np.cumsum(width) - width, width)
     slots[np.repeat(low, width) + offset] = np.repeat(letter, width)
     return _encode_runs(slots)
 
 
-def _encode_runs(slots: npt.NDArray[np.str_]) -> str:
+def _encode_runs(slots: UInt8) -> str:
     """Letters with the number of repetitions, which is left out for one: A12.3B."""
     first = np.flatnonzero(np.append(True, slots[1:] != slots[:-1]))
     count = np.diff(np.append(first, len(slots))).tolist()
-    letters = slots[first].tolist()
-    return "".join(f"{one}{n if n > 1 else ''}" for one, n in zip(letters, count, strict=True))
+    letters = slots[first].tobytes().decode()
+    return "".join([f"{one}{n}" if n > 1 else one for one, n in zip(letters, count, strict=True)])
 
 
 _NOTE = re.compile(r"(-?\d{1,18})-(-?\d{1,18}):(.+)", re.DOTALL)
@@ -193,20 +192,15 @@ class ShownStep:
 
 @dataclass(frozen=True, slots=True)
 class WindowRow:
-    """A row of one rank within a window.
+    """A row of one rank within a window: drawn.row indexes the line's slices.
 
-    name and owner have one entry per shape: name indexes names, -1 for a shape of many slices;
-    owner is the rank waited for, -1 if none. matched says which slots contain a match of the
-    search; None without a search, and for lanes of exact slices only.
+    matched says which slots contain a match of the search; None without a search, and for lanes of
+    exact slices only.
     """
 
     rank: int
-    lane: str
-    depth: int
+    line: TimelineRow
     drawn: DrawnShapes
-    name: Int64
-    owner: Int64
-    names: tuple[str, ...]
     matched: Bool | None = None
 
 
@@ -261,11 +255,15 @@ class TimelineView:
     ) -> Window:
         """The bands of the ranks, and the lanes of the opened ones, within the window."""
         rows: list[WindowRow] = []
+        edges = cut_into_slots(from_ns, to_ns, detail.slots)
+        closed = edges, detail.band_slots
+        if detail.compact_slots is not None:
+            closed = cut_into_slots(from_ns, to_ns, detail.compact_slots), _COMPACT_SLOTS
         for rank in ranks:
-            is_open, slots, least_slots = rank in opened, detail.slots, detail.band_slots
-            if not is_open and detail.compact_slots is not None:
-                slots, least_slots = detail.compact_slots, _COMPACT_SLOTS
-            band = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, least_slots)
+            is_open = rank in opened
+            line = self._band(rank)
+            drawn = line.track.draw(*((edges, detail.band_slots) if is_open else closed))
+            band = WindowRow(rank, line, drawn)
             if detail.query:
                 found = self.search(detail.query)
                 own = found.select(found.rank == rank)
@@ -273,7 +271,7 @@ class TimelineView:
                 band = replace(band, matched=matched)
             rows.append(band)
             for line in self._lanes(rank) if is_open else ():
-                row = _cut_to_window(rank, line, from_ns, to_ns, detail.slots)
+                row = WindowRow(rank, line, line.track.draw(edges))
                 # The browser finds the matches among exact slices itself.
                 if detail.query and not (row.drawn.row >= 0).all():
                     words = detail.query.lower()
@@ -385,22 +383,6 @@ def list_steps(report: Report) -> tuple[ShownStep, ...]:
         )
         for step, own in sorted(rows.items())
     )
-
-
-def _cut_to_window(
-    rank: int, line: TimelineRow, from_ns: int, to_ns: int, slots: int, least_slots: int = 1
-) -> WindowRow:
-    drawn = line.track.draw(from_ns, to_ns, slots, least_slots)
-    name, owner = (_select_rows(column, drawn.row) for column in (line.name, line.owner))
-    return WindowRow(rank, line.lane, line.depth, drawn, name, owner, line.names)
-
-
-def _select_rows(column: Int32, rows: Int64) -> Int64:
-    """Values of the column in these rows, -1 for row -1."""
-    values = np.full(len(rows), -1, dtype=np.int64)
-    known = rows >= 0
-    values[known] = column[rows[known]]
-    return values
 
 
 # The rows of one rank: its band of buckets, and one row per lane and depth below it.

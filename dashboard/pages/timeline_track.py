@@ -35,6 +35,11 @@ class DrawnShapes:
     edges: Int64
 
 
+def cut_into_slots(from_ns: int, to_ns: int, slots: int) -> Int64:
+    """The edges in ns of so many equal slots of the window, of at least 1 ns each."""
+    return np.linspace(from_ns, to_ns, min(slots, to_ns - from_ns) + 1).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class TimelineTrack:
     """Non-overlapping slices ordered by start; columns of equal length, bucket indexes BUCKETS."""
@@ -43,16 +48,15 @@ class TimelineTrack:
     dur_ns: Int64
     bucket: UInt8
 
-    def draw(self, from_ns: int, to_ns: int, slots: int, least_slots: int = 1) -> DrawnShapes:
-        """Slices within the window; if not all of them fit, those that are shorter than
-        `least_slots` slots are merged into slots."""
-        low = int(np.searchsorted(self._end_ns, from_ns, side="right"))
-        high = int(np.searchsorted(self.start_ns, to_ns, side="left"))
-        slots = min(slots, to_ns - from_ns)
-        edges = np.linspace(from_ns, to_ns, slots + 1).astype(np.int64)
+    def draw(self, edges: Int64, least_slots: int = 1) -> DrawnShapes:
+        """Slices between the first and last of the slots' edges; if not all of them fit, those
+        that are shorter than `least_slots` slots are merged into slots."""
+        slots, wide_ns = len(edges) - 1, int(edges[-1] - edges[0])
+        low = int(np.searchsorted(self._end_ns, edges[0], side="right"))
+        high = int(np.searchsorted(self.start_ns, edges[-1], side="left"))
         if (high - low) * least_slots <= slots:
             return self._draw_exactly(np.arange(low, high), edges)
-        long = self.dur_ns[low:high] * slots >= (to_ns - from_ns) * least_slots
+        long = self.dur_ns[low:high] * slots >= wide_ns * least_slots
         exact = self._draw_exactly(low + np.flatnonzero(long), edges)
         # The dominant bucket of each slot among slices that are not drawn exactly; neighboring
         # slots with equal bucket and cover become one shape.

@@ -30,7 +30,7 @@ from stepsplit.dashboard.pages.timeline import (
     measure_names,
     measure_range,
 )
-from stepsplit.dashboard.pages.timeline_track import DrawnShapes, TimelineTrack
+from stepsplit.dashboard.pages.timeline_track import DrawnShapes, TimelineTrack, cut_into_slots
 
 COMPUTE, COLLECTIVE, SKEW, IDLE = (
     BUCKETS.index(name) for name in ("compute", "collective", "skew", "idle")
@@ -50,12 +50,15 @@ def shapes(drawn: DrawnShapes) -> list[tuple[int, int, int, int, int]]:
 
 def test_a_window_with_room_shows_its_slices_as_they_are() -> None:
     made = track((0, 10, COMPUTE), (20, 10, SKEW), (30, 10, COLLECTIVE), (90, 5, COMPUTE))
-    assert shapes(made.draw(25, 90, 10)) == [(20, 10, SKEW, 255, 1), (30, 10, COLLECTIVE, 255, 2)]
+    assert shapes(made.draw(cut_into_slots(25, 90, 10))) == [
+        (20, 10, SKEW, 255, 1),
+        (30, 10, COLLECTIVE, 255, 2),
+    ]
 
 
 def test_a_slot_shows_its_dominant_bucket_and_cover() -> None:
     made = track((0, 60, COMPUTE), (60, 40, SKEW), (100, 10, SKEW), (150, 30, COMPUTE))
-    assert shapes(made.draw(0, 200, 2)) == [
+    assert shapes(made.draw(cut_into_slots(0, 200, 2))) == [
         (0, 100, COMPUTE, 255, -1), (100, 100, COMPUTE, 127, -1),
     ]  # fmt: skip
 
@@ -63,15 +66,18 @@ def test_a_slot_shows_its_dominant_bucket_and_cover() -> None:
 def test_a_long_wait_is_drawn_exactly_among_many_short_kernels() -> None:
     short = [(n * 10, 9, COMPUTE) for n in range(20)]
     made = track(*short, (200, 150, SKEW), *((350 + n * 10, 9, COMPUTE) for n in range(5)))
-    assert shapes(made.draw(0, 400, 4)) == [
+    assert shapes(made.draw(cut_into_slots(0, 400, 4))) == [
         (0, 200, COMPUTE, 255, -1), (300, 100, COMPUTE, 127, -1), (200, 150, SKEW, 255, 20),
     ]  # fmt: skip
 
 
 def test_nothing_is_drawn_where_nothing_ran() -> None:
     made = track((0, 10, COMPUTE), (20, 10, COMPUTE), (210, 1, COMPUTE), (291, 1, COMPUTE))
-    assert [shape[:2] for shape in shapes(made.draw(0, 300, 3))] == [(0, 100), (200, 100)]
-    assert shapes(track().draw(0, 100, 2)) == []
+    assert [shape[:2] for shape in shapes(made.draw(cut_into_slots(0, 300, 3)))] == [
+        (0, 100),
+        (200, 100),
+    ]
+    assert shapes(track().draw(cut_into_slots(0, 100, 2))) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50), st.integers(0, 6)), max_size=60),
@@ -81,7 +87,7 @@ def test_shapes_do_not_overlap(raw: list[tuple[int, int, int]], slots: int) -> N
     for gap, dur, bucket in raw:
         made.append((now + gap, dur, bucket))
         now += gap + dur
-    drawn = track(*made).draw(0, now + 100, slots)
+    drawn = track(*made).draw(cut_into_slots(0, now + 100, slots))
     for kind in (drawn.row >= 0, drawn.row < 0):
         start, end = drawn.start_ns[kind], (drawn.start_ns + drawn.dur_ns)[kind]
         assert (start[1:] >= end[:-1]).all()
@@ -154,7 +160,7 @@ def test_coarse_and_exact_agree_on_a_band_of_one_bucket(slots: int) -> None:
     alike = replace(segments, bucket=np.zeros_like(segments.bucket))
     line = build_band(0, alike, Waits.build_empty())
     end = int((segments.start_ns + segments.dur_ns).max())
-    drawn = line.track.draw(0, end, slots)
+    drawn = line.track.draw(cut_into_slots(0, end, slots))
     assert drawn.dur_ns.sum() == end
 
 
@@ -229,7 +235,7 @@ def test_closed_ranks_of_compact_rows_have_fewer_slots_than_open_ones() -> None:
 
     rows = shown.read_window(0, 10**9, WindowDetail(200, 50), (0, 1), (0,)).rows
 
-    assert [(row.rank, row.lane, len(row.drawn.edges) - 1) for row in rows] == [
+    assert [(row.rank, row.line.lane, len(row.drawn.edges) - 1) for row in rows] == [
         (0, "buckets", 200), (0, "stream 7", 200), (1, "buckets", 50),
     ]  # fmt: skip
 
@@ -310,7 +316,7 @@ def test_the_slots_of_matches_are_marked() -> None:
     window = shown.read_window(0, 1_000, WindowDetail(10, query="gem"), (0,), (0,))
 
     packed = as_json(build_window_json(window))
-    assert [row.lane for row in window.rows] == ["buckets", "stream 7"]
+    assert [row.line.lane for row in window.rows] == ["buckets", "stream 7"]
     assert [row["matched"] for row in packed["rows"]] == ["#.9", "#.9"]  # type: ignore[index]
 
 

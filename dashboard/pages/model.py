@@ -95,17 +95,18 @@ def _build_controls(
     }  # fmt: skip
     menus = []
     if "interleaved" in (chosen.find_text("schedule"), job.parallel.schedule):
-        # At least two, as apply_changes takes them.
-        now["chunks"] = max(2, job.parallel.chunks)
-    for key in now:
-        # The recorded size, its halves and doubles, and the selected one.
-        recorded, picked_size = now[key], chosen.parse_int(key) or now[key]
-        near = {recorded * 2**n for n in range(_DOUBLINGS + 1)}
-        near |= {recorded // 2**n for n in range(_DOUBLINGS)}
+        now["chunks"] = job.parallel.chunks
+    for key, recorded in now.items():
+        # Of chunks at least two, as apply_changes takes them, whatever was recorded.
         least = 2 if key == "chunks" else 1
+        usual = max(recorded, least)
+        picked_size = chosen.parse_int(key) or usual
+        # The usual size, its halves and doubles, and the selected one.
+        near = {usual * 2**n for n in range(_DOUBLINGS + 1)}
+        near |= {usual // 2**n for n in range(_DOUBLINGS)}
         sizes = sorted({size for size in near if size >= least} | {picked_size})
         names = {str(n): f"{n:,} (as recorded)" if n == recorded else f"{n:,}" for n in sizes}
-        menus.append(build_menu(key, names, str(picked_size), str(recorded)))
+        menus.append(build_menu(key, names, str(picked_size), str(usual)))
     options = {
         "schedule": (UNCHANGED, *SCHEDULES),
         "recompute": (UNCHANGED, "none", "selective", "full"),

@@ -268,6 +268,14 @@ def test_an_invalid_job_shows_its_error() -> None:
     assert graphs(page) == []
 
 
+def test_only_what_was_recorded_is_called_so() -> None:
+    report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
+    page = build_model_page(view(report), AddressQuery({"schedule": "interleaved"}))
+    menus = {getattr(one, "data-choice"): text(one) for one in find(page, html.Select)}
+    assert "2 (as recorded)" in menus["pp"]
+    assert "as recorded" not in menus["chunks"]  # one chunk is no interleaved schedule
+
+
 def test_the_plan_ranks_layouts_when_asked() -> None:
     report = analyze_recording(SAMPLES / "tp2_pp2", "auto")
     assert "Compare the layouts of 4 ranks" in text(build_model_page(view(report), AddressQuery()))

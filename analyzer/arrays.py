@@ -80,6 +80,8 @@ def intersect(left: Intervals, right: Intervals) -> Intersections:
     start = np.maximum(left.start_ns[i], right.start_ns[j])
     end = np.minimum(left.end_ns[i], right.end_ns[j])
     nonempty = end > start
+    if nonempty.all():  # unless an interval is empty; copies would be as large as the overlaps
+        return Intersections(i, j, start, end)
     return Intersections(i[nonempty], j[nonempty], start[nonempty], end[nonempty])
 
 

@@ -31,7 +31,7 @@ from stepsplit.analyzer.split.kernel_shapes import is_backward
 from stepsplit.analyzer.split.kernels import find_kernel_work
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.work import mask_families
-from stepsplit.analyzer.trace import Category, EventKind, Int32, Int64
+from stepsplit.analyzer.trace import Category, EventKind, Int32, Int64, UInt8
 
 Evidence = Literal["modules", "sequence", "ranges", "none"]
 """What places work in the model: ranges of its modules; the repeating sequence of ops, or that of
@@ -99,12 +99,10 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
         evidence = "sequence" if scopes.by_sequence else "modules"
     call_parts = _place_calls(rank, scopes)
     exposed_part = call_parts[rank.attribution.exposed.call]
-    pieces: list[tuple[Int64, Int64, Int64, Int64]] = []
     exposed = rank.attribution.exposed
-    pieces.append(
-        (exposed.window.astype(np.int64), exposed.bucket.astype(np.int64), exposed_part,
-         exposed.end_ns - exposed.start_ns)
-    )  # fmt: skip
+    pieces: list[_Bands] = [
+        (exposed.window, exposed.bucket, exposed_part, exposed.end_ns - exposed.start_ns)
+    ]
     rest = np.flatnonzero(~np.isin(band.bucket, COMMUNICATION))
     if trace.on_device:
         pieces.append(_place_device_bands(rank, scopes, event_part, call_parts, rest))
@@ -118,10 +116,7 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
         )
         own = rest[cut.left]
         place = scopes.find_parts(np.full(len(own), scopes.main), cut.start_ns)
-        pieces.append(
-            (band.window[own].astype(np.int64), band.bucket[own].astype(np.int64), place,
-             cut.end_ns - cut.start_ns)
-        )  # fmt: skip
+        pieces.append((band.window[own], band.bucket[own], place, cut.end_ns - cut.start_ns))
     window, bucket, part, ns = (np.concatenate(column) for column in zip(*pieces, strict=True))
     total = np.zeros((len(rank.steps), len(numbers), len(BUCKETS)), dtype=np.int64)
     np.add.at(total, (window, part, bucket), ns)
@@ -292,7 +287,7 @@ def _place_calls(rank: RankSplit, scopes: HostScopes) -> Int64:
     return part
 
 
-_Bands = tuple[Int64, Int64, Int64, Int64]
+_Bands = tuple[Int32, UInt8, Int64, Int64]
 """Window, bucket, part and duration of each piece of the bands."""
 
 
@@ -322,8 +317,8 @@ def _place_device_bands(
         )
         own = here[both.right]
         pieces.append(
-            (band.window[own].astype(np.int64), np.full(len(own), int(bucket)),
-             event_part[of_bucket[left][both.left]], both.end_ns - both.start_ns)
+            (band.window[own], band.bucket[own], event_part[of_bucket[left][both.left]],
+             both.end_ns - both.start_ns)
         )  # fmt: skip
     idle = rows[band.bucket[rows] == Bucket.IDLE]
     call_part = np.zeros(len(events), dtype=np.int64)
@@ -341,7 +336,6 @@ def _place_device_bands(
     else:
         part[is_last] = 0
     pieces.append(
-        (band.window[idle].astype(np.int64), np.full(len(idle), int(Bucket.IDLE)), part,
-         band.end_ns[idle] - band.start_ns[idle])
-    )  # fmt: skip
+        (band.window[idle], band.bucket[idle], part, band.end_ns[idle] - band.start_ns[idle])
+    )
     return tuple(np.concatenate(column) for column in zip(*pieces, strict=True))  # type: ignore

@@ -84,7 +84,9 @@ class LaunchThreads(Struct, frozen=True):
     @property
     def edges_ns(self) -> Int64:
         """The start and end times of all events, ascending."""
-        return np.sort(np.concatenate([thread.edges_ns for thread in self.threads]), kind="stable")
+        edges_ns = np.concatenate([thread.edges_ns for thread in self.threads])
+        edges_ns.sort(kind="stable")
+        return edges_ns
 
 
 class HostThreads(Struct, frozen=True):

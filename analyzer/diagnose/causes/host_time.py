@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, intersect, union
@@ -21,7 +20,7 @@ from stepsplit.analyzer.diagnose.graph.replay import (
 )
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE
 from stepsplit.analyzer.split.idle import CAUSES, IdleCause
-from stepsplit.analyzer.trace import Bool, Float, Int64
+from stepsplit.analyzer.trace import Bool, Float, Int64, UInt8
 
 NAMED = ("data_loading", "compilation", "allocation", "gc_pause", "synchronize")
 """Causes of idle time that are findings of their own; what is left is compared between ranks."""
@@ -31,6 +30,8 @@ _NOT_OF_HOST = ("launch_latency", "dependency", "late_start", "unknown")
 _SPECIFIC = ("data_loading", "compilation", "allocation", "synchronize")
 """A garbage collection inside of these is part of them."""
 
+_CAUSES = (*CAUSES, "gc_pause")
+
 MIN_LATE_SHARE = 0.005
 """Ranks that idle or copy less than this fraction of the mean step beyond their peers are fine."""
 
@@ -38,15 +39,14 @@ MIN_LATE_SHARE = 0.005
 class HostIdle(Struct, frozen=True):
     """Idle time caused by hosts, on each rank's own clock and sorted by rank and start; columns.
 
-    rank is an index of the context's ranks, step a row of its steps, cause a name of CAUSES or
-    "gc_pause".
+    rank is an index of the context's ranks, step a row of its steps, cause an index of _CAUSES.
     """
 
     rank: Int64
     step: Int64
     start_ns: Int64
     end_ns: Int64
-    cause: npt.NDArray[np.str_]
+    cause: UInt8
 
     def select(self, rows: Bool) -> HostIdle:
         return HostIdle(
@@ -128,7 +128,7 @@ class HostTime:
 
     def select_rest(self) -> HostIdle:
         """The idle time without named causes."""
-        return self.idle.select(~np.isin(self.idle.cause, list(self.named)))
+        return self.idle.select(~_has_cause(self.idle.cause, tuple(self.named)))
 
     def list_causes(self, causes: Sequence[IdleCause]) -> list[IdleCause]:
         """Those that are of the host and have no finding of their own."""
@@ -139,7 +139,7 @@ def _collect_rank_idle(context: ReplayContext, rank: int, first_step: int) -> Ho
     """The idle time of one rank; first_step is the row of its first step."""
     split, parts = context.split.ranks[rank], context.split.detail.idle_parts[rank]
     order = np.argsort(parts.start_ns, kind="stable")
-    cause = np.array(CAUSES)[parts.cause[order]]
+    cause = parts.cause[order]
     window = split.attribution.band.window[parts.gap[order]]
     # All time is cut at the begin and end of each garbage collection: every second cell is one.
     pauses = [p for one in context.list_records(rank) for p in one.host.gc_pauses]
@@ -151,15 +151,20 @@ def _collect_rank_idle(context: ReplayContext, rank: int, first_step: int) -> Ho
     cut = intersect(
         Intervals(parts.start_ns[order], parts.end_ns[order]), Intervals(edges[:-1], edges[1:])
     )
-    in_pause = (cut.right % 2 == 1) & ~np.isin(cause[cut.left], _SPECIFIC)
-    found = HostIdle(
-        rank=np.full(len(cut.left), rank),
-        step=first_step + window[cut.left].astype(np.int64),
-        start_ns=cut.start_ns,
-        end_ns=cut.end_ns,
-        cause=np.where(in_pause, "gc_pause", cause[cut.left]),
+    in_pause = (cut.right % 2 == 1) & ~_has_cause(cause[cut.left], _SPECIFIC)
+    cut_cause = np.where(in_pause, _CAUSES.index("gc_pause"), cause[cut.left]).astype(np.uint8)
+    of_host = np.flatnonzero(~_has_cause(cut_cause, _NOT_OF_HOST))
+    return HostIdle(
+        rank=np.full(len(of_host), rank),
+        step=first_step + window[cut.left[of_host]].astype(np.int64),
+        start_ns=cut.start_ns[of_host],
+        end_ns=cut.end_ns[of_host],
+        cause=cut_cause[of_host],
     )
-    return found.select(~np.isin(found.cause, _NOT_OF_HOST))
+
+
+def _has_cause(cause: UInt8, names: Sequence[str]) -> Bool:
+    return np.isin(cause, [_CAUSES.index(name) for name in names])
 
 
 def _sum_steps_ns(context: ReplayContext, idle: HostIdle) -> Float:
@@ -193,7 +198,7 @@ def _measure_named(context: ReplayContext, idle: HostIdle, cause: str) -> NamedI
     Of synchronization only what all ranks have: a host that stalls after it is late, and not
     because of it.
     """
-    idle = idle.select(idle.cause == cause)
+    idle = idle.select(idle.cause == _CAUSES.index(cause))
     if not len(idle.rank):
         return None
     spent_ns = _sum_steps_ns(context, idle)

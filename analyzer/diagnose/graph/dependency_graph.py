@@ -389,12 +389,12 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
     start, end = clock.map_to_common_ns(band.start_ns), clock.map_to_common_ns(band.end_ns)
     # The time in each bucket before each cut: that of all earlier parts of the band, and of the
     # part that contains the cut what lies before it.
-    before = np.zeros((len(start) + 1, len(BUCKETS)), dtype=np.int64)
-    before[np.arange(1, len(start) + 1), bucket] = end - start
-    part = np.clip(np.searchsorted(start, at, side="right") - 1, 0, None)
-    spent = np.cumsum(before, axis=0)[part]
-    spent[np.arange(len(at)), bucket[part]] += np.clip(at, start[part], end[part]) - start[part]
-    spent = spent[:, _WORK_BUCKETS]
+    took, part = end - start, np.clip(np.searchsorted(start, at, side="right") - 1, 0, None)
+    inside = np.clip(at, start[part], end[part]) - start[part]
+    spent = np.empty((len(at), len(WORK)), dtype=np.int64)
+    for column, kind in enumerate(_WORK_BUCKETS):
+        own = np.where(bucket == kind, took, 0)
+        spent[:, column] = (np.cumsum(own) - own)[part] + np.where(bucket[part] == kind, inside, 0)
     window = np.searchsorted(edges[:, 0], at, side="left") - 1
     return RankTimeline(
         at_ns=at,

@@ -1,8 +1,8 @@
 """Lasting changes of a metric over runs; shown on the page only, not used by the check command.
 
-Change points are proposed by PELT (R. Killick, P. Fearnhead, I. Eckley, J. Amer. Stat. Assoc. 107,
-2012) and kept if the levels before and after differ significantly, corrected for the number of
-places tested.
+Change points are proposed by optimal partitioning (B. Jackson et al., IEEE Signal Process. Lett.
+12, 2005) and kept if the levels before and after differ significantly, corrected for the number
+of places tested.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALPHA = 0.05
 """Probability of any false change over all places tested."""
 
 _PENALTY = 3.0
-"""PELT penalty per level, in units of variance times the logarithm of the number of runs."""
+"""Cost of a change of level, in units of variance times the logarithm of the number of runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,8 @@ def _detect_changes(values: tuple[float, ...]) -> tuple[LevelChange, ...]:
     if len(values) < 2 * MIN_LEVEL_RUNS:
         return ()
     level = ALPHA / (len(values) - 2 * MIN_LEVEL_RUNS + 1)
-    from ruptures import KernelCPD  # takes seconds to load
-
-    # Indices at which a new level may begin; the last is the end of the values.
     penalty = _PENALTY * _estimate_noise(values) ** 2 * math.log(len(values))
-    signal = np.array(values, dtype=np.float64)[:, None]
-    found = KernelCPD("linear", min_size=MIN_LEVEL_RUNS).fit(signal).predict(pen=penalty)
-    edges = [0, *map(int, found[:-1]), len(values)]
+    edges = partition_into_levels(values, penalty)
     while len(edges) > 2:
         chances = [
             _compute_p_value(before, after, level)
@@ -85,6 +80,28 @@ def _detect_changes(values: tuple[float, ...]) -> tuple[LevelChange, ...]:
         LevelChange(at, fmean(before), fmean(after))
         for at, (before, after) in zip(edges[1:-1], sides, strict=True)
     )
+
+
+def partition_into_levels(values: Sequence[float], penalty: float) -> list[int]:
+    """The edges of the levels, 0 and the number of values included, for which the squared distances
+    of the values from their level's mean, and the penalty of each change, add up to the least."""
+    shifted = np.array(values, dtype=np.float64) - fmean(values)  # or large squares would cancel
+    sums = np.append(0.0, np.cumsum(shifted))
+    squares = np.append(0.0, np.cumsum(shifted**2))
+    # Of the values before each end: the least cost, and where the last level then begins.
+    least = np.full(len(values) + 1, np.inf)
+    least[0] = -penalty
+    begins = np.zeros(len(values) + 1, dtype=np.int64)
+    for end in range(MIN_LEVEL_RUNS, len(values) + 1):
+        begin = np.arange(end - MIN_LEVEL_RUNS + 1)
+        of_level = squares[end] - squares[begin] - (sums[end] - sums[begin]) ** 2 / (end - begin)
+        cost = least[begin] + of_level + penalty
+        begins[end] = cost.argmin()
+        least[end] = cost[begins[end]]
+    edges = [len(values)]
+    while edges[-1]:
+        edges.append(int(begins[edges[-1]]))
+    return edges[::-1]
 
 
 def _split_at_edges(

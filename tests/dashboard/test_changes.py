@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
-from stepsplit.dashboard.pages.level_changes import MAX_RUNS, LevelChange, find_level_changes
+from stepsplit.dashboard.pages.level_changes import (
+    MAX_RUNS,
+    MIN_LEVEL_RUNS,
+    LevelChange,
+    find_level_changes,
+    partition_into_levels,
+)
 
 QUIET = (100.0, 101, 99, 100, 102, 98, 100, 101)
 SEED, SDS = 20, (0.02, 0.05, 0.10)
@@ -19,6 +27,28 @@ def histories(runs: int, sd: float, count: int, step: float = 0.0) -> Iterator[t
     level = np.where(np.arange(runs) < runs // 2, 100.0, 100.0 * (1 + step * sd))
     for _ in range(count):
         yield tuple(level * np.exp(sd * dice.standard_normal(runs)))
+
+
+def compute_cost(values: Sequence[float], edges: Sequence[int], penalty: float) -> float:
+    levels = [np.array(values[low:high]) for low, high in pairwise(edges)]
+    distances = sum(float(((level - level.mean()) ** 2).sum()) for level in levels)
+    return distances + penalty * (len(levels) - 1)
+
+
+@given(st.lists(st.integers(0, 20), min_size=6, max_size=12), st.integers(1, 200))
+def test_no_other_levels_cost_less(values: list[int], penalty: int) -> None:
+    inner = range(1, len(values))
+    allowed = [
+        edges
+        for count in range(len(values) // MIN_LEVEL_RUNS)
+        for chosen in combinations(inner, count)
+        if min(np.diff(edges := (0, *chosen, len(values)))) >= MIN_LEVEL_RUNS
+    ]
+    found = tuple(partition_into_levels(values, penalty))
+
+    assert found in allowed
+    least = min(compute_cost(values, edges, penalty) for edges in allowed)
+    assert compute_cost(values, found, penalty) == pytest.approx(least)
 
 
 def test_a_level_that_rises_and_falls_again_changed_twice() -> None:

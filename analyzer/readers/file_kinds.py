@@ -185,7 +185,7 @@ KINDS: tuple[FileKind[Any], ...] = (
         "rank record",
         recognize=is_rank_record,
         read=read_rank_record,
-        count=lambda record: len(record.steps.profiled_ns),
+        count=lambda record: record.count_steps(),
         role=FileRole.RECORD,
         unreadable=Unreadable.NOTE,
         beside=re.compile(r"_record\.json\Z"),

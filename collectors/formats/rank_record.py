@@ -215,6 +215,14 @@ class RankRecord:
     def __post_init__(self) -> None:
         check_role(self.role)
 
+    def count_steps(self) -> int:
+        """How many steps are recorded; records without end_step have the times of all but a named
+        one."""
+        if self.end_step is not None:
+            return max(0, self.end_step - self.first_step)
+        is_named = self.module_names is not None and self.module_names.step is not None
+        return len(self.steps.profiled_ns) + is_named
+
 
 def write_record(folder: Path, record: RankRecord) -> Path:
     """Writes the record into the folder atomically."""

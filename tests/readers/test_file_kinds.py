@@ -20,6 +20,13 @@ from stepsplit.analyzer.readers.reduction import reduce_recording
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.redact import copies, redact_recording
 from stepsplit.analyzer.redact.forms import Texts
+from stepsplit.collectors.formats.rank_record import (
+    ModuleNames,
+    RankRecord,
+    StepTimes,
+    write_record,
+)
+from stepsplit.collectors.formats.run_spec import RankInfo
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 BEGIN = b"TOY/1 rank "
@@ -123,3 +130,21 @@ def test_every_entry_names_functions_that_exist_and_a_key_of_a_copy() -> None:
         for function in (kind.recognize, kind.read):
             if isinstance(function, file_kinds.Import):
                 assert callable(function.load()), kind.name
+
+
+@pytest.mark.parametrize(
+    ("end_step", "named", "steps"),
+    [(16, 15, 4), (None, 15, 4), (None, None, 3), (11, None, 0)],
+    ids=["of a range", "with a named one", "by their times", "of a damaged range"],
+)
+def test_a_record_counts_its_steps_with_the_one_whose_modules_are_named(
+    tmp_path: Path, end_step: int | None, named: int | None, steps: int
+) -> None:
+    """The named step has no time: its names take some of it."""
+    record = RankRecord(
+        "job", RankInfo(0, 0, "host0", 1, "Test GPU"), 1, "nccl",
+        first_step=12, end_step=end_step, steps=StepTimes(profiled_ns=(7, 8, 9)),
+        module_names=ModuleNames(step=named),
+    )  # fmt: skip
+    (read,) = read_files(write_record(tmp_path, record))
+    assert (read.kind, read.events) == ("rank record", steps)

@@ -171,10 +171,7 @@ def _fit_law(
     label = group_ids(stage, numbers)
     rows = _Rows(of_rank, stage, counted, work, compute)
     peers = _compare_peers(label, work)
-    power, error = _estimate_power(of_rank, rows.known, work, compute)
-    low, high = (
-        float(np.clip(power + sign * _POWER_SIGMAS * error, 0, _MAX_POWER)) for sign in (-1, 1)
-    )
+    power, error, (low, high) = _estimate_power(of_rank, rows.known, work, compute)
     used = float(np.clip(power, low, high)) if error <= _KNOWN_POWER else None
     has_uneven = bool((peers.uneven & counted).any())
     # A stage counts once in each of its steps, however many ranks it has.
@@ -190,13 +187,44 @@ def _fit_law(
         power_high=high,
     )
     factor = _scale_to_mean_work(rows, peers, used, (low, high))
-    slow, unjudged = _judge_ranks(rows, peers, (low, high))
+    undisturbed = compute * np.concatenate([_measure_undisturbed(rank) for rank in split.ranks])
+    slow, unjudged = _judge_ranks(rows, peers, undisturbed)
     slow = {
         index: ratio
         for index, ratio in slow.items()
         if not _has_other_work(split, of_rank, counted, work, stages, index)
     }
     return WorkLaw(summary, work, factor, peers.uneven, slow, unjudged)
+
+
+_LEAST_RUNS = 4
+"""So many runs of an op have a second quarter."""
+
+
+def _measure_undisturbed(rank: RankSplit) -> Float:
+    """The share of each step's compute that is left if the runs of an op, of equal shapes where
+    they are known, all take the mean of the second quarter of them, by length, in that step.
+
+    The time of an op on a CPU has what other programs had of its core meanwhile: of fewer than half
+    of the runs, and of those many times their own. A GPU runs a kernel to its end: its share is 1.
+    """
+    share = np.ones(len(rank.steps))
+    if rank.trace.on_device:
+        return share
+    compute, work_id = rank.kernels.compute, rank.kernels.work_id
+    for place, number in enumerate(rank.numbers):
+        mine = np.flatnonzero(compute.step == number)
+        order = mine[np.lexsort((compute.took_ns[mine], work_id[mine]))]
+        first = np.flatnonzero(np.diff(work_id[order], prepend=-1))
+        usual_ns = sum(
+            len(runs) * float(runs[len(runs) // 4 : (len(runs) + 1) // 2].mean())
+            if len(runs) >= _LEAST_RUNS
+            else float(runs.sum())
+            for runs in np.split(compute.took_ns[order], first[1:])
+        )
+        if total_ns := int(compute.took_ns[mine].sum()):
+            share[place] = usual_ns / total_ns
+    return share
 
 
 class _Rows(Struct, frozen=True):
@@ -272,16 +300,17 @@ def _scale_to_mean_work(
 
 
 def _judge_ranks(
-    rows: _Rows, peers: _PeerWork, powers: tuple[float, float]
+    rows: _Rows, peers: _PeerWork, undisturbed: Float
 ) -> tuple[dict[int, float], dict[int, float]]:
     """The ranks that are slow and those that cannot be judged, as in WorkLaw, of stages whose
-    ranks have different work."""
+    ranks have different work. undisturbed: the compute without what other programs added."""
+    _, _, powers = _estimate_power(rows.of_rank, rows.known, rows.work, undisturbed)
     slow, unjudged = dict[int, float](), dict[int, float]()
     for stage in np.unique(rows.stage[peers.uneven & rows.counted]).tolist():
         members = rows.fits & (rows.stage == stage)
         indices, steps = np.unique(rows.of_rank[members], return_counts=True)
         if steps.min(initial=MIN_STEPS) >= MIN_STEPS:
-            slow |= _find_slow(rows.of_rank, members, rows.work, rows.compute, powers)
+            slow |= _find_slow(rows, members, undisturbed, powers)
             continue
         for index in indices.tolist():
             mine = rows.known & (rows.of_rank == index)
@@ -293,12 +322,16 @@ def _judge_ranks(
     return slow, unjudged
 
 
-def _estimate_power(of_rank: Int64, rows: Bool, work: Float, compute: Float) -> tuple[float, float]:
-    """(the power, its standard error) by which compute grows as the work, within ranks; an infinite
-    error where the work of no rank varies, or too few steps are known."""
+def _estimate_power(
+    of_rank: Int64, rows: Bool, work: Float, compute: Float
+) -> tuple[float, float, tuple[float, float]]:
+    """(the power, its standard error, the lowest and highest possible one) by which compute grows
+    as the work, within ranks; an infinite error where the work of no rank varies, or too few steps
+    are known."""
+    unknown = 1.0, float("inf"), (0.0, _MAX_POWER)
     rows = rows & (work > 0) & (compute > 0)
     if not rows.any():
-        return 1.0, float("inf")
+        return unknown
     own, x, y = of_rank[rows], np.log(work[rows]), np.log(compute[rows])
     # Without steps that something else made long. They are found by a slope of medians: that of
     # least squares bends to three of ten, and then they look like the others.
@@ -314,10 +347,14 @@ def _estimate_power(of_rank: Int64, rows: Bool, work: Float, compute: Float) -> 
     y -= (np.bincount(own, y) / count)[own]
     squares = float(x @ x)
     if freedom < 2 or squares < freedom * log(_LEAST_UNEVEN) ** 2:
-        return 1.0, float("inf")
+        return unknown
     power = float(x @ y) / squares
     rest = y - power * x
-    return power, float(np.sqrt(rest @ rest / freedom / squares))
+    error = float(np.sqrt(rest @ rest / freedom / squares))
+    low, high = np.clip(
+        [power - _POWER_SIGMAS * error, power + _POWER_SIGMAS * error], 0, _MAX_POWER
+    )
+    return power, error, (float(low), float(high))
 
 
 _MOST_LAGS = 20
@@ -401,27 +438,37 @@ def _compare_ranks(of_rank: Int64, work: Float, compute: Float, low: float, high
 
 
 def _find_slow(
-    of_rank: Int64,
-    rows: Bool,
-    work: Float,
-    compute: Float,
-    powers: tuple[float, float],
+    rows: _Rows, members: Bool, undisturbed: Float, powers: tuple[float, float]
 ) -> dict[int, float]:
-    """The ranks of a stage that take longer than its others by any possible law, and so many times
-    as long by the one that explains most."""
-    ranks = np.unique(of_rank[rows]).tolist()
-    x = [np.log(work[rows & (of_rank == one)]) for one in ranks]
-    y = [np.log(compute[rows & (of_rank == one)]) for one in ranks]
+    """The ranks of a stage, whose rows are members, that take longer than its others by any
+    possible law, and so many times as long by the one that explains most."""
+    ranks = np.unique(rows.of_rank[members]).tolist()
     if len(ranks) < 2:
         return {}
+    own = [members & (rows.of_rank == one) for one in ranks]
+    x = [np.log(rows.work[one]) for one in own]
+    apart, noise = _compare_levels(x, [np.log(undisturbed[one]) for one in own], powers)
+    # Without shapes these runs of an op are not always of the same work: what the rank
+    # computes in all must not say otherwise, as far as others leave its core alone.
+    whole, doubt = _compare_levels(x, [np.log(rows.compute[one]) for one in own], powers)
+    is_slow = (apart >= np.maximum(_LEAST_APART, noise)) & (whole + doubt >= _LEAST_APART)
+    return {ranks[at]: exp(float(apart[at])) for at in np.flatnonzero(is_slow).tolist()}
+
+
+def _compare_levels(
+    x: Sequence[Float], y: Sequence[Float], powers: tuple[float, float]
+) -> tuple[Float, Float]:
+    """By how much each rank takes longer than the usual one, by the possible law that explains most
+    of it, and what of that noise may be; as logarithms, as are the work x and the compute y of the
+    steps of each rank."""
     # What the ranks' own steps say of the law holds as far as their work varies; beyond, and for a
     # rank with always more work than the others, all laws are possible.
     middle = np.array([float(np.mean(one)) for one in x])
     reach = max(float(np.abs(one - np.mean(one)).max()) for one in x)
-    apart = np.full(len(ranks), np.inf)
+    apart = np.full(len(x), np.inf)
     for power in np.linspace(*powers, 9).tolist():
         level = np.array([np.median(b - power * a) for a, b in zip(x, y, strict=True)])
-        usual = int(np.argsort(level, kind="stable")[(len(ranks) - 1) // 2])
+        usual = int(np.argsort(level, kind="stable")[(len(x) - 1) // 2])
         more = middle - middle[usual]
         beyond = np.maximum(np.abs(more) - reach, 0)
         allowed = beyond * np.where(more > 0, _MAX_POWER - power, power)
@@ -435,13 +482,11 @@ def _find_slow(
     steps = np.array([len(one) for one in rest])
     # The level of the rank that it is compared with is as uncertain as its own.
     error = np.sqrt(2) * _SIGMA_OF_MEDIAN * sigma / np.sqrt(steps)
-    sorted_level = np.sort(level)
-    away = np.sort(np.abs(level - sorted_level[(len(ranks) - 1) // 2]))
-    spread = SIGMA_OF_MAD * float(away[(len(ranks) - 1) // 2])
-    sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / len(ranks)))
-    sigmas *= 1 + 1 / max(int(steps.sum()) - len(ranks), 1)
-    least = np.maximum(_LEAST_APART, sigmas * np.hypot(error, spread))
-    return {ranks[at]: exp(float(apart[at])) for at in np.flatnonzero(apart >= least).tolist()}
+    away = np.sort(np.abs(level - np.sort(level)[(len(x) - 1) // 2]))
+    spread = SIGMA_OF_MAD * float(away[(len(x) - 1) // 2])
+    sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / len(x)))
+    sigmas *= 1 + 1 / max(int(steps.sum()) - len(x), 1)
+    return apart, np.asarray(sigmas * np.hypot(error, spread))
 
 
 _SIGMA_OF_MEDIAN = 1.2533

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from support.builders import GpuTrace
+from support.builders import CpuTrace, GpuTrace
 from support.data_parallel_job import data_parallel_job
 
 from stepsplit.analyzer import Report, analyze, check_runs
@@ -129,6 +129,50 @@ def test_steps_that_a_busy_machine_made_long_do_not_hide_a_slow_rank(
     )
     assert report.work and report.work.power == pytest.approx(1.15, abs=0.1)
     assert [one.ranks for one in report.findings if one.code == "slow_rank"] == [(1,)]
+
+
+def record_busy_cpus(folder: Path, seed: int, ranks: int, times: float) -> Report:
+    """The report of a gloo job on shared cores: in a step that others leave alone no op is
+    interrupted, in another one every third, for 4 ms. Rank seed % ranks takes times as long."""
+    draw, tokens, begin = random.Random(seed), draw_tokens(seed), 0.0
+    group = ("0", "default_pg", tuple(range(ranks)))
+    traces = [CpuTrace(rank, ranks, [group]) for rank in range(ranks)]
+    for step in range(1, 11):
+        ready = []
+        for trace in traces:
+            op_us = 300 * (times if trace.rank == seed % ranks else 1.0)
+            at, busy = begin, draw.uniform(0, 0.3)
+            for _ in range(tokens(trace.rank, step) // 50):
+                end = at + op_us * draw.gauss(1, 0.02) + 4000 * (draw.random() < busy)
+                trace.op("aten::mm", at, end)
+                at = end
+            ready.append(at)
+        end = max(ready) + 20
+        for trace, at in zip(traces, ready, strict=True):
+            trace.all_reduce(at, at + 2, end, group="0", seq=step, tid=7)
+            trace.op("aten::add_", end + 5, end + 25).step(step, begin, end + 30)
+        begin = end + 30
+    for trace in traces:
+        trace.write(folder)
+        counts = tuple(StepWork(step, tokens=tokens(trace.rank, step)) for step in range(1, 11))
+        write_work(folder, trace.rank, ranks, counts)
+    return analyze(folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_other_programs_take_of_a_cpu_neither_hides_nor_makes_a_slow_rank(
+    tmp_path: Path, seed: int, ranks: int
+) -> None:
+    """Interrupted ops make steps up to five times as long; those between say how fast it is."""
+    for times in (1.0, 1.35):
+        folder = tmp_path / str(times)
+        folder.mkdir()
+        report = record_busy_cpus(folder, seed, ranks, times)
+        slow = [one for one in report.findings if one.code == "slow_rank"]
+        assert [one.ranks for one in slow] == [(seed % ranks,)] * (times > 1)
+        assert all("1.3" in one.message for one in slow)
+        assert list_blamed_for_compute(report) <= ({seed % ranks} if times > 1 else set())
 
 
 def test_more_kernels_for_more_tokens_are_no_load_imbalance_of_a_step(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,9 +24,9 @@ class StepMemory:
         self._memory = mmap.mmap(self.descriptor, _STEP_AND_TIME.size)
         self._file = os.fstat(self.descriptor)
 
-    def write(self, step: int) -> None:
-        """Notes that the step ended just now."""
-        _STEP_AND_TIME.pack_into(self._memory, 0, step, time.time_ns())
+    def write(self, step: int, unix_ns: int) -> None:
+        """Notes when the step ended."""
+        _STEP_AND_TIME.pack_into(self._memory, 0, step, unix_ns)
 
     def close(self) -> None:
         """Frees the memory, unless it is held."""

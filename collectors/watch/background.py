@@ -122,11 +122,12 @@ class WatchThread:
         """Begins."""
         self._thread.start()
 
-    def end_step(self, step: int, now_ns: int) -> None:
-        """Notes that a step of this process has ended."""
+    def end_step(self, step: int, now_ns: int, unix_ns: int) -> None:
+        """Notes when a step of this process has ended, by the clock that is never set and in ns
+        since 1970."""
         self.done, self.last_ns = step + 1, now_ns
         if self._step_memory is not None:
-            self._step_memory.write(self._steps_before + step)
+            self._step_memory.write(self._steps_before + step, unix_ns)
 
     def report(self, report: SampleReport) -> None:
         """Notes a sample whose following steps have been timed."""

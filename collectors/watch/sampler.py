@@ -81,19 +81,24 @@ class Sampler:
         """Ends step `step`; begins, continues or ends a sample."""
         if self._is_over:
             return
-        now = time.perf_counter_ns()
+        now, unix_ns = time.perf_counter_ns(), time.time_ns()
         took, self._last_ns = now - (self._last_ns or now), now
         SPANS.end_step()
         self._is_over = True
-        with warn_on_failure(self.rank, "the rest of its watch"):
-            self._link.end_step(step, now)
+        # Each function more costs a step some microseconds: its code has left the caches since.
+        try:
+            self._link.end_step(step, now, unix_ns)
             local_ns = self._local.begin_step()
             if self._sample is None:
-                self._add_to_ring(step, took, local_ns)
-                self._begin_due_sample(step + 1)
+                self._add_to_ring(step, unix_ns, took, local_ns)
+                if self._link.next_sample is not None:
+                    self._begin_due_sample(self._link.next_sample, step + 1)
             else:
-                self._continue_sample(self._sample, step, took, local_ns)
+                self._continue_sample(self._sample, step, unix_ns, took, local_ns)
             self._is_over = False
+        except Exception as error:
+            with warn_on_failure(self.rank, "the rest of its watch"):
+                raise error
 
     def close(self) -> None:
         """Ends the watch with the training; a sample in progress is lost."""
@@ -120,19 +125,19 @@ class Sampler:
         self._prepared.close()
         self._local.close()
 
-    def _add_to_ring(self, step: int, took_ns: int, local_ns: int) -> None:
+    def _add_to_ring(self, step: int, unix_ns: int, took_ns: int, local_ns: int) -> None:
         if not took_ns:
             return
         if self._rise is not None:
             self._rise.add(took_ns)
-        window = self._ring.add(self._steps_before + step, took_ns, local_ns)
+        window = self._ring.add(self._steps_before + step, unix_ns, took_ns, local_ns)
         self._link.recent_ns = tuple(self._ring.recent_ns)
         if window is not None:
             self._link.notes.put(window)
 
-    def _begin_due_sample(self, next_step: int) -> None:
-        due, plan = self._link.next_sample, self._plan
-        if due is None or next_step < due.step - plan.warmup:
+    def _begin_due_sample(self, due: NextSample, next_step: int) -> None:
+        plan = self._plan
+        if next_step < due.step - plan.warmup:
             return
         self._link.next_sample = None
         number = self._steps_before + due.step
@@ -189,14 +194,14 @@ class Sampler:
         sample.own_ns += time.perf_counter_ns() - begin
 
     def _continue_sample(
-        self, sample: ActiveSample, step: int, took_ns: int, local_ns: int
+        self, sample: ActiveSample, step: int, unix_ns: int, took_ns: int, local_ns: int
     ) -> None:
         first, last = sample.plan.step, sample.plan.step + self._plan.steps - 1
         if step > last + 1:
             # The steps after a sample are ordinary ones again, and the comparison with those before
             # it.
             sample.after_ns.append(took_ns)
-            self._add_to_ring(step, took_ns, local_ns)
+            self._add_to_ring(step, unix_ns, took_ns, local_ns)
             if len(sample.after_ns) >= WINDOW_STEPS:
                 self._sample = None
                 self._report(sample)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from statistics import median
 
@@ -18,48 +17,43 @@ class StepRing:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.recent_ns: deque[int] = deque(maxlen=WINDOW_STEPS)
-        self._times_ns: list[int] = []
-        self._ends: list[tuple[int, int, int]] = []
-        self._local_ns: list[int] = []
-        self._first = self._last = self._start_unix_ns = self._length_ns = 0
+        self._steps: list[tuple[int, int, int, int]] = []
+        self._start_unix_ns = 0
 
-    def add(self, step: int, took_ns: int, local_ns: int = 0) -> RankWindow | None:
-        """Adds an unprofiled step that ended just now; the window that it closes, or None.
+    def add(
+        self, step: int, end_unix_ns: int, took_ns: int, local_ns: int = 0
+    ) -> RankWindow | None:
+        """Adds an unprofiled step; the window that it closes, or None.
 
         local_ns: the newest local time that is known; 0 for none.
         """
-        if not self._times_ns:
-            self._first, self._length_ns = step, 0
-            self._start_unix_ns = time.time_ns() - took_ns
-        self._ends.append((step, time.time_ns(), took_ns))
-        self._times_ns.append(took_ns)
-        if local_ns:
-            self._local_ns.append(local_ns)
+        steps = self._steps
+        if not steps:
+            self._start_unix_ns = end_unix_ns - took_ns
+        steps.append((step, end_unix_ns, took_ns, local_ns))
         self.recent_ns.append(took_ns)
-        self._last = step
-        self._length_ns += took_ns
-        is_full = len(self._times_ns) >= WINDOW_STEPS or self._length_ns >= WINDOW_NS
+        is_full = len(steps) >= WINDOW_STEPS or end_unix_ns - self._start_unix_ns >= WINDOW_NS
         return self.close() if is_full else None
 
     def close(self) -> RankWindow | None:
         """Closes the window; None if it has no step."""
-        times, self._times_ns = self._times_ns, []
-        local, self._local_ns = self._local_ns, []
-        ends, self._ends = self._ends, []
-        if not times:
+        steps, self._steps = self._steps, []
+        if not steps:
             return None
+        times = [took_ns for _, _, took_ns, _ in steps]
+        local = [local_ns for _, _, _, local_ns in steps if local_ns]
         usual_ns = int(median(times))
         return RankWindow(
             rank=self._rank,
-            first_step=self._first,
-            last_step=self._last,
+            first_step=steps[0][0],
+            last_step=steps[-1][0],
             start_unix_ns=self._start_unix_ns,
             # What comes after the last step, as a last checkpoint, is no part of it.
-            end_unix_ns=ends[-1][1],
+            end_unix_ns=steps[-1][1],
             steps=len(times),
             min_step_ns=min(times),
             median_step_ns=usual_ns,
             max_step_ns=max(times),
             local_ns=int(median(local)) if local else 0,
-            long_steps=tuple(one for one in ends if one[2] > LONG_STEP * usual_ns),
+            long_steps=tuple(one[:3] for one in steps if one[2] > LONG_STEP * usual_ns),
         )

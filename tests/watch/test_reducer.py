@@ -579,7 +579,7 @@ import sys, time
 from stepsplit.collectors.formats.step_memory import StepMemory
 memory = StepMemory(0, 0)
 for step in range(72):
-    memory.write(step)
+    memory.write(step, time.time_ns())
 print(memory.descriptor, flush=True)
 time.sleep(60)
 """
@@ -610,7 +610,7 @@ def test_another_process_or_descriptor_is_no_step_memory() -> None:
     own = StepMemory(3, 1)
     held = HeldStepMemory(os.getpid(), own.descriptor, 3, 1)
     assert held.read() is None
-    own.write(7)
+    own.write(7, time.time_ns())
     found = held.read()
     assert found is not None and found[0] == 7
     assert not held.is_left()

@@ -396,6 +396,8 @@ class _Blocks:
 def _write(file: BinaryIO, block: bytes) -> None:
     try:
         file.write(block)
+        # Other requests count what is on the disk, and a buffer holds 128 KiB since Python 3.14.
+        file.flush()
     except OSError as error:
         raise HttpError(507, f"the server cannot store the file: {error.strerror}") from None
 

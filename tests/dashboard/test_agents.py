@@ -192,7 +192,8 @@ LETTERS = st.sampled_from(["qQxXzZjJ", ascii_letters, "a1_Z", "\U0001d518😀", 
 
 
 @settings(max_examples=20)
-@given(LETTERS, st.sampled_from([3, 20, 40, 41, 240, 400]), st.integers(1, 12), st.randoms())
+@given(LETTERS, st.sampled_from([3, 20, 40, 41, 240, 400]), st.integers(1, 12),
+       st.randoms(use_true_random=True))  # fmt: skip
 def test_names_at_random_keep_the_limit(
     letters: str, length: int, columns: int, random: Random
 ) -> None:

@@ -3,7 +3,7 @@ its device can do."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -39,6 +39,8 @@ class KernelRow(Struct, frozen=True):
         shapes: shapes of the inputs; None if they were not recorded.
         dtype: dtype of the inputs, such as "bf16".
         parts: kinds of the parts of the model that run it, the longest first.
+        part_calls: number of calls in each of these parts; empty in older reports.
+        part_ns: sum of the durations in each of these parts; empty in older reports.
         phases: phases that run it, the longest first.
         layers: number of layers that run it.
         ranks: number of ranks that run it.
@@ -80,16 +82,18 @@ class KernelRow(Struct, frozen=True):
     peak_share: float | None = None
     reachable_ns: int | None = None
     saves_ns: int | None = None
+    part_calls: tuple[int, ...] = ()
+    part_ns: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Of a kernel: by_part has the time by the number of its part."""
+    """Of a kernel: by_part has the time and the calls by the number of its part."""
 
     calls: int = 0
     total_ns: int = 0
     by_rank: dict[int, float] = field(default_factory=dict)
-    by_part: dict[int, int] = field(default_factory=dict)
+    by_part: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[KernelRow, ...]:
@@ -119,7 +123,8 @@ def build_kernel_table(split: RunSplit, parts: Sequence[RankParts]) -> tuple[Ker
             row.calls += count
             row.total_ns += ns
             row.by_rank[own.rank] = row.by_rank.get(own.rank, 0.0) + ns / n_steps
-            row.by_part[part] = row.by_part.get(part, 0) + ns
+            part_ns, part_calls = row.by_part.get(part, (0, 0))
+            row.by_part[part] = part_ns + ns, part_calls + count
     everything = sum(row.total_ns for row in sums.values()) or 1
     on_device = all(rank.trace.on_device for rank in split.ranks)
     device = next((rank.trace.device for rank in split.ranks if rank.trace.device), "")
@@ -173,17 +178,19 @@ def _build_row(
     one, family = key
     shapes = None if one.shapes is None or one.shapes.startswith(GRID) else one.shapes
     dtype = find_dtype(one)
-    kinds, phases = dict[PartKind, int](), dict[PartPhase, int]()
-    for number, ns in sums.by_part.items():
+    kinds, phases, calls = Counter[PartKind](), Counter[PartPhase](), Counter[PartKind]()
+    for number, (ns, count) in sums.by_part.items():
         part = parts[number]
-        kinds[part.kind] = kinds.get(part.kind, 0) + ns
-        phases[part.phase] = phases.get(part.phase, 0) + ns
+        kinds[part.kind] += ns
+        phases[part.phase] += ns
+        calls[part.kind] += count
+    longest = _sort_by_time(kinds)
     row = KernelRow(
         name=one.name[:MAX_NAME_CHARACTERS],
         family=family,
         shapes=shapes,
         dtype=dtype,
-        parts=tuple(kind.label for kind in _sort_by_time(kinds)),
+        parts=tuple(kind.label for kind in longest),
         phases=tuple(phase.label for phase in _sort_by_time(phases)),
         layers=len({parts[number].layer for number in sums.by_part} - {NO_LAYER}),
         ranks=len(sums.by_rank),
@@ -192,6 +199,8 @@ def _build_row(
         total_ns=sums.total_ns,
         step_ns=sums.total_ns // max(1, rank_steps),
         share=sums.total_ns / everything,
+        part_calls=tuple(calls[kind] for kind in longest),
+        part_ns=tuple(kinds[kind] for kind in longest),
     )
     work = estimate_work(one, family, on_device)
     if work is None or not sums.total_ns:

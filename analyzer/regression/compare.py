@@ -357,7 +357,12 @@ def compare_parts(baseline: Report, candidate: Report) -> tuple[PartChange, ...]
             times[row.part] += row.total_ns
     before, own = sides
     rows = [
-        PartChange(before[part], own[part], part, explain_part(part, baseline, candidate))
+        PartChange(
+            before[part],
+            own[part],
+            part,
+            explain_part(part, baseline, candidate, own[part] - before[part]),
+        )
         for part in dict.fromkeys((*before, *own))
     ]
     return tuple(sorted(rows, key=order_by_change))

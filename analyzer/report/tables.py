@@ -442,7 +442,7 @@ def _write_rows(path: Path, kind: type[_Row], rows: Sequence[_Row]) -> None:
     # The types of the fields: Arrow infers none for a column without values.
     kinds = {
         "str": pa.string(), "int": pa.int64(), "float": pa.float64(), "Limit": pa.string(),
-        "tuple[str, ...]": pa.list_(pa.string()),
+        "tuple[str, ...]": pa.list_(pa.string()), "tuple[int, ...]": pa.list_(pa.int64()),
     }  # fmt: skip
     annotations = kind.__annotations__.items()
     schema = pa.schema(

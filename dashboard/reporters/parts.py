@@ -149,38 +149,52 @@ class KernelsTable:
     and their names with shapes as far as the terminal is wide."""
 
     def __init__(self, rows: Sequence[KernelRow]) -> None:
-        self._rows = rows[:MAX_KERNELS]
+        rows = rows[:MAX_KERNELS]
+        # Without the templates and namespaces that all names have.
+        names = [_WRAPPERS.sub("", row.name).split("(")[0] for row in rows]
+        self._names = [
+            f"{name} {row.shapes or ''}".rstrip() for name, row in zip(names, rows, strict=True)
+        ]
+        self._columns = {
+            "step": [units.format_milliseconds(row.step_ns) for row in rows],
+            "share": [units.format_percent(row.share) for row in rows],
+            "calls": [f"{row.calls:,}" for row in rows],
+            "rate": [_format_rate(row) for row in rows],
+            "of peak": [
+                "" if row.peak_share is None else units.format_percent(row.peak_share)
+                for row in rows
+            ],
+            "saves": [
+                "" if row.saves_ns is None else units.format_milliseconds(row.saves_ns)
+                for row in rows
+            ],
+            "part": [name_part(row.parts[0]) if row.parts else "" for row in rows],
+        }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        known = any(row.peak_share is not None for row in self._rows)
-        columns = ("of peak", "saves") if known else ()
-        table = build_table("", "step", "share", "calls", "rate", *columns, "part")
-        # The name gets what the numbers leave, since no number is cut.
-        room = max(_LEAST_NAME, options.max_width - (_OTHER_COLUMNS + 20 * known))
-        for row in self._rows:
-            rate = ""
-            if row.limit == "compute" and row.flops_per_s is not None:
-                rate = f"{units.format_flops(row.flops_per_s)}/s"
-            elif row.limit == "memory" and row.bytes_per_s is not None:
-                rate = units.format_gigabytes_per_second(row.bytes_per_s)
-            peak = "" if row.peak_share is None else units.format_percent(row.peak_share)
-            saves = "" if row.saves_ns is None else units.format_milliseconds(row.saves_ns)
-            # Without the templates and namespaces that all names have.
-            short = _WRAPPERS.sub("", row.name).split("(")[0]
-            name = f"{short} {row.shapes or ''}".rstrip()
-            table.add_row(
-                name if len(name) <= room else f"{name[: room - 3]}...",
-                units.format_milliseconds(row.step_ns),
-                units.format_percent(row.share),
-                f"{row.calls:,}",
-                rate,
-                *((peak, saves) if known else ()),
-                name_part(row.parts[0]) if row.parts else "",
-            )
+        columns = {name: cells for name, cells in self._columns.items() if any(cells)}
+        widths = {name: _GAP + max(map(len, (name, *cells))) for name, cells in columns.items()}
+        # No number is cut: the name gets what they leave, and these go first where that is little.
+        for name in ("calls", "rate", "saves"):
+            if options.max_width - sum(widths.values()) < _LEAST_NAME:
+                widths.pop(name, None)
+        room = max(_LEAST_NAME, options.max_width - sum(widths.values()))
+        table = build_table("", *widths)
+        for name, *cells in zip(self._names, *(columns[one] for one in widths), strict=True):
+            table.add_row(name if len(name) <= room else f"{name[: room - 3]}...", *cells)
         yield table
 
 
-_LEAST_NAME, _OTHER_COLUMNS = 24, 64
+_LEAST_NAME, _GAP = 24, 2
+
+
+def _format_rate(row: KernelRow) -> str:
+    """What it reaches, in the unit of what limits it; "" if unknown."""
+    if row.limit == "compute" and row.flops_per_s is not None:
+        return f"{units.format_flops(row.flops_per_s)}/s"
+    if row.limit == "memory" and row.bytes_per_s is not None:
+        return units.format_gigabytes_per_second(row.bytes_per_s)
+    return ""
 
 
 _WRAPPERS = re.compile(

@@ -21,7 +21,7 @@ from stepsplit.analyzer.report.part_rows import PartEvidence
 from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.structure import build_structure_page
-from stepsplit.dashboard.reporters.parts import build_parts_section
+from stepsplit.dashboard.reporters.parts import KernelsTable, build_parts_section
 
 RUN = "abcdef012345"
 
@@ -118,6 +118,19 @@ def test_without_evidence_the_page_says_how_to_record_it(fsdp: Analysis) -> None
     for report in (nothing, msgspec.structs.replace(fsdp.report, part_evidence=None)):
         (card,) = build_structure_page(View("a run", report, None, RUN), AddressQuery({}))
         assert "--modules" in read_text(card)
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_no_number_of_a_kernel_is_cut_in_a_narrow_terminal(fsdp: Analysis, width: int) -> None:
+    rates = {"limit": "compute", "flops_per_s": 690e12, "peak_share": 0.697, "saves_ns": 12_000}
+    rows = [msgspec.structs.replace(row, **rates) for row in fsdp.report.kernel_table]
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(KernelsTable(rows))
+    head, *lines = console.export_text().splitlines()
+    assert {"step", "share", "part"} <= set(head.split()) and "of peak" in head
+    assert ("TFLOP/s" in lines[0]) is (width > 80)
+    assert all(re.search(r" ms +\d+\.\d % .*69\.7 %", line) for line in lines)
+    assert not any("…" in line or len(line) > width for line in lines)
 
 
 def test_passes_and_parts_add_up_as_printed(fsdp: Analysis) -> None:

@@ -101,6 +101,74 @@ def test_the_kernels_of_a_part_say_why_it_changed(
     assert {row.part: row.reason for row in comparison.parts} == {"norm": reason, "mlp": ""}
 
 
+def record_parts(folder: Path, parts: dict[str, list[tuple[str, float]]]) -> Path:
+    """Three steps of parts that run these ops."""
+    trace, length = CpuTrace(), sum(us for ops in parts.values() for _, us in ops)
+    for step in range(3):
+        at = step * length
+        trace.step(step, at, at + length)
+        for part, ops in parts.items():
+            trace.annotation(f"stepsplit::module {part}", at, at + sum(us for _, us in ops))
+            for name, us in ops:
+                trace.op(name, at, at + us)
+                at += us
+    folder.mkdir()
+    trace.write(folder)
+    return folder
+
+
+def explain_parts(before: Path, after: Path) -> dict[str, str]:
+    return {row.part: row.reason for row in compare_runs(before, after).parts}
+
+
+def test_an_op_of_two_parts_is_counted_in_each(tmp_path: Path) -> None:
+    """The same ops: that one of them took longer in another part moves no calls."""
+
+    def record_fills(folder: Path, head_us: float, norm_us: float) -> Path:
+        fills = [("aten::fill_", head_us)] * 3
+        parts = {"head": [("aten::mm", 60), *fills], "norm": [("aten::fill_", norm_us)]}
+        return record_parts(folder, parts)
+
+    runs = record_fills(tmp_path / "a", 10, 29), record_fills(tmp_path / "b", 10, 31)
+    assert explain_parts(*runs) == {"head": "", "norm": ""}
+    slower = record_fills(tmp_path / "c", 10, 58)
+    assert explain_parts(runs[0], slower) == {
+        "head": "", "norm": "the same kernels take 2.00 times as long",
+    }  # fmt: skip
+
+
+def test_a_short_op_that_one_report_leaves_out_is_no_other_kernel(tmp_path: Path) -> None:
+    """A report has the 30 kernels with the most time, so noise decides on the last ones."""
+
+    def record_many(folder: Path, exp_us: float, *more: tuple[str, float]) -> Path:
+        small = [(f"aten::op{i}", 2.0) for i in range(29)]
+        mlp = [("aten::mm", 900.0), *small, ("aten::exp", exp_us), *more]
+        return record_parts(folder, {"mlp": mlp})
+
+    runs = record_many(tmp_path / "a", 3), record_many(tmp_path / "b", 1)
+    assert explain_parts(*runs) == {"mlp": ""}
+    # One that takes a tenth of the part was not there before.
+    assert explain_parts(runs[0], record_many(tmp_path / "c", 3, ("aten::erf", 100))) == {
+        "mlp": "other kernels"
+    }
+
+
+def test_faster_kernels_do_not_explain_a_part_that_takes_longer(tmp_path: Path) -> None:
+    def record_waiting(folder: Path, idle_us: float, mm_us: float) -> Path:
+        trace, length = CpuTrace(), idle_us + mm_us
+        for step in range(3):
+            start = step * length
+            trace.step(step, start, start + length)
+            trace.annotation("stepsplit::module mlp", start, start + length)
+            trace.op("aten::mm", start + idle_us, start + length)
+        folder.mkdir()
+        trace.write(folder)
+        return folder
+
+    runs = record_waiting(tmp_path / "a", 10, 100), record_waiting(tmp_path / "b", 90, 50)
+    assert explain_parts(*runs) == {"mlp": ""}
+
+
 @pytest.mark.parametrize(
     ("budget", "answer"),
     [("part:attention:<=90us", "pass"), ("part:attention:<=60us", "regressed"),

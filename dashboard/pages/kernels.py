@@ -93,7 +93,9 @@ def _build_name(view: View, row: KernelRow, span: str | None) -> html.Div:
         url = build_page_url(view.run_id, "timeline", rank=row.slowest_rank, q=name)
     parts: list[Content] = [html.Span(build_link(row.name, url), className="name", title=row.name)]
     if row.shapes:
-        parts.append(html.Span(f"{row.shapes} {row.dtype}", className="note"))
+        # The shapes say a dtype of less than 32 bits themselves.
+        shapes = row.shapes.removesuffix(f" {row.dtype}")
+        parts.append(html.Span(f"{shapes} {row.dtype}", className="note"))
     return html.Div(parts)
 
 

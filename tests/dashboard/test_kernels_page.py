@@ -79,10 +79,17 @@ def test_without_tables_the_rows_of_the_report_are_shown(slow_rank: Analysis) ->
     assert build_kernels(View("a run", older, None, RUN)) == []
 
 
-def test_rates_are_shown_where_the_work_is_known(slow_rank: Analysis) -> None:
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "shown"),
+    [("[4096,4096],[4096,4096]", "fp32", "[4096,4096],[4096,4096] fp32"),
+     ("[4096,4096],[4096,4096] bf16", "bf16", "[4096,4096],[4096,4096] bf16")],
+)  # fmt: skip
+def test_rates_are_shown_where_the_work_is_known(
+    slow_rank: Analysis, shapes: str, dtype: str, shown: str
+) -> None:
     rows = tuple(
         msgspec.structs.replace(
-            row, shapes="[4096,4096],[4096,4096]", limit="compute", flops=10**9,
+            row, shapes=shapes, dtype=dtype, limit="compute", flops=10**9,
             flops_per_s=4e14, peak_share=0.405, saves_ns=1_500_000,
         )
         for row in slow_rank.report.kernel_table[:1]
@@ -90,5 +97,5 @@ def test_rates_are_shown_where_the_work_is_known(slow_rank: Analysis) -> None:
     report = msgspec.structs.replace(slow_rank.report, kernel_table=rows)
     (section,) = build_kernels(View("a run", report, None, RUN))
     ((row,),) = read_tables(section)
-    assert row["kernel"].endswith("[4096,4096],[4096,4096] fp32")
+    assert row["kernel"].endswith(shown) and not row["kernel"].endswith("bf16 bf16")
     assert (row["rate"], row["of peak"], row["would save"]) == ("400 TFLOP/s", "40.5 %", "1.50 ms")

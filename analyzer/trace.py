@@ -132,6 +132,10 @@ MAX_NAME_LENGTH = 8_192
 """Names of events are cut here, so that matching them against rules takes bounded time; the longest
 in public traces has 5,123 characters."""
 
+MODULE_MARK = "stepsplit::module "
+"""Prefix of the ranges that name modules by their path: those of stepsplit's recorder, and on the
+device those of kernels that say their module themselves."""
+
 PYTHON_FUNCTION = re.compile(r"\A(?P<file>[^<>]+\.py)\((?P<line>\d+)\): (?P<function>.+)")
 """The name of a Python function's event: its file and line, and the function."""
 

@@ -14,7 +14,6 @@ from stepsplit.analyzer.arrays import is_inside, list_distinct, sort_distinct
 from stepsplit.analyzer.parts.layer_sequence import ForwardPlaces, find_forward_places
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
 from stepsplit.analyzer.parts.scope_names import (
-    MODULE_MARK,
     ScopeName,
     nest_kind,
     parse_node_kind,
@@ -24,7 +23,7 @@ from stepsplit.analyzer.parts.scope_names import (
 from stepsplit.analyzer.split.call_purposes import ENGINE, find_issue_ns, find_spans
 from stepsplit.analyzer.split.host_threads import STEP, build_nested, find_host_threads
 from stepsplit.analyzer.split.kernel_shapes import is_backward
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+from stepsplit.analyzer.trace import MODULE_MARK, Bool, Category, Events, Int64, RankTrace
 
 _LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
@@ -368,9 +367,11 @@ def _collect_scopes(events: Events) -> _Scopes:
             # What a node of autograd runs belongs to the op whose gradient it is.
             is_chosen[is_chosen] = ~is_inside(backward, events.start_ns[is_chosen])
         is_scope |= is_chosen
-    known = [scope for scope in of_name if scope is not None and scope.is_module]
-    named = any(name.startswith(MODULE_MARK) for name in events.names)
-    return _Scopes(of_name, is_scope, bool(known), named)
+    # Those of the host: kernels may say the names of modules, too.
+    here = list_distinct(events.name_id[is_scope]).tolist()
+    known = any(scope.is_module for name in here if (scope := of_name[name]) is not None)
+    named = any(events.names[name].startswith(MODULE_MARK) for name in here)
+    return _Scopes(of_name, is_scope, known, named)
 
 
 def _number_layers(

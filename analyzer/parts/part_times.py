@@ -21,6 +21,7 @@ from stepsplit.analyzer.parts.host_scopes import (
     PartNumbers,
     find_host_scopes,
 )
+from stepsplit.analyzer.parts.kernel_modules import find_stated_parts
 from stepsplit.analyzer.parts.kernel_sequence import find_kernel_parts
 from stepsplit.analyzer.parts.layer_sequence import Size, find_size
 from stepsplit.analyzer.parts.part import NO_LAYER, UNPLACED, Part, PartKind, PartPhase
@@ -85,18 +86,19 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
     numbers = PartNumbers()
     trace, band = rank.trace, rank.attribution.band
     scopes = find_host_scopes(trace, numbers)
-    event_part = _place_events(rank, scopes)
+    event_part, has_stated = _place_events(rank, scopes)
+    has_layers = scopes.n_layers > 0 or has_stated
     evidence: Evidence = "ranges"
-    if not scopes.n_layers and trace.on_device:
+    if not has_layers and trace.on_device:
         rows, parts = find_kernel_parts(rank)
         event_part[rows] = [numbers[part] for part in parts]
         evidence = "sequence" if parts else evidence
-    if trace.on_device and (not scopes.n_layers or scopes.by_sequence):
-        _place_in_slots(rank, event_part, numbers, is_unplaced=not scopes.n_layers)
+    if trace.on_device and (not has_layers or scopes.by_sequence):
+        _place_in_slots(rank, event_part, numbers, is_unplaced=not has_layers)
     if trace.on_device:
         _place_products_by_size(rank, event_part, numbers)
-    if scopes.n_layers or scopes.by_sequence:
-        evidence = "sequence" if scopes.by_sequence else "modules"
+    if has_layers or scopes.by_sequence:
+        evidence = "sequence" if scopes.by_sequence and not has_stated else "modules"
     call_parts = _place_calls(rank, scopes)
     exposed_part = call_parts[rank.attribution.exposed.call]
     exposed = rank.attribution.exposed
@@ -126,12 +128,14 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
         evidence = "none"
     # Only these are kept, since a recording may have thousands of ranks.
     compute_part = event_part[trace.kinds.computes].astype(np.int32)
-    return RankParts(trace.rank, tuple(numbers), total, compute_part, evidence), scopes.has_names
+    are_numbered = scopes.has_names or has_stated
+    return RankParts(trace.rank, tuple(numbers), total, compute_part, evidence), are_numbered
 
 
-def _place_events(rank: RankSplit, scopes: HostScopes) -> Int64:
-    """The part of each event that computes or copies: that of its launch, or of its own start on a
-    host; a kernel outside of everything by its family."""
+def _place_events(rank: RankSplit, scopes: HostScopes) -> tuple[Int64, bool]:
+    """The part of each event that computes or copies, and whether kernels state layers: that of its
+    launch, or of its own start on a host; else of the module that it states itself; a kernel
+    outside of everything by its family."""
     trace, events = rank.trace, rank.trace.events
     part = np.zeros(len(events), dtype=np.int64)
     rows = np.flatnonzero(trace.kinds.computes | trace.kinds.is_kind(EventKind.COPY))
@@ -140,10 +144,17 @@ def _place_events(rank: RankSplit, scopes: HostScopes) -> Int64:
         communicates = trace.kinds.is_kind(EventKind.COMMUNICATION)
         at = find_captured_launches(events, communicates)[rows]
     part[rows] = scopes.find_parts_of(at)
+    parts, has_layers = list(scopes.numbers), False
+    for row, stated in find_stated_parts(events, rows).items():
+        one = parts[part[row]]
+        if one.kind == PartKind.OTHER and one.layer == NO_LAYER:
+            phase = stated.phase if one.phase == PartPhase.OTHER else one.phase
+            part[row] = scopes.numbers[structs.replace(stated, phase=phase)]
+            has_layers |= stated.layer != NO_LAYER
     if trace.on_device:
         computes = np.flatnonzero(trace.kinds.computes)
         part[computes] = _refine_by_name(rank, computes, part[computes], scopes.numbers)
-    return part
+    return part, has_layers
 
 
 _KIND_OF_FAMILY = {

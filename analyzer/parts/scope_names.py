@@ -13,7 +13,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from stepsplit.analyzer.parts.part import NO_LAYER, PartKind, PartPhase
-from stepsplit.analyzer.trace import PYTHON_FUNCTION
+from stepsplit.analyzer.trace import MODULE_MARK, PYTHON_FUNCTION
 
 
 class ScopeName(Struct, frozen=True):
@@ -40,9 +40,6 @@ class ScopeName(Struct, frozen=True):
     is_alone: bool = False
     phase: PartPhase | None = None
 
-
-MODULE_MARK = "stepsplit::module "
-"""Prefix of the ranges by which stepsplit's recorder names modules by their path."""
 
 _MODULE = re.compile(r"nn\.Module: (?P<name>\w+?)(?:_(?P<number>\d+))?$")
 """The profiler's events of modules with stacks: the class, and its number by first call."""

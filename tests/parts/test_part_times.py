@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.fleet import Fleet, run_fleet, write_fleet
@@ -164,6 +165,52 @@ def test_kernels_of_a_replayed_graph_are_where_their_capture_was(tmp_path: Path)
         (0, "mlp", "backward"): 20_000, (0, "attention", "backward"): 20_000,
     }  # fmt: skip
     assert sum_compute(analyze(write_steps(tmp_path / "graph", graph=True))) == plain
+
+
+def write_annotated_graph(folder: Path, paths: list[str], changed: Any = None) -> Path:
+    """Three steps of one graph, whose kernels of 10 us say their modules as torchtitan's do."""
+    trace, length = GpuTrace(), 10 * len(paths) + 20
+    for step in range(3):
+        begin = float(length * step)
+        trace.step(step, begin, begin + length)
+        for number, path in enumerate(paths):
+            start = begin + 10 + 10 * number
+            stated = {} if path == "" else {"module_fqn": changed or path}
+            trace.kernel("gemm", start, start + 10, launched=begin + 2, **stated)
+    folder.mkdir()
+    trace.write(folder)
+    return folder
+
+
+def test_kernels_of_a_graph_that_say_their_module_are_there(tmp_path: Path) -> None:
+    """Layers go up in the forward and down in the backward; of the head no pass is known."""
+    layers = ["layers.0.attention.wq", "layers.0.feed_forward.w1", "layers.1.attention.wq",
+              "layers.1.attention_norm"]  # fmt: skip
+    report = analyze(
+        write_annotated_graph(
+            tmp_path / "run", ["tok_embeddings", *layers, "output", *layers[::-1], ""]
+        )
+    )
+    assert {
+        (row.layer, row.part, row.phase): row.compute_ns for row in report.parts if row.compute_ns
+    } == {
+        (None, "embedding", "other"): 10_000, (None, "head", "other"): 10_000,
+        (None, "other", "other"): 10_000,
+        **{
+            (*place, phase): 10_000
+            for place in ((0, "attention"), (0, "mlp"), (1, "attention"), (1, "norm"))
+            for phase in ("forward", "backward")
+        },
+    }  # fmt: skip
+    assert report.part_evidence is not None
+    assert (report.part_evidence.evidence, report.part_evidence.layers) == ("modules", 2)
+
+
+@pytest.mark.parametrize("value", [3, ["layers.0.mlp"], "no part of a model"])
+def test_what_is_no_path_of_a_module_places_no_kernel(tmp_path: Path, value: object) -> None:
+    report = analyze(write_annotated_graph(tmp_path / "run", ["a", "b"], value))
+    assert {row.part for row in report.parts} == {"other"}
+    assert report.part_evidence is not None and report.part_evidence.layers == 0
 
 
 def test_a_module_that_is_called_inside_a_node_of_autograd_is_recomputed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
@@ -28,6 +28,7 @@ from stepsplit.analyzer.trace import (
     ALL_STREAMS,
     DEVICE_CATEGORIES,
     HOST,
+    MODULE_MARK,
     Category,
     Events,
     EventWaits,
@@ -284,7 +285,10 @@ class Rows(Struct, frozen=True):
         return len(self.start_ns)
 
 
-_COLLECTIVE = b'"Collective name"'
+_COLLECTIVE, _MODULE = b'"Collective name"', b'"module_fqn"'
+
+_SAMPLES = 32
+"""Kernels of a block that are searched for their module."""
 
 _NO_PLACE = -1, -1
 """Device and stream of a thread."""
@@ -390,6 +394,30 @@ class _Builder:
         for column, part in zip(self._columns, parts, strict=True):
             column += part.tobytes()
         self._rows += len(name_id)
+        self._add_modules(events, with_stream[category[with_stream] == Category.KERNEL], lane)
+
+    def _add_modules(self, events: BlockEvents, kernels: Int64, lane: Int32) -> None:
+        """A range on the device for each kernel that says its module, as those of CUDA graphs do,
+        which no range of the host says."""
+        # Of few kernels first: most traces have none, and the arguments of all take time to read.
+        samples = kernels[:: len(kernels) // _SAMPLES + 1].tolist()
+        if not any(_MODULE in events.copy_args(row) for row in samples):
+            return
+        stated = schema.decode_module_args([Raw(events.copy_args(row)) for row in kernels.tolist()])
+        has_path = np.array([bool(one.path) for one in stated], dtype=np.bool_)
+        names = [self._numbers.names[f"{MODULE_MARK}{one.path}"] for one in stated if one.path]
+        rows = kernels[has_path]
+        parts: tuple[npt.NDArray[Any], ...] = (
+            events.start_ns[rows],
+            np.maximum(events.dur_ns[rows], 0),
+            np.full(len(rows), int(Category.GPU_ANNOTATION), dtype=np.uint8),
+            np.array(names, dtype=np.int32),
+            lane[rows],
+            np.full(len(rows), -1, dtype=np.int64),
+        )
+        for column, part in zip(self._columns, parts, strict=True):
+            column += part.tobytes()
+        self._rows += len(rows)
 
     def _add_shapes(self, rows: Int64, text_id: Int32) -> None:
         known = text_id >= 0

@@ -106,6 +106,13 @@ class OpArgs(Struct, gc=False):
     sequence: Wide = field(default=-1, name="Sequence number")
 
 
+class ModuleArgs(Struct, gc=False):
+    """The module of a kernel of a CUDA graph, as torch.cuda's annotations of graphs state it, which
+    torchtitan writes into its traces."""
+
+    path: str = field(default="", name="module_fqn")
+
+
 class Args(Struct, gc=False):
     """The arguments of a communication kernel or op."""
 
@@ -219,6 +226,7 @@ _NAMED, _PLACE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(int | str | 
 _DEVICE_ARGS = msgspec.json.Decoder(DeviceArgs)
 
 _OP_ARGS = msgspec.json.Decoder(OpArgs)
+_MODULE_ARGS = msgspec.json.Decoder(ModuleArgs)
 
 _ARGS = msgspec.json.Decoder(Args)
 
@@ -247,6 +255,11 @@ def decode_device_args(texts: Sequence[Raw]) -> list[DeviceArgs]:
 def decode_op_args(texts: Sequence[Raw]) -> list[OpArgs]:
     """Decodes the arguments of ops; arguments of a wrong type are ignored."""
     return _decode_all(_OP_ARGS, texts, OpArgs)
+
+
+def decode_module_args(texts: Sequence[Raw]) -> list[ModuleArgs]:
+    """Decodes the modules of kernels; arguments of a wrong type are ignored."""
+    return _decode_all(_MODULE_ARGS, texts, ModuleArgs)
 
 
 def _decode_all(

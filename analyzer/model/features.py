@@ -169,8 +169,8 @@ def _list_gradient_dtypes(job: JobConfig) -> Iterable[Change]:
 
 def _list_scalings(job: JobConfig) -> Iterable[Change]:
     training = job.training
-    is_alone = training.dtype == "fp8" and training.fp8_scaling == "tensor"
-    return ({"fp8_scaling": "row"},) if is_alone else ()
+    is_one = training.dtype == "fp8" and training.fp8_scaling == "tensor"
+    return ({"fp8_scaling": "row"},) if is_one and job.profile.model.row_scales else ()
 
 
 PACKED_TOKENS = 32768

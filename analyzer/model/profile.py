@@ -97,6 +97,8 @@ class FrameworkModel:
         selective_ops: Whether selective recomputation saves every second GEMM (torchtitan), not
             all but attention's scores.
         cuda_graphs: Whether it can replay layers as CUDA graphs.
+        row_scales: Whether its fp8 may have a scale per row, as torchao's; Transformer Engine has
+            scales per tensor and per block alone.
     """
 
     casts: Literal["weights", "autocast", "fsdp"] = "weights"
@@ -109,6 +111,7 @@ class FrameworkModel:
     cudnn: bool = False
     selective_ops: bool = False
     cuda_graphs: bool = False
+    row_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.confidence import (
     FEW_RUNS,
     LEVEL,
+    MIN_RUNS,
+    MIN_SOURCES,
     RUN_CONFIDENCES,
     BandIndex,
     RunConfidence,
@@ -98,16 +100,12 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
     is_own = published == Published()
     cases = list_published_cases() if is_own else list_cases(published)
     unseen = predict_published() if is_own else predict_unseen(cases.cases)
-    bands = find_unseen_bands(unseen, predict_published() if unseen else ())
+    banded = find_unseen_bands(unseen, predict_published() if unseen else ())
     fitted = [case for case in list_published_cases().cases if case.table != REPORTS_TABLE]
     baseline = build_baseline_rows(cases.cases, fitted)
     checks = []
     for family in get_args(Family):
-        rows = [
-            build_step_row(run, band)
-            for run, band in zip(unseen, bands, strict=True)
-            if run.case.family == family
-        ]
+        rows = [build_step_row(run, band) for run, band in banded if run.case.family == family]
         names = {row.case for row in rows}
         alike = [row for row in baseline if row.case in names]
         constant = compute_measure("mean/p90", alike) if alike else None
@@ -117,23 +115,29 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
             result = replace(result, note=note)
         left_out = tuple(each for each in cases.left_out if _infer_family(each) == family)
         checks.append(replace(result, left_out=left_out))
-    populations = check_populations(unseen, bands)
-    return (*checks, *populations, check_layout_choices(unseen), check_repeats(cases.cases))
+    return (
+        *checks,
+        *check_populations(banded),
+        check_layout_choices(unseen),
+        check_repeats(cases.cases),
+    )
 
 
 POPULATIONS = {"recipe": "tuned recipes", "report": "reports of others"}
 
 
-def check_populations(runs: Sequence[UnseenRun], bands: Sequence[StepBand]) -> tuple[Check, ...]:
+def check_populations(banded: Sequence[tuple[UnseenRun, StepBand]]) -> tuple[Check, ...]:
     """The same step times by population and confidence, with the number of publishers."""
     checks = []
     for population, words in POPULATIONS.items():
         for confidence in RUN_CONFIDENCES:
             alike = [
                 (run, band)
-                for run, band in zip(runs, bands, strict=True)
+                for run, band in banded
                 if (run.kind.population, run.confidence) == (population, confidence)
             ]
+            if not alike:
+                continue
             rows = [build_step_row(run, band) for run, band in alike]
             result = check(f"{words}, confidence {confidence}", rows, "mean/p90", ())
             sources = {run.case.source for run, _ in alike}
@@ -674,7 +678,7 @@ def predict_unseen(cases: Iterable[Case]) -> tuple[UnseenRun, ...]:
     for case in cases:
         job = build_unseen_job(case)
         prediction = predict_step(job, Rates())
-        # The confidence in the run itself, whether or not there are others of its kind.
+        # The confidence in the run itself; settle_confidence asks for others of its kind.
         notes = (one.text for one in prediction.caveats)
         others = [note for note in notes if not note.startswith(FEW_RUNS)]
         confidence: RunConfidence = "medium" if others else "high"
@@ -717,13 +721,35 @@ SOURCE_POWER = 0.5
 """A run counts by its publisher's number of runs to this power less: halfway between a vote for
 each run, of which one publisher has a third, and one for each publisher."""
 
-FURTHER_SOURCE = 0.23
+FURTHER_SOURCE = 0.1
 """The weight of the run to be predicted over that of a publisher. Runs of one publisher are alike,
 so that a further one is further off than a further run. Chosen with SOURCE_POWER so that the bands
-of each population and confidence hold for 9 of 10 unseen runs, as far as chance goes: with 0.25
-recipes with high confidence are 94 % inside (two runs too many), with 0.22 those with low
-confidence 80 % (two too few), with half and twice of it 92 and 96 %, and 80 and 83 %. Both were
-chosen on the runs whose shares they set: that these are right says nothing of the two numbers."""
+of each population and confidence hold for 9 of 10 unseen runs, as far as chance goes, which they do
+with 0.05 to 0.15; with 0.2 those of recipes with high confidence hold too often, and with 0 those
+of reports with medium confidence too rarely. Both were chosen on the runs whose shares they set:
+that these are right says nothing of the two numbers."""
+
+
+def find_proven_kinds(runs: Iterable[UnseenRun]) -> frozenset[RunKind]:
+    """The kinds on GPUs of one family of which the runs with a high confidence make a band."""
+    sources: defaultdict[RunKind, list[str]] = defaultdict(list)
+    for run in runs:
+        if run.confidence == "high":
+            for kind in run.kind.list_wider():
+                sources[kind].append(run.case.source)
+    return frozenset(
+        kind
+        for kind, names in sources.items()
+        if kind.family and len(names) >= MIN_RUNS and len(set(names)) >= MIN_SOURCES
+    )
+
+
+def settle_confidence(run: UnseenRun, proven: frozenset[RunKind]) -> UnseenRun:
+    """The run with the confidence that `model` prints: without others of its kind that are high it
+    is medium, and gets the band of those."""
+    if run.confidence != "high" or proven.intersection(run.kind.list_wider()):
+        return run
+    return replace(run, confidence="medium")
 
 
 def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:
@@ -771,13 +797,16 @@ def _compute_middle(runs: Sequence[UnseenRun]) -> float:
 
 def find_unseen_bands(
     runs: Sequence[UnseenRun], known: Sequence[UnseenRun]
-) -> tuple[StepBand, ...]:
-    """The band of each run, from the known runs of the other publishers."""
-    sources = {run.case.source for run in runs}
-    by_source = {
-        source: compute_bands(run for run in known if run.case.source != source)
-        for source in sources
-    }
-    return tuple(
-        find_error_band(run.kind, run.confidence, by_source[run.case.source]) for run in runs
-    )
+) -> tuple[tuple[UnseenRun, StepBand], ...]:
+    """The runs with the confidence and the band that known runs of the other publishers give."""
+    by_source = {}
+    for source in {run.case.source for run in runs}:
+        others = [run for run in known if run.case.source != source]
+        proven = find_proven_kinds(others)
+        by_source[source] = proven, compute_bands(settle_confidence(run, proven) for run in others)
+    banded = []
+    for run in runs:
+        proven, bands = by_source[run.case.source]
+        settled = settle_confidence(run, proven)
+        banded.append((settled, find_error_band(run.kind, settled.confidence, bands)))
+    return tuple(banded)

@@ -31,6 +31,7 @@ from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job
 from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.features import KEY_FEATURES
 from stepsplit.analyzer.model.hardware_config import load_hardware
 from stepsplit.analyzer.model.model_table import load_model
 from stepsplit.analyzer.model.parameters import CONVENTIONS, compute_sc21_flops, count_model_flops
@@ -331,10 +332,14 @@ def list_published_cases() -> CaseList:
     return list_cases(Published())
 
 
+OF_RECIPES = frozenset(feature.key for feature in KEY_FEATURES) - {"hardware.efficiency.host_ns"}
+"""What a tuned recipe states: all but the speed of the host it ran on, which none does."""
+
+
 def _name_recipe(case: Case) -> Case:
     """A run of the authors of the program or the GPU, who tuned and published it."""
     training = replace(case.job.training, recipe=case.table)
-    return replace(case, job=replace(case.job, training=training))
+    return replace(case, job=replace(case.job, training=training, stated=OF_RECIPES))
 
 
 # Traces of CCL-Bench -> jobs.

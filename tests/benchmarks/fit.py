@@ -29,7 +29,13 @@ from stepsplit.analyzer.model.config import Efficiency
 from stepsplit.analyzer.model.hardware_config import load_efficiency
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.preset_names import PRESETS
-from stepsplit.analyzer.validation.predictions import compute_bands, load_left_out, predict_unseen
+from stepsplit.analyzer.validation.predictions import (
+    compute_bands,
+    find_proven_kinds,
+    load_left_out,
+    predict_unseen,
+    settle_confidence,
+)
 from stepsplit.analyzer.validation.published_runs import REPORTS_TABLE, ZERO_FAMILY, list_cases
 from stepsplit.analyzer.validation.tables import Case, Published
 
@@ -228,7 +234,9 @@ def write_bands(path: Path) -> None:
         "# of measured over predicted steps, from which the errors count. Written by",
         "# tests/benchmarks/fit.py.",
     ]
-    bands = compute_bands(predict_unseen(list_cases(Published()).cases))
+    runs = predict_unseen(list_cases(Published()).cases)
+    proven = find_proven_kinds(runs)
+    bands = compute_bands(settle_confidence(run, proven) for run in runs)
     for kind, confidence in sorted(
         bands, key=lambda each: (RUN_CONFIDENCES.index(each[1]), str(each[0]))
     ):

@@ -2,12 +2,13 @@
 
 python tests/benchmarks/large_clusters.py [--gpus 1024] [--terms]
 
-By publisher: runs, mean error of the step by constants that know none of its runs, how far they are
-too slow or too fast, and its share of the mean of all. Then the same error if the publisher's own
-runs of that model on at most half of the GPUs set one factor, as a simulator has that measures the
-operators of a cluster; and the spread of runs that publishers give of the same layout. --terms
-instead tries parts of the step that may take longer than predicted, each by as much as the other
-publishers' runs say.
+By publisher, number of GPUs and layout: runs, mean error of the step by constants that know none of
+its runs, how far they are too slow or too fast, and its share of the mean of all. Then the same
+error if the publisher's own runs of that model on at most half of the GPUs set one factor, as a
+simulator has that measures the operators of a cluster; what would be left if a factor of each
+publisher were known; and the spread of runs that publishers give of the same layout. --terms tries
+parts of the step that may take longer than predicted, each by as much as the other publishers' runs
+say, instead.
 """
 
 from __future__ import annotations
@@ -52,16 +53,54 @@ def list_own_runs(run: UnseenRun, runs: Sequence[UnseenRun]) -> list[UnseenRun]:
     ]
 
 
-def list_publishers(large: Sequence[UnseenRun]) -> Iterator[tuple[str, ...]]:
-    """A row for each publisher, the one with the largest part of the mean first."""
+SIZES = (10_000, 4_096, 2_048)
+"""From so many GPUs on, a group of its own."""
+
+
+def describe_size(run: UnseenRun) -> str:
+    reached = [size for size in SIZES if count_gpus(run) >= size]
+    return f"from {reached[0]:,}" if reached else f"below {SIZES[-1]:,}"
+
+
+def describe_layout(run: UnseenRun) -> str:
+    layout = run.case.job.parallel
+    parts = {"pp": layout.pp > 1, "tp": layout.tp > 1, "cp": layout.cp > 1, "ep": layout.ep > 1}
+    sharded = ["zero-3"] if layout.zero == 3 else []
+    return " ".join(sharded + [name for name, is_used in parts.items() if is_used]) or "dp alone"
+
+
+GROUPS: Mapping[str, Callable[[UnseenRun], str]] = {
+    "publisher": lambda run: run.case.source,
+    "GPUs": describe_size,
+    "layout": describe_layout,
+}
+
+
+def list_groups(
+    large: Sequence[UnseenRun], name: str, describe: Callable[[UnseenRun], str]
+) -> Iterator[tuple[str, ...]]:
+    """A row for each group, the one with the largest part of the mean first."""
     groups: dict[str, list[float]] = defaultdict(list)
     for run in large:
-        groups[run.case.source].append(1 / run.ratio - 1)
-    yield "publisher", "runs", "mean error", "too slow (+) or fast (-)", "points"
-    for source, errors in sorted(groups.items(), key=lambda one: -sum(map(abs, one[1]))):
+        groups[describe(run)].append(1 / run.ratio - 1)
+    yield name, "runs", "mean error", "too slow (+) or fast (-)", "points"
+    for group, errors in sorted(groups.items(), key=lambda one: -sum(map(abs, one[1]))):
         points = 100 * sum(map(abs, errors)) / len(large)
         mean, lean = fmean(map(abs, errors)), fmean(errors)
-        yield source, str(len(errors)), f"{mean:.1%}", f"{lean:+.1%}", f"{points:.1f}"
+        yield group, str(len(errors)), f"{mean:.1%}", f"{lean:+.1%}", f"{points:.1f}"
+
+
+def list_beside_median(large: Sequence[UnseenRun]) -> list[tuple[float, float]]:
+    """The errors of publishers with several runs, as they are and by the median of their own."""
+    sources: dict[str, list[float]] = defaultdict(list)
+    for run in large:
+        sources[run.case.source].append(run.ratio)
+    return [
+        (abs(1 / ratio - 1), abs(median(ratios) / ratio - 1))
+        for ratios in sources.values()
+        if len(ratios) > 1
+        for ratio in ratios
+    ]
 
 
 def list_spreads(large: Sequence[UnseenRun]) -> list[float]:
@@ -147,7 +186,8 @@ def main() -> None:
         return
     runs = predict_published()
     large = [run for run in runs if count_gpus(run) >= least]
-    sys.stdout.write(in_markdown(list(list_publishers(large))) + "\n\n")
+    for name, describe in GROUPS.items():
+        sys.stdout.write(in_markdown(list(list_groups(large, name, describe))) + "\n\n")
     known = [run for run in large if run.case.family != ZERO_FAMILY]
     for name, some in (("all", large), ("without ZeRO-3 of 2021", known)):
         own = [(run, list_own_runs(run, runs)) for run in some]
@@ -158,6 +198,12 @@ def main() -> None:
             f"{name}: {len(some)} runs {fmean(abs(1 / run.ratio - 1) for run in some):.1%} off;"
             f" {len(factors)} with runs of its own on fewer GPUs {before:.1%}, by these"
             f" {after:.1%}\n"
+        )
+    if several := list_beside_median(large):
+        before, after = map(fmean, zip(*several, strict=True))
+        sys.stdout.write(
+            f"publishers with several runs: {len(several)} runs {before:.1%} off; with a factor of"
+            f" each publisher, known from these very runs, {after:.1%}\n"
         )
     if spreads := list_spreads(large):
         sys.stdout.write(

@@ -133,3 +133,13 @@ def test_json_has_all_keys_and_an_older_file_none() -> None:
     older = json.loads(text)
     del older["unstated"]
     assert prediction_from_json(json.dumps(older)).unstated == ()
+
+
+def test_scales_per_row_are_open_only_where_a_library_has_them() -> None:
+    """torchao has them; Transformer Engine, which Megatron calls, has them per tensor or block."""
+    dense = EXPERTS.replace("qwen3-30b-a3b", "llama-3-8b").replace("ep = 16\n", "")
+    for framework, is_open in (("megatron", False), ("fsdp2", True)):
+        text = dense.replace("megatron", framework).replace("zero = 1\n", "")
+        found = predict(parse_job(text.format(parallel="", training='dtype = "fp8"', hardware="")))
+        keys = {one.key for one in found.unstated}
+        assert ("training.fp8_scaling" in keys) == is_open, framework

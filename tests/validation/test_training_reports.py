@@ -17,6 +17,7 @@ from stepsplit.analyzer.model.confidence import (
     find_error_band,
     find_run_kind,
 )
+from stepsplit.analyzer.model.features import KEY_FEATURES
 from stepsplit.analyzer.model.parameters import count_model_flops
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.predictions import (
@@ -24,12 +25,16 @@ from stepsplit.analyzer.validation.predictions import (
     check_layout_choices,
     check_repeats,
     compute_bands,
+    find_proven_kinds,
     predict_unseen,
+    settle_confidence,
 )
 from stepsplit.analyzer.validation.published_runs import (
+    REPORTS_TABLE,
     build_stated_job,
     build_training_report,
     list_cases,
+    list_published_cases,
 )
 from stepsplit.analyzer.validation.tables import Case, Published, PublishedRow
 
@@ -147,6 +152,32 @@ def test_bands_are_by_the_confidence_in_the_runs() -> None:
     assert (near.error, near.middle, near.runs) == pytest.approx((0.05, 1.0, 9))
     assert (far.error, far.middle, far.runs) == pytest.approx((0.05, 1.25, 9))
     assert (off.error, off.middle, off.runs) == pytest.approx((0.20, 1.0, 9))
+
+
+def test_runs_are_high_only_where_others_of_their_kind_and_gpus_are() -> None:
+    """Nine runs of four publishers are enough, eight or three publishers are not; those of other
+    GPUs do not count."""
+    (case,) = build_training_report(report(step_s="1"))
+    runs = [predicted(replace(case, source="abcd"[i % 4]), 1.0, "high") for i in range(9)]
+    others = [replace(run, kind=replace(run.kind, family="volta")) for run in runs]
+    one = predicted(replace(case, source="mine"), 1.0, "high")
+    for known, expected in (
+        (runs, "high"),
+        (runs[:8], "medium"),
+        ([run for run in runs if run.case.source != "a"] * 2, "medium"),
+        (others, "medium"),
+    ):
+        settled = settle_confidence(one, find_proven_kinds(known))
+        assert settled == replace(one, confidence=expected)
+    low = replace(one, confidence="low")
+    assert settle_confidence(low, find_proven_kinds([])) == low
+
+
+def test_a_recipe_does_not_state_the_speed_of_its_host() -> None:
+    recipes = [case for case in list_published_cases().cases if case.table != REPORTS_TABLE]
+    for case in recipes:
+        left_open = [feature.key for feature in KEY_FEATURES if not feature.is_stated(case.job)]
+        assert left_open == ["hardware.efficiency.host_ns"], case.id
 
 
 def test_each_publisher_counts_as_much_for_the_middle() -> None:

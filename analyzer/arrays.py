@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,16 @@ class Intervals(Struct, frozen=True):
         return int((self.end_ns - self.start_ns).sum())
 
 
+class Span(Protocol):
+    """What lasts from an instant to another, such as a step or a microbatch's pass."""
+
+    @property
+    def start_ns(self) -> int: ...
+
+    @property
+    def end_ns(self) -> int: ...
+
+
 class Intersections(Struct, frozen=True):
     """The overlaps of two sets: the row in each set, and the common part; shape (n,) each."""
 
@@ -45,6 +55,12 @@ def make_empty_intervals() -> Intervals:
     """The empty set."""
     no_ns = np.empty(0, dtype=np.int64)
     return Intervals(no_ns, no_ns)
+
+
+def collect_intervals(spans: Iterable[Span]) -> Intervals:
+    """The intervals of the spans, in their order."""
+    edges = np.array([(one.start_ns, one.end_ns) for one in spans], dtype=np.int64)
+    return Intervals(*edges.reshape(-1, 2).T)
 
 
 def union(start_ns: Int64, end_ns: Int64) -> Intervals:
@@ -85,12 +101,17 @@ def intersect(left: Intervals, right: Intervals) -> Intersections:
     return Intersections(i[nonempty], j[nonempty], start[nonempty], end[nonempty])
 
 
+def find_interval(spans: Intervals, times_ns: Int64) -> Int64:
+    """The index of the sorted disjoint span in which each time lies, -1 for none."""
+    last = np.searchsorted(spans.start_ns, times_ns, side="right") - 1
+    started = np.flatnonzero(last >= 0)
+    last[started[times_ns[started] >= spans.end_ns[last[started]]]] = -1
+    return last
+
+
 def is_inside(spans: Intervals, times_ns: Int64) -> Bool:
     """Whether each time lies inside one of the sorted disjoint spans."""
-    last = np.searchsorted(spans.start_ns, times_ns, side="right") - 1
-    is_in = last >= 0
-    is_in[is_in] = times_ns[is_in] < spans.end_ns[last[is_in]]
-    return np.asarray(is_in)
+    return find_interval(spans, times_ns) >= 0
 
 
 def overlap_ns(left: Intervals, right: Intervals) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import collect_intervals, is_inside
 from stepsplit.analyzer.diagnose.device_timeline import DurationFactors, measure_changed_work
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext, replay, scale_transfers
@@ -423,9 +424,7 @@ def _list_kernels(
         count, recorded, carried, known = 0, 0.0, 0.0, 0.0
         for rank, scaling in zip(context.split.ranks, scalings, strict=True):
             at = rank.trace.events.start_ns[scaling.row]
-            inside = np.zeros(len(at), dtype=np.bool_)
-            for window in rank.windows.counted:
-                inside |= (at >= window.start_ns) & (at < window.end_ns)
+            inside = is_inside(collect_intervals(rank.windows.counted), at)
             own = inside & (scaling.kind == kind)
             count += int(own.sum())
             recorded += float(scaling.took_ns[own].sum())

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, intersect, trim_overlaps, union
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    collect_intervals,
+    find_interval,
+    intersect,
+    trim_overlaps,
+    union,
+)
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, MEMOS, TRANSFERS, Bucket, Split
 from stepsplit.analyzer.split.gaps import HeldGaps
 from stepsplit.analyzer.split.steps import StepWindow
@@ -113,19 +120,15 @@ def _sweep_windows(
     windows: Sequence[StepWindow], sets: Sequence[Intervals]
 ) -> tuple[BucketBands, Int64]:
     """Sorts the edges of all sets once; mask gives the sets that are open between two edges."""
-    window_start = np.array([w.start_ns for w in windows], dtype=np.int64)
-    window_end = np.array([w.end_ns for w in windows], dtype=np.int64)
-    at = np.concatenate(
-        [window_start, window_end, *(e for s in sets for e in (s.start_ns, s.end_ns))]
-    )
+    spans = collect_intervals(windows)
+    at = np.concatenate([edges for one in (spans, *sets) for edges in (one.start_ns, one.end_ns)])
     bits = [np.zeros(2 * len(windows), dtype=np.int64)]
     bits += [np.full(len(s), sign << c) for c, s in enumerate(sets) for sign in (1, -1)]
     order = np.argsort(at, kind="stable")
     at, mask = at[order], np.cumsum(np.concatenate(bits)[order])
     start, end, mask = at[:-1], at[1:], mask[:-1]
-    window = np.searchsorted(window_start, start, side="right") - 1
+    window = find_interval(spans, start)
     inside = (end > start) & (window >= 0)
-    inside[inside] &= start[inside] < window_end[window[inside]]
     start, end, mask, window = start[inside], end[inside], mask[inside], window[inside]
     return BucketBands(window.astype(np.int32), _MASK_TO_BUCKET[mask], start, end), mask
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import group_ids, group_rows
+from stepsplit.analyzer.arrays import collect_intervals, find_interval, group_ids, group_rows
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.steps import Steps
@@ -59,43 +59,34 @@ def compute_collective_stats(
     moved = np.maximum(arrivals.moved_ns - arrivals.moves_ns, 0)
     life = arrivals.end_ns - arrivals.start_ns
     waited = np.clip(arrivals.moves_ns - arrivals.start_ns, 0, life)
+    # A call's barriers are rows of their own: they count with the row that carries it out.
     parts = np.flatnonzero(matched.carrier != np.arange(len(matched)))
     for column in (moved, waited):
         np.add.at(column, matched.carrier[parts], column[parts])
-    stats = [
-        _build_collective_row(kind, rows, _CallTimes(moved, waited), matched, arrivals)
-        for kind, rows in group_by_kind(traces, matched)
-    ]
+    stats = []
+    for kind, rows in group_by_kind(traces, matched):
+        group, op, size = kind.group, kind.op, kind.message_bytes
+        transfer = int(np.median(moved[rows]))
+        known = group >= 0 and size > 0 and transfer > 0 and not arrivals.estimated[rows].any()
+        algbw = size / (transfer / 1e9) if known else None
+        ranks = len(matched.groups[group].ranks) if group >= 0 else 1
+        keys = matched.key[rows]
+        stats.append(
+            CollectiveRow(
+                group=group,
+                op=op,
+                dtype=kind.dtype or None,
+                message_bytes=size if size >= 0 else None,
+                count=len(np.unique(keys[keys >= 0])) + int((keys < 0).sum()),
+                transfer_ns_median=transfer,
+                wait_ns_median=int(np.median(waited[rows])),
+                algbw_bytes_per_s=algbw,
+                busbw_bytes_per_s=None
+                if algbw is None
+                else algbw * compute_busbw_factor(op, ranks),
+            )
+        )
     return tuple(sorted(stats, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
-
-
-class _CallTimes(Struct, frozen=True):
-    """How long each row moved data and waited, with the barriers of its call."""
-
-    moved_ns: Int64
-    waited_ns: Int64
-
-
-def _build_collective_row(
-    kind: CallKind, rows: Int64, times: _CallTimes, matched: MatchedCalls, arrivals: Arrivals
-) -> CollectiveRow:
-    group, op, size = kind.group, kind.op, kind.message_bytes
-    transfer = int(np.median(times.moved_ns[rows]))
-    known = group >= 0 and size > 0 and transfer > 0 and not arrivals.estimated[rows].any()
-    algbw = size / (transfer / 1e9) if known else None
-    ranks = len(matched.groups[group].ranks) if group >= 0 else 1
-    keys = matched.key[rows]
-    return CollectiveRow(
-        group=group,
-        op=op,
-        dtype=kind.dtype or None,
-        message_bytes=size if size >= 0 else None,
-        count=len(np.unique(keys[keys >= 0])) + int((keys < 0).sum()),
-        transfer_ns_median=transfer,
-        wait_ns_median=int(np.median(times.waited_ns[rows])),
-        algbw_bytes_per_s=algbw,
-        busbw_bytes_per_s=None if algbw is None else algbw * compute_busbw_factor(op, ranks),
-    )
 
 
 # Calls per step of each kind.
@@ -139,43 +130,31 @@ def count_step_calls(
     The usual number is determined per rank, since a call may start just before or after a step
     edge.
     """
-    window, counted = _assign_windows(steps, matched)
-    rows = [
-        _build_step_calls_row(kind, rows[matched.counts[rows]], matched, window, counted)
-        for kind, rows in group_by_kind(traces, matched)
-    ]
-    return tuple(row for row in rows if row.most)
-
-
-def _assign_windows(steps: Sequence[Steps], matched: MatchedCalls) -> tuple[Int64, list[int]]:
-    """(index of the full step in which each call starts, -1 for none; number of full steps per
-    rank)."""
     window = np.full(len(matched), -1, dtype=np.int64)
     for trace, own in enumerate(steps):
-        rows = matched.slice_trace(trace)
-        start, full = matched.start_ns[rows], own.counted
-        if not full:
+        calls = matched.slice_trace(trace)
+        window[calls] = find_interval(collect_intervals(own.counted), matched.start_ns[calls])
+    built = []
+    for kind, rows in group_by_kind(traces, matched):
+        rows = rows[matched.counts[rows] & (window[rows] >= 0)]
+        counts_by_rank = [
+            np.bincount(
+                window[rows[matched.trace[rows] == trace]], minlength=len(steps[trace].counted)
+            )
+            for trace in np.unique(matched.trace[rows]).tolist()
+        ]
+        # None of the kind in a full step.
+        if not counts_by_rank:
             continue
-        starts = np.array([one.start_ns for one in full], dtype=np.int64)
-        ends = np.array([one.end_ns for one in full], dtype=np.int64)
-        at = np.searchsorted(starts, start, side="right") - 1
-        window[rows] = np.where((at >= 0) & (start < ends[at]), at, -1)
-    return window, [len(own.counted) for own in steps]
-
-
-def _build_step_calls_row(
-    kind: CallKind, rows: Int64, matched: MatchedCalls, window: Int64, counted: Sequence[int]
-) -> StepCallsRow:
-    rows = rows[window[rows] >= 0]
-    ranks = np.unique(matched.trace[rows]).tolist()
-    counts_by_rank = [
-        np.bincount(window[rows[matched.trace[rows] == rank]], minlength=counted[rank])
-        for rank in ranks
-    ]
-    usual = sum(int(np.bincount(counts).argmax()) for counts in counts_by_rank)
-    least, most = (sum(int(edge(counts)) for counts in counts_by_rank) for edge in (np.min, np.max))
-    size = kind.message_bytes if kind.message_bytes >= 0 else None
-    return StepCallsRow(kind.group, kind.op, kind.dtype or None, size, usual, least, most)
+        usual = sum(int(np.bincount(counts).argmax()) for counts in counts_by_rank)
+        least, most = (
+            sum(int(edge(counts)) for counts in counts_by_rank) for edge in (np.min, np.max)
+        )
+        size = kind.message_bytes if kind.message_bytes >= 0 else None
+        built.append(
+            StepCallsRow(kind.group, kind.op, kind.dtype or None, size, usual, least, most)
+        )
+    return tuple(built)
 
 
 # Kinds of calls: the same op, dtype and size on the same group.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, union
+from stepsplit.analyzer.arrays import Intervals, collect_intervals, find_interval, union
 from stepsplit.analyzer.buckets import TRANSFERS
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.split.transfers import Pieces
@@ -72,11 +72,9 @@ def _number_places(name: Int64, start: Int64, windows: Sequence[StepWindow]) -> 
     """A number for each (name, n-th run in its step); -1 outside full steps and in steps that run
     the name more or less often than usual. start ascends."""
     full = [w for w in windows if w.kind == "full"]
-    step = np.searchsorted([w.start_ns for w in full], start, side="right") - 1
-    inside = step >= 0
-    inside[inside] &= start[inside] < np.array([w.end_ns for w in full])[step[inside]]
+    step = find_interval(collect_intervals(full), start)
     place, first = np.full(len(name), -1, dtype=np.int64), 0
-    rows = np.flatnonzero(inside)
+    rows = np.flatnonzero(step >= 0)
     rows = rows[np.lexsort((rows, step[rows], name[rows]))]
     for same in np.split(rows, np.flatnonzero(np.diff(name[rows])) + 1):
         counts = np.bincount(step[same], minlength=len(full))

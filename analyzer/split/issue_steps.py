@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from msgspec import Struct
 
+from stepsplit.analyzer.arrays import Intervals, collect_intervals, find_interval
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import Bool, Int64, RankTrace
 
@@ -30,10 +31,7 @@ class HostSteps(Struct, frozen=True):
 
     def find_step(self, when: Int64) -> Int64:
         """The index of the step at each instant, -1 for none."""
-        step = np.searchsorted(self.start_ns, when, side="right") - 1
-        within = step >= 0
-        within[within] = when[within] < self.end_ns[step[within]]
-        return np.where(within, step, -1)
+        return find_interval(Intervals(self.start_ns, self.end_ns), when)
 
 
 def build_host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
@@ -57,10 +55,11 @@ def take_whole_trace(trace: RankTrace) -> HostSteps:
 
 
 def _make_host_steps(spans: Sequence[StepWindow], *, marked: bool, on_device: bool) -> HostSteps:
+    edges = collect_intervals(spans)
     return HostSteps(
         number=tuple(span.step for span in spans),
-        start_ns=np.array([span.start_ns for span in spans], dtype=np.int64),
-        end_ns=np.array([span.end_ns for span in spans], dtype=np.int64),
+        start_ns=edges.start_ns,
+        end_ns=edges.end_ns,
         marked=marked,
         on_device=on_device,
     )

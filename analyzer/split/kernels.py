@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import list_distinct, number_distinct
+from stepsplit.analyzer.arrays import (
+    collect_intervals,
+    find_interval,
+    list_distinct,
+    number_distinct,
+)
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.trace import EventKinds, Events, Int32, Int64, RankTrace
 
@@ -91,12 +96,9 @@ def collect_compute(trace: RankTrace, steps: Steps) -> ComputeEvents:
     rows, events = np.flatnonzero(trace.kinds.computes), trace.events
     took = events.dur_ns[rows] if trace.on_device else compute_self_ns(events, rows)
     full = steps.counted
-    starts = np.array([window.start_ns for window in full], dtype=np.int64)
-    ends = np.array([window.end_ns for window in full], dtype=np.int64)
     middle = events.start_ns[rows] + events.dur_ns[rows] // 2
-    at = np.searchsorted(starts, middle, side="right") - 1
+    at = find_interval(collect_intervals(full), middle)
     inside = at >= 0
-    inside[inside] &= middle[inside] < ends[at[inside]]
     numbers = np.array([window.step for window in full], dtype=np.int64)
     return ComputeEvents(
         rank=trace.rank,

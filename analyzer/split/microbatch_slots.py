@@ -10,7 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import group_max, is_inside, list_distinct, union
+from stepsplit.analyzer.arrays import (
+    collect_intervals,
+    find_interval,
+    group_max,
+    is_inside,
+    list_distinct,
+    union,
+)
 from stepsplit.analyzer.split.autograd_links import find_partner_ns
 from stepsplit.analyzer.split.call_purposes import find_backward_spans, find_issue_ns
 from stepsplit.analyzer.split.mesh import DATA_AXES, STAGE_AXES, RankLayout
@@ -81,16 +88,15 @@ of those of a backward, a third of those of a microbatch."""
 
 def _are_whole(trace: RankTrace, slots: Sequence[MicrobatchSlot]) -> bool:
     start = trace.events.start_ns[mask_families(trace, PRODUCT_FAMILIES)]
-    begins = np.array([slot.start_ns for slot in slots], dtype=np.int64)
-    ends = np.array([slot.end_ns for slot in slots], dtype=np.int64)
-    at = np.searchsorted(begins, start, side="right") - 1
-    inside = (at >= 0) & (start < ends[at])
+    spans = collect_intervals(slots)
+    at = find_interval(spans, start)
+    inside = at >= 0
     count = np.bincount(at[inside], minlength=len(slots))
     of_pass: dict[tuple[int, str], list[int]] = defaultdict(list)
     for slot, products in zip(slots, count.tolist(), strict=True):
         of_pass[slot.stage, slot.phase].append(products)
     # Only work between the slots, or after the last one: steps without slots come before or after.
-    apart = (at >= 0) & ~inside
+    apart = (start >= spans.start_ns[0]) & ~inside
     most = _MORE_WORK - 1
     even = all(max(one) <= _MORE_WORK * min(one) for one in of_pass.values())
     return even and bool(apart.sum() <= most * inside.sum())

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import collect_intervals, find_interval
 from stepsplit.analyzer.split.host_steps import HostStep, count_optimizer_steps
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
@@ -407,11 +408,7 @@ def _find_kernels(trace: RankTrace, windows: Sequence[StepWindow]) -> _StepKerne
 
 def _find_window(windows: Sequence[StepWindow], when: Int64) -> Int64:
     """The index of the step in which the host was at each of these times, -1 for none."""
-    spans = [_take_host(window) for window in windows]
-    starts = np.array([one.start_ns for one in spans], dtype=np.int64)
-    ends = np.array([one.end_ns for one in spans], dtype=np.int64)
-    at = np.searchsorted(starts, when, side="right") - 1
-    return np.where((at >= 0) & (when < ends[at]), at, -1)
+    return find_interval(collect_intervals(map(_take_host, windows)), when)
 
 
 def _are_marked(windows: Sequence[StepWindow]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import group_ids
+from stepsplit.analyzer.arrays import collect_intervals, find_interval, group_ids
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import Int64, Note
@@ -46,11 +46,8 @@ class _Calls(Struct, frozen=True):
 def _collect_calls(steps: Steps, trace: int, matched: MatchedCalls) -> _Calls:
     rows = matched.slice_trace(trace)
     key, start = matched.key[rows], matched.start_ns[rows]
-    starts = np.array([window.start_ns for window in steps.windows], dtype=np.int64)
-    ends = np.array([window.end_ns for window in steps.windows], dtype=np.int64)
-    window = np.searchsorted(starts, start, side="right") - 1
+    window = find_interval(collect_intervals(steps.windows), start)
     inside = np.flatnonzero((window >= 0) & (key >= 0))
-    inside = inside[start[inside] < ends[window[inside]]]
     inside = inside[np.argsort(window[inside], kind="stable")]
     return _Calls(key[inside], window[inside])
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import Intervals, intersect, is_inside
+from stepsplit.analyzer.arrays import Intervals, find_interval, intersect, is_inside
 from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
 from stepsplit.analyzer.split.call_purposes import (
     DDP_FORWARD,
@@ -162,8 +162,8 @@ def _is_before_updates(rank: RankSplit) -> Bool:
     computes = np.flatnonzero(rank.trace.kinds.computes)
     on_device = rank.trace.on_device
     at = events.find_launch_ns(computes) if on_device else events.start_ns[computes]
-    place = np.searchsorted(updates.start_ns, when, side="right") - 1
-    inside = is_inside(updates, when)
+    place = find_interval(updates, when)
+    inside = place >= 0
     first_ns = np.full(len(updates), np.iinfo(np.int64).max)
     np.minimum.at(first_ns, place[inside], when[inside])
     at = np.sort(at)

@@ -374,8 +374,8 @@ def _find_computing_ops(events: Events) -> Bool:
     those in or around a range of the compiler, whose tensors have no data.
     """
     ops = events.is_category(Category.OP)
-    communicates = ops & events.name_mask(_match_prefixes(events, _COMM_PREFIXES))
-    computes = ops & ~communicates & ~events.name_mask(_match_prefixes(events, _WRAPPER_PREFIXES))
+    communicates = ops & events.match_prefix(*_COMM_PREFIXES)
+    computes = ops & ~communicates & ~events.match_prefix(*_WRAPPER_PREFIXES)
     training = _find_training_lanes(events)
     computes &= training[events.lane]
     compiles = events.is_category(Category.OP, Category.ANNOTATION) & events.match_names(COMPILES)
@@ -413,7 +413,3 @@ def _find_training_lanes(events: Events) -> Bool:
         moves_bytes = np.bincount(events.lane[~marks], minlength=len(events.lanes)) > 0
         return np.asarray(~moves_bytes)
     return np.asarray(np.bincount(events.lane[marks], minlength=len(events.lanes)) > 0)
-
-
-def _match_prefixes(events: Events, prefixes: tuple[str, ...]) -> tuple[bool, ...]:
-    return tuple(name.startswith(prefixes) for name in events.names)

@@ -1,4 +1,9 @@
-"""What the calls of a rank are for, from the ranges of autograd and of frameworks around them."""
+"""What the calls of a rank are for, from the ranges of autograd and of frameworks around them.
+
+A collective that is issued in a hook of autograd reduces gradients, one in an FSDP range moves
+weights, and one in a layer of tensor parallelism reduces activations: whatever its size, and
+whatever else runs on its group.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,6 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import Intervals, is_inside, make_empty_intervals, union
 from stepsplit.analyzer.split.work import mask_families
 from stepsplit.analyzer.trace import COMPILES, Bool, Category, Events, Int64, RankTrace
-
-# What the calls of a rank are for, from the ranges of autograd and of frameworks around them.
-#
-# A collective that is issued in a hook of autograd reduces gradients, one in an FSDP range moves
-# weights, and one in a layer of tensor parallelism reduces activations: whatever its size, and
-# whatever else runs on its group.
 
 SHARDS = ("FSDP::", "FullyShardedDataParallel._")
 """Prefixes of the annotations of PyTorch's fully sharded data parallelism."""

@@ -152,7 +152,7 @@ def build_sc21_table1(row: PublishedRow) -> tuple[Case, ...]:
     job = _build_megatron_job(
         row, layout, _build_megatron_training(row, row.read_count("micro_batch"))
     )
-    return (Case(row.table, row.id, "A100 Megatron", job, _compute_sc21_step_ns(row), "sc21"),)
+    return (Case(row.table, row.id, MEGATRON_FAMILY, job, _compute_sc21_step_ns(row), "sc21"),)
 
 
 DEEPSPEED_OF_2021 = "DeepSpeed of 2021"
@@ -194,7 +194,7 @@ def build_korthikanti(row: PublishedRow) -> tuple[Case, ...]:
         Case(
             row.table,
             f"{row.id}_{name}",
-            "A100 Megatron",
+            MEGATRON_FAMILY,
             job,
             row.read_number(column) * 1e9,
             "korthikanti",
@@ -220,7 +220,7 @@ def build_mt_nlg(row: PublishedRow) -> tuple[Case, ...]:
     )
     job = _build_megatron_job(row, _build_megatron_layout(row, 1), training)
     return (
-        Case(row.table, row.id, "A100 Megatron", job, row.read_number("iter_s") * 1e9, "mt-nlg"),
+        Case(row.table, row.id, MEGATRON_FAMILY, job, row.read_number("iter_s") * 1e9, "mt-nlg"),
     )
 
 
@@ -250,7 +250,7 @@ def build_megascale(row: PublishedRow) -> tuple[Case, ...]:
     else:
         rate = row.read_number("mfu_pct") / 100 * PEAK_FLOPS_PER_S * row.read_count("gpus")
         step_ns = count_model_flops(job, "C1") / rate * 1e9
-    return (Case(row.table, row.id, "A100 Megatron", job, step_ns, "megascale"),)
+    return (Case(row.table, row.id, MEGATRON_FAMILY, job, step_ns, "megascale"),)
 
 
 def build_tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
@@ -267,7 +267,7 @@ def build_tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
     training = replace(training, framework="ddp")
     job = _build_megatron_job(row, layout, training, vocab=51200)
     step_ns = row.read_number("iter_ms") * 1e6
-    return (Case(row.table, row.id, "A100 Megatron", job, step_ns, "megatron-2020"),)
+    return (Case(row.table, row.id, MEGATRON_FAMILY, job, step_ns, "megatron-2020"),)
 
 
 SIMUMAX_TABLE = "simumax_b200_measured"

@@ -99,6 +99,8 @@ def _compute_rank(rank: RankSplit) -> tuple[RankParts, bool]:
         _place_products_by_size(rank, event_part, numbers)
     if has_layers or scopes.by_sequence:
         evidence = "sequence" if scopes.by_sequence and not has_stated else "modules"
+    elif evidence == "ranges" and scopes.has_names:  # of a model without layers
+        evidence = "modules"
     call_parts = _place_calls(rank, scopes)
     exposed_part = call_parts[rank.attribution.exposed.call]
     exposed = rank.attribution.exposed

@@ -295,6 +295,13 @@ def test_a_backward_begins_where_it_is_called(tmp_path: Path, has_stacks: bool) 
     }
 
 
+def test_a_model_without_layers_needs_no_other_recording(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 100)
+    trace.annotation("stepsplit::module 0", 0, 40).op("aten::mm", 0, 40).write(tmp_path)
+    evidence = analyze(tmp_path).part_evidence
+    assert evidence is not None and (evidence.evidence, evidence.layers) == ("modules", 0)
+
+
 def test_what_a_built_in_function_is_called_for_is_no_part(tmp_path: Path) -> None:
     trace = CpuTrace().step(1, 0, 100)
     trace._add("nn.Module: Block_0", "python_function", 0, 100, 100)

@@ -32,7 +32,7 @@ class Intervals(Struct, frozen=True):
         return int((self.end_ns - self.start_ns).sum())
 
 
-class Span(Protocol):
+class TimeSpan(Protocol):
     """What lasts from an instant to another, such as a step or a microbatch's pass."""
 
     @property
@@ -57,7 +57,7 @@ def make_empty_intervals() -> Intervals:
     return Intervals(no_ns, no_ns)
 
 
-def collect_intervals(spans: Iterable[Span]) -> Intervals:
+def collect_intervals(spans: Iterable[TimeSpan]) -> Intervals:
     """The intervals of the spans, in their order."""
     edges = np.array([(one.start_ns, one.end_ns) for one in spans], dtype=np.int64)
     return Intervals(*edges.reshape(-1, 2).T)

@@ -345,8 +345,10 @@ def test_a_row_of_a_later_version_has_its_own_name(store: Store) -> None:
 
 def test_a_stored_ledger_that_cannot_be_read_is_none(store: Store, tmp_path: Path) -> None:
     store.watches.add_batch(batch(ledger=_make_ledger(20)))
-    with create_engine(store.url).begin() as connection:
+    engine = create_engine(store.url)
+    with engine.begin() as connection:
         connection.execute(text("UPDATE watch_ledgers SET ledger = :text"), {"text": b'{"a": 1}'})
+    engine.dispose()  # from Python 3.13 on, SQLite's warn in a later test if they are not closed
     assert "goodput" not in str(_build_page(store, minutes_ago(0)))
     assert _scrape(store) == {}
     store.watches.add_batch(batch(id="2", ledger=_make_ledger(20)))

@@ -206,6 +206,20 @@ def test_kernels_of_a_graph_that_say_their_module_are_there(tmp_path: Path) -> N
     assert (report.part_evidence.evidence, report.part_evidence.layers) == ("modules", 2)
 
 
+def test_the_one_kernel_of_many_that_says_its_module_is_there(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for step in range(3):
+        begin = 1000.0 * step
+        trace.step(step, begin, begin + 1000)
+        for number in range(400):
+            trace.kernel("fill", begin + 10 + 2 * number, begin + 11 + 2 * number, launched=begin)
+        path = {"module_fqn": "layers.0.feed_forward.w1"}
+        trace.kernel("gemm", begin + 900, begin + 930, launched=begin + 1, **path)
+    trace.write(tmp_path)
+    parts = {(row.layer, row.part): row.compute_ns for row in analyze(tmp_path).parts}
+    assert parts[0, "mlp"] == 30_000
+
+
 @pytest.mark.parametrize("value", [3, ["layers.0.mlp"], "no part of a model"])
 def test_what_is_no_path_of_a_module_places_no_kernel(tmp_path: Path, value: object) -> None:
     report = analyze(write_annotated_graph(tmp_path / "run", ["a", "b"], value))

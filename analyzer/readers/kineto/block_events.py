@@ -6,6 +6,7 @@ the columns of the blocks that it can scan (event_scanner.c says which), and the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -181,6 +182,10 @@ class BlockEvents(Protocol):
         """The text of the arguments of an event."""
         ...
 
+    def may_state(self, text: re.Pattern[bytes], rows: Int64) -> bool:
+        """Whether the arguments of one of these events may contain the text."""
+        ...
+
     def read_device_args(self, rows: Int64, is_kernel: Bool) -> DeviceColumns:
         """The arguments of these events; the grids of kernels alone."""
         ...
@@ -209,6 +214,9 @@ class DecodedEvents:
 
     def copy_args(self, row: int) -> bytes:
         return bytes(self._events[row].args)
+
+    def may_state(self, text: re.Pattern[bytes], rows: Int64) -> bool:
+        return any(text.search(bytes(self._events[row].args)) for row in rows.tolist())
 
     def read_device_args(self, rows: Int64, is_kernel: Bool) -> DeviceColumns:
         events, lanes, shapes = self._events, self._numbers.lanes, self._numbers.shapes
@@ -260,6 +268,9 @@ class ScannedEvents:
     def copy_args(self, row: int) -> bytes:
         begin, end = self._block.events["args"][row].tolist()
         return bytes(self._block.text[begin:end]) if end else bytes(schema.NO_ARGS)
+
+    def may_state(self, text: re.Pattern[bytes], rows: Int64) -> bool:
+        return text.search(self._block.text) is not None
 
     def read_device_args(self, rows: Int64, is_kernel: Bool) -> DeviceColumns:
         events, lanes, shapes = self._block.events, self._numbers.lanes, self._numbers.shapes

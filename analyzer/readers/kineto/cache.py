@@ -36,7 +36,7 @@ from stepsplit.collectors.safe_io.regular_file import open_regular
 # file is ignored. STEPSPLIT_CACHE sets another folder, or disables the cache with "off". If others
 # may write the folder, it is a folder of this user in it.
 
-READER = "stepsplit.events/12"
+READER = "stepsplit.events/13"
 """Version of the reader's output; a change invalidates all cache files."""
 
 MOST_BYTES = 16 << 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -285,10 +286,7 @@ class Rows(Struct, frozen=True):
         return len(self.start_ns)
 
 
-_COLLECTIVE, _MODULE = b'"Collective name"', b'"module_fqn"'
-
-_SAMPLES = 32
-"""Kernels of a block that are searched for their module."""
+_COLLECTIVE, _MODULE = b'"Collective name"', re.compile(b'"module_fqn"')
 
 _NO_PLACE = -1, -1
 """Device and stream of a thread."""
@@ -399,9 +397,8 @@ class _Builder:
     def _add_modules(self, events: BlockEvents, kernels: Int64, lane: Int32) -> None:
         """A range on the device for each kernel that says its module, as those of CUDA graphs do,
         which no range of the host says."""
-        # Of few kernels first: most traces have none, and the arguments of all take time to read.
-        samples = kernels[:: len(kernels) // _SAMPLES + 1].tolist()
-        if not any(_MODULE in events.copy_args(row) for row in samples):
+        # Most traces have none, and the arguments of all kernels take time to read.
+        if not len(kernels) or not events.may_state(_MODULE, kernels):
             return
         stated = schema.decode_module_args([Raw(events.copy_args(row)) for row in kernels.tolist()])
         has_path = np.array([bool(one.path) for one in stated], dtype=np.bool_)

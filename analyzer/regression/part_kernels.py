@@ -67,10 +67,13 @@ def _list_kernels(part: str, report: Report, other: Report) -> Mapping[str, tupl
     kernels: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for row in report.kernel_table:
         # Reports of older versions do not say how much of a kernel is of which part.
-        if part not in row.parts or not row.part_ns or not row.total_ns:
+        stated = dict(zip(row.parts, zip(row.part_calls, row.part_ns, strict=False), strict=False))
+        total_calls, total_ns = stated.get(part, (0, 0))
+        # What takes no time, as by a coarse clock, explains none.
+        if not (total_calls and total_ns and row.step_ns and row.total_ns):
             continue
-        of_step, place = row.step_ns / row.total_ns, row.parts.index(part)
-        own_calls, own_ns = row.part_calls[place] * of_step, row.part_ns[place] * of_step
+        of_step = row.step_ns / row.total_ns
+        own_calls, own_ns = total_calls * of_step, total_ns * of_step
         is_only_here = row.step_ns > last_ns and own_ns >= _LEAST_SHARE * compute_ns
         if has_all or is_only_here or _identify(row) in known:
             calls, ns = kernels[row.name]

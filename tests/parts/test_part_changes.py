@@ -137,6 +137,19 @@ def test_an_op_of_two_parts_is_counted_in_each(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_an_op_that_takes_no_time_in_a_part_explains_none(tmp_path: Path) -> None:
+    trace = CpuTrace()
+    for step in range(3):
+        start = 100.0 * step
+        trace.step(step, start, start + 100)
+        trace.annotation("stepsplit::module mlp", start, start + 60)
+        trace.op("aten::fill_", start, start + 60)
+        trace.annotation("stepsplit::module norm", start + 60, start + 100)
+        trace.op("aten::fill_", start + 60, start + 60)
+    trace.write(tmp_path)
+    assert explain_parts(tmp_path, tmp_path) == {"mlp": "", "norm": ""}
+
+
 def test_a_short_op_that_one_report_leaves_out_is_no_other_kernel(tmp_path: Path) -> None:
     """A report has the 30 kernels with the most time, so noise decides on the last ones."""
 

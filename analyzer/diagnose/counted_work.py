@@ -222,8 +222,8 @@ def _measure_undisturbed(rank: RankSplit) -> Float:
             else float(runs.sum())
             for runs in np.split(compute.took_ns[order], first[1:])
         )
-        if total_ns := int(compute.took_ns[mine].sum()):
-            share[place] = usual_ns / total_ns
+        if usual_ns > 0:  # else a coarse clock has left most runs without a duration
+            share[place] = usual_ns / int(compute.took_ns[mine].sum())
     return share
 
 

@@ -38,6 +38,11 @@ _FLOATS = re.compile(f"(?:{_FLOAT})+")
 
 _RUN = re.compile(r"[A-Za-z\d]+")
 
+_WITH_DIGITS = frozenset(word for word in _WORDS if any(map(str.isdigit, word)))
+
+_KNOWN_DIGITS = re.compile("|".join(sorted(_WITH_DIGITS, key=len, reverse=True)))
+"""The longest first, as log1p is no i1p."""
+
 _MAX_NUMBERS = 4
 """In a run of letters and digits, as tilesize64x64x8 has 3: hexadecimal numbers have more."""
 
@@ -75,6 +80,30 @@ def is_public(text: str) -> bool:
             is_word = is_float or part.isdigit() or part.lower() in _WORDS
             if digits > _MAX_DIGITS or not is_word:
                 return False
+    return True
+
+
+_NODE = re.compile(r"backward\d{0,2}$")
+
+_PLACE = re.compile(r"(?<=[ >/(-])\d+(?!\w)")
+"""A rank, or a number of a compiled region: the name of an op itself has none of these signs."""
+
+
+@lru_cache(1 << 16)
+def has_known_digits(name: str) -> bool:
+    """Whether the digits of an op's name are torch's, as in conv2d and AvgPool2DBackward0, or a
+    number of at most three.
+
+    Public words have single letters, of which ids of letters and digits are made: one in eight of
+    five characters is public.
+    """
+    for run in _RUN.findall(_PLACE.sub("", name).lower()):
+        if (node := _NODE.search(run)) is not None:
+            is_known = not any(map(str.isdigit, _KNOWN_DIGITS.sub("", run[: node.start()])))
+        else:
+            is_known = run in _WITH_DIGITS or not any(map(str.isdigit, run))
+        if not (is_known or (run.isdigit() and len(run) <= 3)):
+            return False
     return True
 
 
@@ -226,7 +255,7 @@ class Names:
             return f"{message[1]}{group}{message[3]}0{message[4]}{dtype}"
         if (library := _LIBRARY_CALL.fullmatch(name)) is not None:
             return f"{library[1]}{self.redact_group(library[2])}{library[3]}"
-        if self._is_public(_OP, name):
+        if self._is_public_op(name):
             return name
         if (optimizer := _OPTIMIZER_RANGE.fullmatch(name)) is not None:
             hidden = self._pseudonyms.replace("optimizer", optimizer[2])
@@ -254,7 +283,7 @@ class Names:
 
     def redact_task(self, name: str) -> str:
         """The name of an event without a known category, which may be a kernel."""
-        if self._is_public(_OP, name):
+        if self._is_public_op(name):
             return name
         if STEP_RANGE.match(name):
             return self.redact_op(name)
@@ -313,6 +342,10 @@ class Names:
         if _FIXED.fullmatch(name) is not None:
             return True
         return names.fullmatch(name) is not None and self.is_public(name)
+
+    def _is_public_op(self, name: str) -> bool:
+        is_fixed = _FIXED.fullmatch(name) is not None
+        return is_fixed or (self._is_public(_OP, name) and has_known_digits(name))
 
     def _state_class(self, kind: str, name: str, ending: str = "") -> str:
         stated = format_stated_class(self._rules, name, self._redact_family)

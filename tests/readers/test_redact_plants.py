@@ -405,3 +405,37 @@ def test_nor_is_one_after_a_public_name(text: str, tmp_path: Path) -> None:
 
     found = unpack(tmp_path / "copy")
     assert text.encode() not in found and b"nccl" in found
+
+
+@pytest.mark.parametrize(
+    "text", ["k4x9q", "464v6p", "d1n06n", "8jT9W7", "56a7h1", "9023add89b", "73105"]
+)
+@pytest.mark.parametrize("joint", ["", "_"])
+def test_nor_is_a_short_id_after_the_name_of_an_op(joint: str, text: str, tmp_path: Path) -> None:
+    """Such ids are made of single letters, which are public words, and short numbers."""
+    (recording := tmp_path / "recording").mkdir()
+    trace = GpuTrace().step(1, 0, 10)
+    names = ("aten::mm{}", "aten::{}", "{}Backward0", "nccl:all_reduce{}", "nccl:send{} 3->1024")
+    for start, name in enumerate(names):
+        trace.annotation(name.format(joint + text), start, start + 1)
+    trace.write(recording)
+
+    redact_recording([recording], tmp_path / "copy")
+
+    assert text.encode() not in unpack(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["aten::conv2d", "aten::_fft_r2c", "aten::special_i0e", "aten::_weight_int4pack_mm",
+     "AvgPool2DBackward0", "Log1PBackward0", "MmBackward0",
+     "_c10d_functional::all_reduce", "c10d::allreduce_", "hcom_allReduce__568_0_1",
+     "nccl:send 1023->1024", "Torch-Compiled Region: 12/3", "PyTorch Profiler (2)"],
+)  # fmt: skip
+def test_digits_of_torch_stay_in_the_name_of_an_op(name: str, tmp_path: Path) -> None:
+    (recording := tmp_path / "recording").mkdir()
+    GpuTrace().step(1, 0, 10).annotation(name, 1, 2).write(recording)
+
+    redact_recording([recording], tmp_path / "copy")
+
+    assert json.dumps(name).encode() in unpack(tmp_path / "copy")

@@ -187,8 +187,10 @@ def _fit_law(
         power_high=high,
     )
     factor = _scale_to_mean_work(rows, peers, used, (low, high))
-    undisturbed = compute * np.concatenate([_measure_undisturbed(rank) for rank in split.ranks])
-    slow, unjudged = _judge_ranks(rows, peers, undisturbed)
+    slow, unjudged = dict[int, float](), dict[int, float]()
+    if has_uneven:
+        share = np.concatenate([_measure_undisturbed(rank) for rank in split.ranks])
+        slow, unjudged = _judge_ranks(rows, peers, compute * share)
     slow = {
         index: ratio
         for index, ratio in slow.items()

@@ -34,19 +34,17 @@ def test_the_parts_of_two_runs_add_up_to_their_difference(tmp_path: Path) -> Non
     assert sum(row.difference_ns for row in comparison.parts) == comparison.difference_ns
 
 
-def record_norms(folder: Path, ops: list[tuple[str, float]]) -> Path:
-    """Three steps of a norm that runs these ops, and 100 us of an MLP."""
-    trace, length = CpuTrace(), 100 + sum(us for _, us in ops)
+def record_parts(folder: Path, parts: dict[str, list[tuple[str, float]]]) -> Path:
+    """Three steps of parts that run these ops."""
+    trace, length = CpuTrace(), sum(us for ops in parts.values() for _, us in ops)
     for step in range(3):
-        start = step * length
-        trace.step(step, start, start + length)
-        trace.annotation("stepsplit::module layers.0.mlp", start, start + 100)
-        trace.op("aten::mm", start, start + 100)
-        trace.annotation("stepsplit::module layers.0.norm", start + 100, start + length)
-        at = start + 100
-        for name, us in ops:
-            trace.op(name, at, at + us)
-            at += us
+        at = step * length
+        trace.step(step, at, at + length)
+        for part, ops in parts.items():
+            trace.annotation(f"stepsplit::module {part}", at, at + sum(us for _, us in ops))
+            for name, us in ops:
+                trace.op(name, at, at + us)
+                at += us
     folder.mkdir()
     trace.write(folder)
     return folder
@@ -95,26 +93,11 @@ def test_what_a_step_runs_once_is_not_measured_by_its_microbatches(
 def test_the_kernels_of_a_part_say_why_it_changed(
     before: list[tuple[str, float]], after: list[tuple[str, float]], reason: str, tmp_path: Path
 ) -> None:
-    comparison = compare_runs(
-        record_norms(tmp_path / "a", before), record_norms(tmp_path / "b", after)
+    runs = (
+        record_parts(tmp_path / name, {"layers.0.mlp": [("aten::mm", 100)], "layers.0.norm": ops})
+        for name, ops in (("a", before), ("b", after))
     )
-    assert {row.part: row.reason for row in comparison.parts} == {"norm": reason, "mlp": ""}
-
-
-def record_parts(folder: Path, parts: dict[str, list[tuple[str, float]]]) -> Path:
-    """Three steps of parts that run these ops."""
-    trace, length = CpuTrace(), sum(us for ops in parts.values() for _, us in ops)
-    for step in range(3):
-        at = step * length
-        trace.step(step, at, at + length)
-        for part, ops in parts.items():
-            trace.annotation(f"stepsplit::module {part}", at, at + sum(us for _, us in ops))
-            for name, us in ops:
-                trace.op(name, at, at + us)
-                at += us
-    folder.mkdir()
-    trace.write(folder)
-    return folder
+    assert explain_parts(*runs) == {"norm": reason, "mlp": ""}
 
 
 def explain_parts(before: Path, after: Path) -> dict[str, str]:

@@ -386,12 +386,7 @@ class _Builder:
         if (shapes := events.read_shapes(ops)) is not None:
             self._add_shapes(ops, shapes)
         dur_ns = np.maximum(events.dur_ns, 0)
-        parts: tuple[npt.NDArray[Any], ...] = (
-            events.start_ns, dur_ns, category, name_id, lane, correlation
-        )  # fmt: skip
-        for column, part in zip(self._columns, parts, strict=True):
-            column += part.tobytes()
-        self._rows += len(name_id)
+        self._append_rows(events.start_ns, dur_ns, category, name_id, lane, correlation)
         self._add_modules(events, with_stream[category[with_stream] == Category.KERNEL], lane)
 
     def _add_modules(self, events: BlockEvents, kernels: Int64, lane: Int32) -> None:
@@ -404,7 +399,7 @@ class _Builder:
         has_path = np.array([bool(one.path) for one in stated], dtype=np.bool_)
         names = [self._numbers.names[f"{MODULE_MARK}{one.path}"] for one in stated if one.path]
         rows = kernels[has_path]
-        parts: tuple[npt.NDArray[Any], ...] = (
+        self._append_rows(
             events.start_ns[rows],
             np.maximum(events.dur_ns[rows], 0),
             np.full(len(rows), int(Category.GPU_ANNOTATION), dtype=np.uint8),
@@ -412,9 +407,12 @@ class _Builder:
             lane[rows],
             np.full(len(rows), -1, dtype=np.int64),
         )
+
+    def _append_rows(self, *parts: npt.NDArray[Any]) -> None:
+        """Appends to each column, in the order of _COLUMNS."""
         for column, part in zip(self._columns, parts, strict=True):
             column += part.tobytes()
-        self._rows += len(rows)
+        self._rows += len(parts[0])
 
     def _add_shapes(self, rows: Int64, text_id: Int32) -> None:
         known = text_id >= 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.diagnosis import diagnose
@@ -52,8 +52,7 @@ _ModelComparison = Callable[[Report, Recording, RunSplit], Report]
 _JobDrafter = Callable[[Recording, RunSplit], "JobDraft"]
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis:
+class Analysis(Struct, frozen=True):
     """The result of `examine`: a report and its detail tables.
 
     Attributes:
@@ -161,8 +160,7 @@ def examine_or_find_hang(
     return _build_analysis(found, places, compare, mesh, draft)
 
 
-@dataclass(frozen=True, slots=True)
-class RoleAnalysis:
+class RoleAnalysis(Struct, frozen=True):
     """The result of `examine_roles_or_run` for a job of several roles: the whole on one clock, and
     the analysis of each role by its name."""
 

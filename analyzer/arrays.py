@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stepsplit.analyzer.trace import Bool, Int32, Int64
 
@@ -128,6 +128,22 @@ def subtract(left: Intervals, right: Intervals) -> Intervals:
     end = np.concatenate((right.start_ns, left.end_ns[-1:]))
     both = intersect(left, Intervals(start[end > start], end[end > start]))
     return Intervals(both.start_ns, both.end_ns)
+
+
+# Tables: structs whose fields are columns of one length.
+
+_Table = TypeVar("_Table", bound=Struct)
+
+
+def select_rows(table: _Table, rows: Int64 | Bool) -> _Table:
+    """The table with these rows of each column; rows are their numbers or a mask."""
+    return type(table)(*(column[rows] for column in structs.astuple(table)))
+
+
+def join_tables(*tables: _Table) -> _Table:
+    """The rows of one or more tables of a kind, one table after the other."""
+    columns = zip(*map(structs.astuple, tables), strict=True)
+    return type(tables[0])(*map(np.concatenate, columns))
 
 
 # Group-by: rows of one group have the same label.

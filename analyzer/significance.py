@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, combinations, pairwise
 from statistics import fmean, median, variance
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,8 +103,7 @@ SINGLE_RUN_FACTOR = 4.0
 """Factor on the p-value of a single run, whose noise distribution is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """A difference of means: value, standard error, degrees of freedom and one-sided p-value.
 
     The last two fields are the p-value of a permutation test (1 if t is not significant) and its

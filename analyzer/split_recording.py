@@ -4,9 +4,11 @@ and how long a call within a node can take."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from stepsplit.analyzer.model.ideal_bubble import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording
@@ -84,8 +86,7 @@ def _load_node(device: str) -> HardwareConfig:
     return replace(load_hardware(SLOWEST[0]), intra=load_link(SLOWEST[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Nodes:
+class _Nodes(Struct, frozen=True):
     """The hosts of the ranks of which they are known, and how many ranks a node has, 0 if
     unknown."""
 

@@ -6,16 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """One row of Calls; the fields are those of its columns."""
 
     event: int
@@ -47,8 +47,7 @@ def build_calls(rows: Sequence[Call]) -> Calls:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CallsWithGroups:
+class CallsWithGroups(Struct, frozen=True):
     """The calls of a rank, the process groups they refer to, and the ranks of the largest group
     whose size a call names, which may be of unknown ranks."""
 
@@ -148,8 +147,7 @@ COMPILES = re.compile(
 of compiled code, and the calls of that code, have other names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(Struct, frozen=True):
     """Where an event ran: a host thread, or a stream of a device.
 
     Attributes:
@@ -279,8 +277,7 @@ def _match_pattern(names: tuple[str, ...], pattern: re.Pattern[str]) -> tuple[bo
     return tuple(pattern.search(name) is not None for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchCalls:
+class LaunchCalls(Struct, frozen=True):
     """call has the row of the runtime call that launched each event, -1 for none; of the calls,
     first_correlation is the lowest correlation number above 0, 0 without any."""
 
@@ -387,8 +384,7 @@ class Shapes:
         return np.where(self.event[at] == rows, self.text_id[at], -1).astype(np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True):
     """A process group.
 
     Attributes:
@@ -407,8 +403,7 @@ class Group:
         return self.description == "default_pg" or self.name == "0"
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
+class Calls(Struct, frozen=True):
     """The collectives, sends and receives of one rank, sorted by event; -1 is unknown.
 
     Columns of shape (n,).
@@ -450,8 +445,7 @@ ALL_STREAMS = HOST = -1
 """In EventWaits: the host waited, or it waited for every stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class EventWaits:
+class EventWaits(Struct, frozen=True):
     """Waits whose event is known, sorted by correlation; columns of shape (n,).
 
     Everything that was launched on on_stream up to the correlation recorded had ended when the
@@ -496,8 +490,7 @@ class Lack(StrEnum):
     MEMORY = "memory history overflowed"
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True):
     """A limitation of the data, shown among the warnings of the report.
 
     Attributes:
@@ -523,16 +516,14 @@ WORLD_SIZE_UNKNOWN = "world_size_unknown"
 """Code of the note on a recording that does not say how many ranks the job has."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbedClock:
+class ProbedClock(Struct, frozen=True):
     """The offset of a host's clock from rank 0's, from datagrams; exact to within_ns either way."""
 
     offset_ns: int
     within_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankTrace:
+class RankTrace(Struct, frozen=True, dict=True):
     """The trace of one rank.
 
     Attributes:
@@ -559,7 +550,6 @@ class RankTrace:
         role: What the rank does in a job of several roles, "" if it is of none.
         states_size: Whether the trace says the number of ranks; otherwise world_size is the least
             that its rank and its groups allow.
-        on_device: Whether there are events of an accelerator; otherwise it is a CPU run.
     """
 
     source: Path
@@ -576,20 +566,20 @@ class RankTrace:
     notes: tuple[Note, ...] = ()
     device_stopped_step: int | None = None
     end_step: int | None = None
-    shapes: Shapes = field(default_factory=Shapes)
+    shapes: Shapes = Shapes()
     waits: EventWaits = NO_WAITS
     visible_devices: int = 0
     probed_clock: ProbedClock | None = None
     role: str = ""
     states_size: bool = True
-    on_device: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "on_device", self.events.on_device)
+    @cached_property
+    def on_device(self) -> bool:
+        """Whether there are events of an accelerator; otherwise it is a CPU run."""
+        return self.events.on_device
 
 
-@dataclass(frozen=True, slots=True)
-class RankCalls:
+class RankCalls(Struct, frozen=True):
     """The calls of one rank from a log that contains calls but no events.
 
     Attributes:

@@ -18,6 +18,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,8 @@ def class_lines(kind: type) -> Iterator[str]:
             continue
         if isinstance(value, property):
             yield f"    property {name}{signature(value.fget)}"
+        elif isinstance(value, cached_property):
+            yield f"    property {name}{signature(value.func)}"
         elif isinstance(value, (classmethod, staticmethod)):
             yield f"    {type(value).__name__} {name}{signature(value.__func__)}"
         elif inspect.isfunction(value):
@@ -328,12 +331,13 @@ def fields_of(kind: type) -> Iterator[str]:
         types: dict[str, object] = {}
         for one in reversed(kind.__mro__):
             types |= inspect.get_annotations(one)
-        for field in msgspec.structs.fields(kind):
-            optional = field.default is not msgspec.NODEFAULT
-            usual = f" = {as_written(field.default)}" if optional else ""
-            yield f"{field.name}: {annotation(types[field.name])}{usual}" + " = ..." * (
-                not optional and not field.required
-            )
+        names, defaults = kind.__struct_fields__, kind.__struct_defaults__
+        required = len(names) - len(defaults)
+        for name, default in zip(names, (msgspec.NODEFAULT,) * required + defaults, strict=True):
+            made = type(default).__name__ == "Factory"
+            has_usual = default is not msgspec.NODEFAULT and not made
+            usual = f" = {as_written(default)}" if has_usual else " = ..." if made else ""
+            yield f"{name}: {annotation(types[name])}{usual}"
 
 
 def signature(function: Callable[..., object]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import collect_intervals, is_inside
@@ -243,7 +243,7 @@ def carry_run(context: ReplayContext, change: HardwareChange) -> CarriedRun:
             of_end.setdefault(end, graph.needs.of_node(end)).append(node)
     needs = graph.needs.with_changed(of_end)
     levels = Levels.build(graph.before, needs, graph.at_ns)
-    every = context.replay_with(replace(graph, needs=needs, levels=levels))
+    every = context.replay_with(structs.replace(graph, needs=needs, levels=levels))
     middle, low, high, nothing = (
         _change_graph(every, scalings, transfers, edge, change)
         for edge in ("ns", "low_ns", "high_ns", "")
@@ -302,7 +302,7 @@ def _change_graph(
         )
         cuts_ns = rank.clock.map_to_own_ns(graph.timelines.cut_ns[nodes])
         work[nodes] = np.maximum(work[nodes] + measure_changed_work(rank, factors, cuts_ns), 0)
-    return replace(graph, work_ns=work)
+    return structs.replace(graph, work_ns=work)
 
 
 def _select_edge(edge: str, middle: Float, low: Float, high: Float) -> Float:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from operator import add
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import astuple
 
 from stepsplit.analyzer import units
@@ -171,8 +170,7 @@ def _measure(ranks: Sequence[RankOnClock], pieces: Sequence[_Piece]) -> list[Rol
     return [times[row] for row in range(len(pieces))]
 
 
-@dataclass
-class _Group:
+class _Group(Struct):
     """Successive pieces of the path, and their time by role and phase, and by rank."""
 
     pieces: list[tuple[_Piece, RoleTime]] = field(default_factory=list)

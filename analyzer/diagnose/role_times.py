@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
-from msgspec import structs
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import Intervals, intersect
@@ -154,7 +152,7 @@ def forget_other_roles(recording: Recording) -> Recording:
             peer = np.where(is_other, -1, calls.peer).astype(calls.peer.dtype)
             trace = replace(trace, calls=replace(calls, peer=peer))
         traces.append(trace)
-    return structs.replace(recording, traces=tuple(traces))
+    return replace(recording, traces=tuple(traces))
 
 
 def explain_other_roles(

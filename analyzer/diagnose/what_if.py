@@ -6,10 +6,11 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_mean, group_min
 from stepsplit.analyzer.diagnose.causes.expert_load import balance_experts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
@@ -61,8 +60,7 @@ class _Nodes(Struct, frozen=True):
     part: Int64
 
 
-@dataclass(frozen=True)
-class HostScopes:
+class HostScopes(Struct, frozen=True):
     """The parts on the threads of a rank's host.
 
     Attributes:

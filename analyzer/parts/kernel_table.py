@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import number_distinct
@@ -86,8 +85,7 @@ class KernelRow(Struct, frozen=True):
     part_ns: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class _Sums:
+class _Sums(Struct):
     """Of a kernel: by_part has the time and the calls by the number of its part."""
 
     calls: int = 0

@@ -15,7 +15,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from sys import intern
 from typing import IO, Any
@@ -23,6 +22,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.trace import (
     EventKinds,

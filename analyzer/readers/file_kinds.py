@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from importlib import import_module
@@ -53,8 +52,7 @@ class Unreadable(Enum):
     ERROR = auto()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FileKind(Generic[_ContentT]):
+class FileKind(Struct, Generic[_ContentT], frozen=True, eq=False):
     """A kind of file. Only `name` and one of `recognize` and `file_name` are needed.
 
     Attributes:

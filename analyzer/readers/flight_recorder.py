@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -41,8 +40,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _PEER = re.compile(r"\d\s*(?:->|<-)\s*(\d{1,7})\s*$")
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStatus:
+class GroupStatus(Struct, frozen=True):
     """The progress of a rank on a process group, in sequence numbers; -1 for none.
 
     Attributes:
@@ -58,8 +56,7 @@ class GroupStatus:
     last_completed: int
 
 
-@dataclass(frozen=True, slots=True)
-class FlightDump:
+class FlightDump(Struct, frozen=True):
     """The Flight Recorder dump of one rank.
 
     Attributes:
@@ -249,8 +246,7 @@ def _name_groups(
 # Entries of a dump.
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """A frame of a Python stack.
 
     Attributes:
@@ -264,8 +260,7 @@ class Frame:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class FlightEntry:
+class FlightEntry(Struct, frozen=True):
     """A collective, send or receive as issued by the host; -1 and "" are unknown.
 
     Attributes:

@@ -157,8 +157,7 @@ KernelKind = Literal["communication", "compute", "copy", "fused"]
 """fused kernels compute and communicate at once, and count as compute."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelRule:
+class KernelRule(Struct, frozen=True):
     """Kernels whose name matches are of this kind.
 
     Attributes:
@@ -172,8 +171,7 @@ class KernelRule:
     op: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyRule:
+class FamilyRule(Struct, frozen=True):
     """Compute kernels (ops of a CPU run) whose name matches are of this family.
 
     Attributes:

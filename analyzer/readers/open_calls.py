@@ -7,13 +7,13 @@ then. A peer that has the numbers in between shows which calls these were.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.readers.kineto.calls import (
     OPEN_CALLS,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import natural_sort_key
@@ -51,8 +53,7 @@ MAX_RANK_SPREAD = 64
 """The largest accepted number per trace, as not all ranks are recorded; beyond, it is a date."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceCandidate:
+class TraceCandidate(Struct, frozen=True):
     """A trace, its rank from its content or its name, and the rank in its name."""
 
     trace: RankTrace
@@ -75,8 +76,7 @@ def parse_last_number(path: PurePath) -> int:
 # Reading: how the files of one format become candidates.
 
 
-@dataclass(frozen=True, slots=True)
-class TraceReading:
+class TraceReading(Struct, frozen=True):
     """How the traces of a recording are read, and what completes them.
 
     The store takes the events of a large recording; None if they fit into memory. flights are the

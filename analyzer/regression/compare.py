@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import msgspec
+from msgspec import structs
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
@@ -147,7 +148,9 @@ def _take_axes(report: Report, mesh: Mesh) -> Report:
         msgspec.structs.replace(row, axis=named.get(row.axis or "", row.axis))
         for row in report.exposed
     ]
-    coverage = [replace(row, axis=named.get(row.axis or "", row.axis)) for row in report.coverage]
+    coverage = [
+        structs.replace(row, axis=named.get(row.axis or "", row.axis)) for row in report.coverage
+    ]
     sizes = tuple(AxisSize(*row) for row in zip(mesh.axes, mesh.sizes, strict=True))
     run = msgspec.structs.replace(report.run, mesh=sizes)
     return msgspec.structs.replace(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError, make_write_error, write
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
@@ -114,8 +114,7 @@ class _SchemaField(msgspec.Struct, frozen=True):
     schema: str
 
 
-@dataclass(frozen=True, slots=True)
-class Document(Generic[_T]):
+class Document(Struct, Generic[_T], frozen=True):
     """A JSON format of stepsplit: the type of its content, its schema, its name in errors, and what
     to do about a file that is not of this format."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import Report
@@ -12,8 +13,7 @@ from stepsplit.analyzer.units import format_percent
 MAX_NAMED_RANKS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class PathShare:
+class PathShare(Struct, frozen=True):
     """A bucket (of one axis, for communication) on the critical path of the average step.
 
     share: fraction of the path, 0..1. ranks: the ranks with most of it, each with its fraction of

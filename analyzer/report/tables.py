@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
-from stepsplit.analyzer.arrays import view_numbers, wrap_numbers, wrap_texts
+from stepsplit.analyzer.arrays import join_tables, view_numbers, wrap_numbers, wrap_texts
 from stepsplit.analyzer.buckets import WAITS, Bucket
 from stepsplit.analyzer.parts.breakdown import Breakdown
 from stepsplit.analyzer.parts.kernel_table import KernelRow
@@ -20,7 +20,7 @@ from stepsplit.analyzer.readers.memory_snapshot import AllocationStack, MemoryCu
 from stepsplit.analyzer.readers.rank_traces import parse_rank
 from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
+from stepsplit.analyzer.trace import OPS, EventKind, Int32, Int64, Lane, UInt8
 from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
 from stepsplit.collectors.safe_io.regular_file import describe_special
 
@@ -54,12 +54,7 @@ def build_tables(
             dur_ns=np.concatenate(ends) - np.concatenate(starts),
         ),
         _build_boxes(split, origin),
-        Waits(
-            **{
-                column.name: np.concatenate([getattr(part, column.name) for part in waits])
-                for column in fields(Waits)
-            }
-        ),
+        join_tables(*waits),
         BuiltSlices(split, origin),
         _build_parts(split, breakdown),
         breakdown.kernels,
@@ -69,7 +64,7 @@ def build_tables(
 
 def _build_parts(split: RunSplit, breakdown: Breakdown) -> PartTimes:
     """A row per rank, step, part and bucket with any time."""
-    columns: list[list[Int64]] = [[] for _ in fields(PartTimes)]
+    columns: list[list[Int64]] = [[] for _ in PartTimes.__struct_fields__]
     for rank, own in zip(split.ranks, breakdown.parts, strict=False):
         step, part, bucket = own.ns.nonzero()
         numbers = np.array([one.step for one in rank.steps], dtype=np.int64)
@@ -133,8 +128,7 @@ PHASES = ("forward", "backward", "weight")
 Text = npt.NDArray[np.str_]
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(Struct, frozen=True):
     """The bucket of every instant of each rank; the intervals of a step cover it without gaps.
 
     Columns of equal length, sorted by rank, then start_ns.
@@ -154,8 +148,7 @@ class Segments:
     dur_ns: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Boxes:
+class Boxes(Struct, frozen=True):
     """The pipeline grid: forward, backward and weight gradient of each microbatch on each stage.
 
     Columns of equal length, sorted by rank, then start_ns.
@@ -179,8 +172,7 @@ class Boxes:
     dur_ns: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
+class Waits(Struct, frozen=True):
     """The waits of each rank: skew and bubble of a step, each instant once.
 
     Columns of equal length, sorted by rank, then start_ns.
@@ -212,13 +204,8 @@ class Waits:
         time = np.empty(0, dtype=np.int64)
         return cls(whole, whole, np.empty(0, dtype=np.uint8), whole, text, text, time, time)
 
-    def select(self, rows: Bool) -> Waits:
-        """Some of the waits."""
-        return Waits(*(getattr(self, each.name)[rows] for each in fields(self)))
 
-
-@dataclass(frozen=True, slots=True)
-class PartTimes:
+class PartTimes(Struct, frozen=True):
     """The time of each part of the model in each step of each rank, by bucket; the rows of a step
     add up to it.
 
@@ -249,8 +236,7 @@ class PartTimes:
         return cls(whole, whole, whole, byte, byte, byte, np.empty(0, dtype=np.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryTimes:
+class MemoryTimes(Struct, frozen=True):
     """Memory over time by the recordings of memory, thinned so that every peak is kept.
 
     Columns of equal length, sorted by rank, then time_ns. The times are the host's, which allocates
@@ -351,8 +337,7 @@ def _build_memory(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
+class Tables(Struct, frozen=True):
     """The detail tables of a report.
 
     Attributes:
@@ -397,9 +382,7 @@ def write_tables(folder: Path, tables: Tables) -> None:
     made += [tables.memory] if len(tables.memory.rank) else []
     for table in made:
         path = _find_path(folder, type(table))
-        columns = {
-            column.name: _wrap_column(getattr(table, column.name)) for column in fields(table)
-        }
+        columns = {name: _wrap_column(getattr(table, name)) for name in table.__struct_fields__}
         with whole_file(path, SHARED) as file:
             pq.write_table(pa.table(columns), file, compression="zstd")
     _write_rows(folder / KERNELS_NAME, KernelRow, tables.kernels)
@@ -478,7 +461,7 @@ def _find_path(folder: Path, kind: type) -> Path:
 def _read(folder: Path, kind: type[_T]) -> _T:
     import pyarrow.parquet as pq
 
-    names = [column.name for column in fields(kind)]
+    names = kind.__struct_fields__
     texts = [name for name in names if name in _TEXTS]
     # read_table would import pyarrow.dataset, which takes half a second.
     path = _find_path(folder, kind)
@@ -521,8 +504,7 @@ _MAX_DEPTH = 15
 """Slices deeper than this overlap in the drawing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slices:
+class Slices(Struct, frozen=True):
     """The timeline of one rank: kernels, copies and the parts of calls (CPU runs: ops).
 
     Columns of equal length, sorted by lane, depth, start_ns.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
@@ -18,8 +17,7 @@ from stepsplit.analyzer.trace import OPS, Int64, RankTrace, find_earlier_calls
 # Bandwidth of each kind of collective, waits excluded.
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveRow:
+class CollectiveRow(Struct, frozen=True):
     """Statistics of all calls of one op, dtype and size on one group.
 
     Attributes:
@@ -92,8 +90,7 @@ def compute_collective_stats(
 # Calls per step of each kind.
 
 
-@dataclass(frozen=True, slots=True)
-class StepCallsRow:
+class StepCallsRow(Struct, frozen=True):
     """Calls of one kind per full step, summed over the recorded ranks.
 
     A collective counts at each member.

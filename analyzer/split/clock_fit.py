@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import group_ids, group_median, list_distinct
 from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.trace import Float, Int64
 
 
-@dataclass(frozen=True, slots=True)
-class ClockFit:
+class ClockFit(Struct, frozen=True):
     """offset_ns holds at pivot_ns; drift is in ns per ns, 0 if not measurable."""
 
     offset_ns: float

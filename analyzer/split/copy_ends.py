@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import numpy as np
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import group_max
 from stepsplit.analyzer.readers.kineto.copy_engine import COPIES
@@ -49,6 +50,6 @@ def extend_copy_ends(
             end_ns[here] = np.maximum(np.minimum(end_ns[here], next_ns), own_ns[here])
         dur_ns = events.dur_ns.copy()
         dur_ns[event] = end_ns - events.start_ns[event]
-        extended.append(replace(trace, events=replace(events, dur_ns=dur_ns)))
+        extended.append(replace(trace, events=dataclasses.replace(events, dur_ns=dur_ns)))
         all_ends_ns[rows][mine] = end_ns
     return extended, replace(matched, end_ns=all_ends_ns)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.split.matching import MatchedCalls
@@ -16,8 +16,7 @@ from stepsplit.analyzer.trace import RankTrace
 Holds = Literal["measured", "partly", "estimated"]
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
+class Coverage(Struct, frozen=True):
     """Which share of the waits on one mesh axis is measured rather than estimated.
 
     Waits are measured in groups whose members were all recorded. With some members missing they are

@@ -9,13 +9,18 @@ arrival of the last member counts as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Self
-
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from stepsplit.analyzer.arrays import Intervals, group_min, is_inside, union
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    group_min,
+    is_inside,
+    join_tables,
+    select_rows,
+    union,
+)
 from stepsplit.analyzer.split.event_waits import Awaited, find_awaited
 from stepsplit.analyzer.split.transfers import Pieces, RankCallTimes
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace, UInt8
@@ -33,8 +38,7 @@ was certainly awaited may end up to the upper limit after compute resumed."""
 _BEFORE_ALL, _AFTER_ALL = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
 
 
-@dataclass(frozen=True, slots=True)
-class HeldGaps:
+class HeldGaps(Struct, frozen=True):
     """The gap that each call of a rank held up; all but ambiguous by call.
 
     Attributes:
@@ -71,7 +75,7 @@ class HeldGaps:
         start = np.maximum(pieces.start_ns, self.start_ns[pieces.call])
         end = np.minimum(pieces.end_ns, self.end_ns[pieces.call])
         blocking = (self.gap[pieces.call] >= 0) & (end > start)
-        return replace(pieces, start_ns=start, end_ns=end).select(blocking)
+        return select_rows(replace(pieces, start_ns=start, end_ns=end), blocking)
 
 
 def find_held_gaps(trace: RankTrace, times: RankCallTimes, compute: Intervals) -> HeldGaps:
@@ -173,8 +177,7 @@ _LAG_MARGIN_NS = 50_000
 _COMM_OPS = ("c10d::", "_c10d_functional::", "c10d_functional::")
 
 
-@dataclass(frozen=True, slots=True)
-class _LateHolds:
+class _LateHolds(Struct, frozen=True):
     """Calls whose range ends after compute resumed, each with a gap that it may have held up.
 
     until_ns: when the host went on. certain: the host waited for this call.
@@ -184,16 +187,6 @@ class _LateHolds:
     gap: Int64
     until_ns: Int64
     certain: Bool
-
-    @classmethod
-    def join(cls, *parts: _LateHolds) -> Self:
-        """The parts, one after the other."""
-        columns = (np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls))
-        return cls(*columns)
-
-    def select(self, rows: Int64) -> _LateHolds:
-        """Only these rows."""
-        return _LateHolds(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
 def _hold_until_compute(gaps: _Gaps, call: Int64, gap: Int64) -> _LateHolds:
@@ -208,9 +201,9 @@ def _find_by_arrival(
     by_wait = _list_by_wait(gaps, times, waits)
     by_last, unsure = _list_by_last_arrival(trace, gaps, times, waits)
     by_lag, unsure_lag = _list_by_lag(trace, gaps, times, waits)
-    guessed = _select_nearest(gaps, times, by_end, _LateHolds.join(by_last, by_lag))
-    late = _select_longest(gaps, times, by_end, _LateHolds.join(by_wait, guessed))
-    unsure = _LateHolds.join(unsure, unsure_lag)
+    guessed = _select_nearest(gaps, times, by_end, join_tables(by_last, by_lag))
+    late = _select_longest(gaps, times, by_end, join_tables(by_wait, guessed))
+    unsure = join_tables(unsure, unsure_lag)
     both = (by_end.ambiguous, _merge_gaps(gaps, times, unsure.call, unsure.gap))
     ambiguous = union(
         np.concatenate([part.start_ns for part in both]),
@@ -228,7 +221,7 @@ def _select_nearest(
     late_ns = times.end_ns[late.call] - gaps.resume_ns[late.gap]
     gap = np.concatenate((by_end.gap[ended], late.gap))
     nearest = group_min(gap, np.concatenate((early_ns, late_ns)), len(gaps.resume_ns))
-    return late.select(np.flatnonzero(late_ns <= nearest[late.gap]))
+    return select_rows(late, late_ns <= nearest[late.gap])
 
 
 def _select_longest(
@@ -241,7 +234,7 @@ def _select_longest(
     order = np.lexsort((held_ns, late.call))
     order = order[held_ns[order] > np.where(by_end.gap >= 0, by_end_ns, 0)[late.call[order]]]
     longest = np.append(np.diff(late.call[order]) != 0, True)[: len(order)]
-    return late.select(order[longest])
+    return select_rows(late, order[longest])
 
 
 def _apply_late(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, list_distinct
@@ -22,8 +22,7 @@ STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 _NO_MARKS = "no ProfilerStep in the trace"
 
 
-@dataclass(frozen=True, slots=True)
-class HostStep:
+class HostStep(Struct, frozen=True):
     """A step on the host; is_end_known: whether the trace says when it ended there, or only when
     the next one began."""
 
@@ -33,8 +32,7 @@ class HostStep:
     is_end_known: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedSteps:
+class MarkedSteps(Struct, frozen=True):
     """The steps of a rank on the host, in order, and the notes on how they were found.
 
     partial has the numbers of the steps that the recording may have cut off; whole: the trace is

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from stepsplit.analyzer.arrays import Intervals, intersect, sort_distinct
+from stepsplit.analyzer.arrays import Intervals, intersect, join_tables, select_rows, sort_distinct
 from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.split.attribute import BucketBands
 from stepsplit.analyzer.split.gap_launches import (
@@ -27,7 +27,7 @@ from stepsplit.analyzer.split.host_threads import (
     find_host_threads,
     pick_first,
 )
-from stepsplit.analyzer.trace import Bool, Events, Int32, Int64, RankTrace, UInt8
+from stepsplit.analyzer.trace import Events, Int32, Int64, RankTrace, UInt8
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -79,8 +79,7 @@ def find_idle_parts(trace: RankTrace, band: BucketBands) -> IdleParts:
         threads = find_host_threads(trace.events)
         launchers = build_launch_threads(trace.events, threads, threads.main)
         found = [_attribute_to_threads(gaps, np.arange(len(gaps)), launchers, "other")]
-    columns = (np.concatenate([getattr(p, f.name) for p in found]) for f in fields(IdleParts))
-    parts = IdleParts(*columns)
+    parts = join_tables(*found)
     _check(gaps, parts)
     return replace(parts, gap=rows[parts.gap])
 
@@ -153,8 +152,7 @@ _CAUSE_OF_ACTIVITY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class IdleParts:
+class IdleParts(Struct, frozen=True):
     """Parts of gaps, each with its cause (index of CAUSES) and the row that names it, -1 for
     none."""
 
@@ -163,12 +161,6 @@ class IdleParts:
     end_ns: Int64
     cause: UInt8
     row: Int64
-
-    def select(self, rows: Bool) -> IdleParts:
-        """Some of the parts."""
-        return IdleParts(
-            self.gap[rows], self.start_ns[rows], self.end_ns[rows], self.cause[rows], self.row[rows]
-        )
 
 
 def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
@@ -228,10 +220,10 @@ def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]
     names = [np.full(len(rows), -1), starts.launch[rows]]
     device = IdleParts(rows, start, end, cause, np.select(cases[:2], names, starts.row[rows]))
     late = np.isin(cause, (_CODE["dependency"], _CODE["late_start"]))
-    yield device.select(~late)
+    yield select_rows(device, ~late)
     for number in np.unique(starts.thread[rows[late]]).tolist():
         mine = late & (starts.thread[rows] == number)
-        yield _find_loading(device.select(mine), build_launchers(number))
+        yield _find_loading(select_rows(device, mine), build_launchers(number))
 
 
 def _find_loading(late: IdleParts, launchers: LaunchThreads) -> IdleParts:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import Intervals, collect_intervals, find_interval
 from stepsplit.analyzer.split.steps import Steps, StepWindow

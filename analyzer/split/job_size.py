@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.trace import RankTrace
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 
-@dataclass(frozen=True, slots=True)
-class JobSize:
+class JobSize(Struct, frozen=True):
     """The number of ranks of a job; the least that the recording allows unless it is known."""
 
     ranks: int

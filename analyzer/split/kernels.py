@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
@@ -19,8 +18,7 @@ from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.trace import EventKinds, Events, Int32, Int64, RankTrace
 
 
-@dataclass(frozen=True, slots=True)
-class KernelFamily:
+class KernelFamily(Struct, frozen=True):
     """Compute of one kernel family on one rank, over its full steps (all steps if none is full).
 
     Concurrent kernels each count in full, so the sum of total_ns may exceed the compute time.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_min
 from stepsplit.analyzer.split.call_identity import SYMMETRIC_CODES, build_call_rows, identify_calls
@@ -26,8 +27,7 @@ from stepsplit.analyzer.trace import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MatchedCalls:
+class MatchedCalls(Struct, frozen=True):
     """The calls of all ranks in one table, ordered by (trace, call); columns of one length.
 
     trace indexes the traces and call the Calls of that trace; group indexes groups (-1: unknown).

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
+from msgspec import Struct, field, structs
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.split.call_purposes import find_call_purposes
@@ -62,8 +63,7 @@ state one of any length. Megatron-LM's longest has 42."""
 _MARKED = "the code that issued the calls of the process groups"
 
 
-@dataclass(frozen=True, slots=True)
-class RankLayout:
+class RankLayout(Struct, frozen=True):
     """Coordinates of the ranks; mesh and source are None if unknown.
 
     pipelines holds the ranks of each pipeline, first stage first; stage_of is the pp coordinate.
@@ -175,7 +175,7 @@ def infer_layout(
         return _shard_weights(_infer_unstated(size, traces, groups), traces)
     known_axes = find_expert_axes(groups)
     layout = RankLayout.build(stated, source, _list_pipelines(stated), known_axes=known_axes)
-    return replace(layout, notes=tuple(_find_contradictions(layout, traces, groups)))
+    return structs.replace(layout, notes=tuple(_find_contradictions(layout, traces, groups)))
 
 
 def _find_contradictions(
@@ -269,7 +269,7 @@ def _shard_weights(layout: RankLayout, traces: Sequence[RankTrace]) -> RankLayou
         renamed = ["dp_shard" if axis == "dp_replicate" else axis for axis in mesh.axes]
         mesh = replace(mesh, axes=tuple(renamed))
     known_axes |= {g: axes[g] - {"dp_replicate"} | {"dp_shard"} for g in replicated}
-    return replace(layout, mesh=mesh, known_axes=known_axes)
+    return structs.replace(layout, mesh=mesh, known_axes=known_axes)
 
 
 def parse_described_axis(group: Group) -> str | None:
@@ -357,7 +357,7 @@ def assign_message_groups(trace: RankTrace, layout: RankLayout) -> RankTrace:
     groups, assigned = list(trace.groups), []
     for group_id, peer in kinds.tolist():
         base = trace.groups[group_id] if group_id >= 0 else Group("", (), "")
-        line = replace(base, ranks=layout.find_line(trace.rank, peer))
+        line = structs.replace(base, ranks=layout.find_line(trace.rank, peer))
         if line.ranks and line not in groups:
             groups.append(line)
         assigned.append(groups.index(line) if line.ranks else group_id)
@@ -365,7 +365,9 @@ def assign_message_groups(trace: RankTrace, layout: RankLayout) -> RankTrace:
         return trace
     group_id = calls.group_id.copy()
     group_id[rows] = np.array(assigned, dtype=np.int32)[kind.ravel()]
-    return replace(trace, calls=replace(calls, group_id=group_id), groups=tuple(groups))
+    return structs.replace(
+        trace, calls=structs.replace(calls, group_id=group_id), groups=tuple(groups)
+    )
 
 
 def _list_pipelines(mesh: Mesh) -> list[tuple[int, ...]]:

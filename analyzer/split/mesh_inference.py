@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from stepsplit.analyzer.split.axis_signatures import Counts, Usage
 from stepsplit.analyzer.split.call_purposes import (
@@ -240,8 +239,7 @@ _GATHER, _SUM, _SCATTER, _EXCHANGE = (
 )
 
 
-@dataclass(slots=True)
-class _GroupCalls:
+class _GroupCalls(Struct):
     """The calls of a group, over the ranks: per step (early, late, early bytes, hooked), by op
     which are next to attention, which all_to_alls are next to grouped products, sizes of
     all_to_alls, whether FSDP issued each rank's gathers, and bytes reduced late and in all."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from stepsplit.analyzer.arrays import Intervals, is_inside
 from stepsplit.analyzer.split.call_purposes import (
@@ -36,8 +35,7 @@ class Exchanges(Struct, frozen=True):
     doubtful: Ranks = ()
 
 
-@dataclass(slots=True)
-class _Traffic:
+class _Traffic(Struct):
     """The messages within one group: peers, counts, and which ranks start with a send."""
 
     neighbors: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +37,7 @@ from stepsplit.analyzer.trace import OP_CODE, Bool, Category, EventKind, Events,
 from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
 
-@dataclass(frozen=True, slots=True)
-class MicrobatchSlot:
+class MicrobatchSlot(Struct, frozen=True):
     """One forward, backward or weight gradient of a microbatch, on the rank's own clock."""
 
     stage: int

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import (
     Intervals,
@@ -14,6 +14,7 @@ from stepsplit.analyzer.arrays import (
     list_distinct,
     make_empty_intervals,
     overlap_ns,
+    select_rows,
     union,
 )
 from stepsplit.analyzer.buckets import TRANSFERS
@@ -23,8 +24,7 @@ from stepsplit.analyzer.split.transfers import Pieces
 from stepsplit.analyzer.trace import OPS, Calls, Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(Struct, frozen=True):
     """Overlap of one kind of communication with compute.
 
     Time that is neither hidden nor exposed falls into a gap of compute that something else caused.
@@ -70,7 +70,7 @@ def compute_overlaps(
 
     axes has the name of each group of the rank; waits are excluded. The windows are in order.
     """
-    moving = pieces.select(np.isin(pieces.bucket, TRANSFERS))
+    moving = select_rows(pieces, np.isin(pieces.bucket, TRANSFERS))
     blocking = held.select_blocking(moving)
     inside = union(
         np.array([window.start_ns for window in windows], dtype=np.int64),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from operator import is_
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import Intervals
@@ -95,8 +98,7 @@ _NO_GRID = Note(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(Struct, frozen=True):
     """The pipeline schedule as run: microbatches per step, chunks per rank, ideal bubble.
 
     times_ns are the forward, input-gradient and weight-gradient times of one microbatch on one
@@ -110,8 +112,7 @@ class Schedule:
     times_ns: tuple[float, float, float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RunSplit:
+class RunSplit(Struct, frozen=True):
     """Result of split_run: the splits of all ranks and everything derived from them."""
 
     ranks: tuple[RankSplit, ...]
@@ -336,8 +337,7 @@ def _note_few_ops(rank: RankSplit) -> Note | None:
 # Detail of the split: idle causes, kernel families, contention, overlaps.
 
 
-@dataclass(frozen=True, slots=True)
-class Detail:
+class Detail(Struct, frozen=True):
     """Derived results of a recording; idle_parts, idle and contention have one entry per rank.
 
     The gap of an idle part is a row of the rank's bucket bands, the window of an idle cause an
@@ -387,8 +387,7 @@ def _compute_overlaps(rank: RankSplit, context: RunContext) -> tuple[Overlap, ..
 # The split of one rank.
 
 
-@dataclass(frozen=True, slots=True)
-class RunContext:
+class RunContext(Struct, frozen=True):
     """What needs all ranks: matched calls, arrivals, clocks (in trace order), rank layout, and the
     stages on each rank of a pipeline where there are several."""
 
@@ -399,8 +398,7 @@ class RunContext:
     chunks: Mapping[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class RankSplit:
+class RankSplit(Struct, frozen=True, dict=True):
     """The split of one rank: steps and grids on the common clock, everything else on its own clock.
 
     steps and grids have one entry per window, axis and phase one entry per exposed row.
@@ -419,20 +417,16 @@ class RankSplit:
     axis: tuple[str | None, ...]
     phase: tuple[str, ...]
     clock: Clock
-    _kernels: KernelSums | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The number of each step."""
         return tuple(step.step for step in self.steps)
 
-    @property
+    @cached_property
     def kernels(self) -> KernelSums:
         """The compute by kind of work, summed when it is first asked for."""
-        if self._kernels is None:
-            object.__setattr__(self, "_kernels", KernelSums.collect(self.trace, self.windows))
-        assert self._kernels is not None
-        return self._kernels
+        return KernelSums.collect(self.trace, self.windows)
 
 
 def split_rank(
@@ -489,7 +483,7 @@ def split_rank(
                 step=window.step,
                 kind=window.kind,
                 start_ns=clock.map_instant_to_common_ns(window.start_ns),
-                split=replace(attribution.splits[i], bubble_covered_ns=covered[i]),
+                split=dataclasses.replace(attribution.splits[i], bubble_covered_ns=covered[i]),
                 estimated=i in estimated,
             )
             for i, window in enumerate(windows.windows)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from stepsplit.analyzer.split.call_purposes import find_spans
 from stepsplit.analyzer.split.strategy import Strategy
@@ -75,8 +74,7 @@ def match_signatures(
     ]
 
 
-@dataclass
-class RankMatcher:
+class RankMatcher(Struct, dict=True):
     """Compares signatures with the calls of one rank."""
 
     evidence: RankEvidence
@@ -135,8 +133,7 @@ class RankMatcher:
         return None
 
 
-@dataclass(frozen=True, eq=False)
-class CallSet:
+class CallSet(Struct, frozen=True, eq=False, dict=True):
     """The calls of a rank on one group, or all its calls if group is None.
 
     rows are those of the rank's evidence. All columns are of shape (rows,).

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import collect_intervals, find_interval, group_ids
 from stepsplit.analyzer.split.matching import MatchedCalls

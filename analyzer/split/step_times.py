@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
@@ -22,8 +21,7 @@ MIN_EXCESS = 0.03
 SIGMAS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepDurations:
+class StepDurations(Struct, frozen=True):
     """Step time statistics over the full steps of one rank, or of the run.
 
     For the run (rank is None) the duration of a step is that of its slowest rank.
@@ -50,8 +48,7 @@ class StepDurations:
     slow_steps: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SlowStep:
+class SlowStep(Struct, frozen=True):
     """A slow step of the run, and the bucket and rank where its excess over the median arose.
 
     Waits (skew and bubble) are reported only if no other bucket explains half of the excess,

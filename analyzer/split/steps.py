@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, compress, pairwise
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, group_max
@@ -42,8 +42,7 @@ from stepsplit.analyzer.trace import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StepWindow:
+class StepWindow(Struct, frozen=True):
     """One step: its number, its kind, and its start and end on the rank's own clock in ns.
 
     host_ns: when the host worked on it, from the end of the mark before its own to the end of its
@@ -57,8 +56,7 @@ class StepWindow:
     host_ns: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(Struct, frozen=True):
     """The windows of a rank in order, without overlap and adjacent within a loop; notes list the
     assumptions made. shift was added to the numbers of the rank's own marks; marks is how many of
     them a step has, of which the last has its number."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
+
+class Strategy(Struct, frozen=True):
     """A parallelism or memory strategy detected in the recorded steps.
 
     Only strategies with unambiguous evidence are listed.
@@ -52,8 +52,7 @@ class GradientSums(StrEnum):
     UNKNOWN = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulation:
+class Accumulation(Struct, frozen=True):
     """Gradient accumulation: microbatches of a rank and step, and when their gradients are summed.
 
     `detail` is how a Strategy has it, which report.json keeps.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
@@ -20,8 +19,7 @@ from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64,
 # Each call of a rank split into wait and transfer, with the rank that it waited for.
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(Struct, frozen=True):
     """The calls of one rank cut into pieces of one bucket each, on the rank's own clock.
 
     Columns of one length: call indexes the rank's Calls; life_end_ns is the end of the whole call,
@@ -35,13 +33,6 @@ class Pieces:
     end_ns: Int64
     life_end_ns: Int64
     owner: Int32
-
-    def select(self, rows: Bool) -> Pieces:
-        """Only these pieces."""
-        return Pieces(
-            self.call[rows], self.bucket[rows], self.start_ns[rows],
-            self.end_ns[rows], self.life_end_ns[rows], self.owner[rows],
-        )  # fmt: skip
 
 
 class RankCallTimes(Struct, frozen=True):
@@ -270,8 +261,7 @@ _NOISE_NS, _MORE = 20_000, 0.5
 _NONE = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, slots=True)
-class ModelledTransfer:
+class ModelledTransfer(Struct, frozen=True):
     """The time that a call moves data by a model, and the longest that it can, in ns."""
 
     usual_ns: float

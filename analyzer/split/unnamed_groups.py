@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations, groupby
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace as replace_fields
+from msgspec.structs import replace, replace as replace_fields
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, sort_distinct

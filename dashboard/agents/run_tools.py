@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import select_rows
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.axis_names import name_axis
@@ -236,7 +237,7 @@ def list_waits(recordings: Recordings, query: PagedQuery) -> ToolAnswer:
         )
         unknowns = (unknown,)
     else:
-        waits = tables.waits.select(np.isin(tables.waits.step, list_full_steps(report.steps)))
+        waits = select_rows(tables.waits, np.isin(tables.waits.step, list_full_steps(report.steps)))
         sums = sum_waits_by_root(waits, size) // steps
         pairs = np.argwhere(sums)
         order = np.argsort(-sums[pairs[:, 0], pairs[:, 1]], kind="stable")

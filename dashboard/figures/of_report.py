@@ -15,6 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stepsplit.analyzer.analysis import Analysis
+from stepsplit.analyzer.arrays import select_rows
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
 from stepsplit.analyzer.errors import StepsplitError, UsageError
@@ -95,7 +96,7 @@ def plot_waits(analysis: Analysis) -> go.Figure:
     """How long each rank (row) waits for each other (column) at the end of the chain, in ms."""
     waits, report = _get_tables(analysis, "plot_waits").waits, analysis.report
     steps = list_full_steps(report.steps)
-    own = waits.select(np.isin(waits.step, steps))
+    own = select_rows(waits, np.isin(waits.step, steps))
     sums = sum_waits_by_root(own, max(report.run.ranks, default=-1) + 1)
     groups = tuple(RankGroup(f"rank {rank}", (rank,)) for rank in report.run.ranks)
     return communication.draw_waits_matrix(sums, groups, len(steps) or 1)

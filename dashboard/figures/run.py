@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from stepsplit.analyzer.arrays import select_rows
 from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.regression.compare import BucketChange, RunComparison
@@ -368,7 +369,7 @@ def select_pipeline(boxes: Boxes, step: int) -> Boxes:
     for stage in np.unique(boxes.stage[own])[:STAGES]:
         of_stage = own & (boxes.stage == stage)
         keep |= of_stage & (boxes.rank == boxes.rank[of_stage].min())
-    return Boxes(*(getattr(boxes, column.name)[keep][:BOXES] for column in fields(Boxes)))
+    return select_rows(boxes, np.flatnonzero(keep)[:BOXES])
 
 
 def draw_pipeline(

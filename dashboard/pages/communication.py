@@ -10,6 +10,7 @@ import numpy as np
 from dash import html
 from dash.development.base_component import Component
 
+from stepsplit.analyzer.arrays import select_rows
 from stepsplit.analyzer.report.axis_names import name_axis, name_groups
 from stepsplit.analyzer.report.diagnosis_rows import Lateness
 from stepsplit.analyzer.report.report import SCHEDULE_NAMES, Pipeline, Report, describe_ideal_bubble
@@ -151,7 +152,7 @@ def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
     if view.tables is None:
         return []
     steps = list_full_steps(view.report.steps)
-    waits = view.tables.waits.select(np.isin(view.tables.waits.step, steps))
+    waits = select_rows(view.tables.waits, np.isin(view.tables.waits.step, steps))
     if not (waits.owner >= 0).any():
         return []
     ranks = view.report.run.ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from dash import html
 from dash.development.base_component import Component
+from msgspec import structs
 
 from stepsplit.analyzer.bucket_styles import BUCKET_STYLES
 from stepsplit.analyzer.buckets import BUCKETS, Bucket
@@ -357,7 +358,7 @@ class KeptSlices:
         own = self._all.get(rank)
         if own is None:
             return None
-        columns = (getattr(own, column.name) for column in fields(own))
+        columns = structs.astuple(own)
         size = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
         with self._lock:
             if rank not in self._kept:

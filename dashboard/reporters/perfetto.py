@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import select_rows
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import Report, Run
 from stepsplit.analyzer.report.step_rows import StepRow
@@ -77,8 +78,7 @@ class _Part:
 
 def _drop_empty_rows(table: _Table) -> _Table:
     """The rows with a positive duration; clock conversion can round a duration to zero."""
-    mask = table.dur_ns > 0
-    return type(table)(*(getattr(table, column.name)[mask] for column in fields(table)))
+    return select_rows(table, table.dur_ns > 0)
 
 
 def _build_step_slices(rows: Iterable[StepRow], segments: Segments, lanes: Lanes) -> _Part:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean, median
 
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -317,8 +316,7 @@ def _find_column(axis: str | None, run: Run) -> str | None:
     return axis if axis and known.issuperset(axis.split(" x ")) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _BucketCells:
+class _BucketCells(Struct, frozen=True):
     """The cells of a bucket; measured includes its share, compared are model and difference."""
 
     bucket: str

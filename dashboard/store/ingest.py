@@ -60,13 +60,15 @@ def analyze_upload(folder: Path, progress: Progress) -> Analysis | Hang | RoleAn
             for name, content in given.items()
             if content is not None
         ]
-        return replace(made, job=structs.replace(made.job, lacks=(*made.job.lacks, *lacks)))
+        return structs.replace(made, job=structs.replace(made.job, lacks=(*made.job.lacks, *lacks)))
     warnings = (*made.report.warnings, *list_unused_files(folder, job_file))
     draft = made.job_draft
     if draft is not None and job_file is not None:
         text = complete_job(job_file.read_bytes(), draft.text.encode())
         draft = replace(draft, text=text.decode())
-    return replace(made, report=structs.replace(made.report, warnings=warnings), job_draft=draft)
+    return structs.replace(
+        made, report=structs.replace(made.report, warnings=warnings), job_draft=draft
+    )
 
 
 def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str:

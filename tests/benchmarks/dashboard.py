@@ -16,12 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
 
 import numpy as np
+from msgspec.structs import replace
 
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])

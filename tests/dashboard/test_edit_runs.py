@@ -99,7 +99,7 @@ def test_a_run_is_analyzed_again_and_its_pages_show_the_new_report(
     def analyze(folder: Path, progress: Progress) -> Analysis:
         assert [path.name for path in folder.iterdir()] == ["rank0"]
         run = structs.replace(made.report.run, torch="9.9.9")
-        return replace(made, report=structs.replace(made.report, run=run))
+        return structs.replace(made, report=structs.replace(made.report, run=run))
 
     answer, waits = client.post(f"{RUNS}/{run_id}/analyze"), ask_page(client, f"/run/{run_id}")
     twice = client.post(f"{RUNS}/{run_id}/analyze")
@@ -118,7 +118,7 @@ def test_another_machine_reads_the_report_of_the_newest_analysis(tmp_path: Path)
     worker, web = (Store.open(database, where, tmp_path / machine) for machine in ("a", "b"))
     run_id, made = queued(worker), analysis()
     run = structs.replace(made.report.run, torch="9.9.9")
-    newer = replace(made, report=structs.replace(made.report, run=run))
+    newer = structs.replace(made, report=structs.replace(made.report, run=run))
 
     assert process_job(worker, claimed(worker), known_analysis) == "done"
     assert web.load_report(run_id) == made.report

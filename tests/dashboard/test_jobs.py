@@ -43,7 +43,7 @@ def changed(part: str, **fields: Any) -> Report:
     if part == "run":
         return structs.replace(RECORDED, run=structs.replace(RECORDED.run, **fields))
     rows = tuple(
-        replace(row, **{name: change(row) for name, change in fields.items()})
+        structs.replace(row, **{name: change(row) for name, change in fields.items()})
         for row in getattr(RECORDED, part)
     )
     return structs.replace(RECORDED, **{part: rows})
@@ -138,7 +138,7 @@ def test_order_names_and_durations_do_not_matter(
         collectives=shuffle(RECORDED.collectives),
         groups=shuffle(RECORDED.groups),
         kernels=shuffle(
-            [replace(one, total_ns=int(pace * one.total_ns)) for one in RECORDED.kernels]
+            [structs.replace(one, total_ns=int(pace * one.total_ns)) for one in RECORDED.kernels]
         ),
     )
     assert key(again) == key(RECORDED)

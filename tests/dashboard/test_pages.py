@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from dash import dcc, html
+from msgspec import structs
 from support.page_text import find
 from support.report_builders import MS, analysis, make_run_of_many_ranks
 from support.samples import analyze_recording, read_golden
@@ -138,8 +139,8 @@ def test_an_ideal_that_is_longer_than_the_measured_step_is_none() -> None:
     shown = view(msgspec.structs.replace(report, pipeline=pipeline))
     assert shown.tables is not None
     boxes = shown.tables.boxes
-    close = replace(boxes, start_ns=boxes.start_ns // 2)
-    tables = replace(shown.tables, boxes=close)
+    close = structs.replace(boxes, start_ns=boxes.start_ns // 2)
+    tables = structs.replace(shown.tables, boxes=close)
 
     page = text(build_pipeline_page(replace(shown, tables=tables), AddressQuery()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def test_warnings_do_not_name_folders_of_the_server(store: Store) -> None:
 
     def analyze(folder: Path, progress: Progress) -> Analysis:
         warning = WarningRow("older_captures", f"the latest is used ({folder}/b/rank0.json)")
-        return replace(made, report=structs.replace(made.report, warnings=(warning,)))
+        return structs.replace(made, report=structs.replace(made.report, warnings=(warning,)))
 
     assert process_job(store, claimed(store), analyze) == "done"
 

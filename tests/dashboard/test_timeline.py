@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import orjson
 import pytest
 from hypothesis import given, strategies as st
+from msgspec import structs
 from support.report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS
@@ -157,7 +156,7 @@ def test_a_window_far_off_is_empty() -> None:
 @pytest.mark.parametrize("slots", [1, 7, 300])
 def test_coarse_and_exact_agree_on_a_band_of_one_bucket(slots: int) -> None:
     segments = analysis().tables.segments
-    alike = replace(segments, bucket=np.zeros_like(segments.bucket))
+    alike = structs.replace(segments, bucket=np.zeros_like(segments.bucket))
     line = build_band(0, alike, Waits.build_empty())
     end = int((segments.start_ns + segments.dur_ns).max())
     drawn = line.track.draw(cut_into_slots(0, end, slots))
@@ -193,7 +192,7 @@ def view(**own: Slices) -> TimelineView:
     """The run by hand with these slices, by r0 to r3."""
     made = analysis()
     by_rank = {int(name[1:]): one for name, one in own.items()}
-    return TimelineView(made.report, replace(made.tables, slices=by_rank))
+    return TimelineView(made.report, structs.replace(made.tables, slices=by_rank))
 
 
 def as_json(body: object) -> object:
@@ -296,7 +295,7 @@ def test_a_rank_without_a_matching_name_is_not_read_again() -> None:
 
     made = analysis()
     own = Reading({0: slices(("s", "gemm", 0, 1)), 1: slices(("s", "softmax", 0, 1))})
-    shown = TimelineView(made.report, replace(made.tables, slices=own))
+    shown = TimelineView(made.report, structs.replace(made.tables, slices=own))
     shown.search("conv")
     read.clear()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.browser_builders import ServedRuns, serving_runs
 from support.report_builders import analysis, make_run_of_many_ranks
 from support.samples import SAMPLES
@@ -43,7 +43,7 @@ _CENTER = """(plot) => {
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
     names = ("h100_pp2", "tp2_pp2_dp2", "built_tp_pp_dp_slow_rank")
     runs = {name: examine([SAMPLES / name]) for name in names}
-    runs["many"] = replace(analysis(), report=make_run_of_many_ranks())
+    runs["many"] = structs.replace(analysis(), report=make_run_of_many_ranks())
     with serving_runs(tmp_path_factory.mktemp("marks"), runs) as made:
         yield made
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from support.browser_builders import ServedRuns, serving_runs
 from support.samples import SAMPLES
 from support.turns import PAGES
@@ -21,7 +20,7 @@ FIRST_VIEW_BYTES, PAGE_DATA_BYTES = 1_300_000, 150_000
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
     runs = {name: examine([SAMPLES / name]) for name in ("pp2_m2", "pp2_m8", "tp2_pp2")}
     made = runs["tp2_pp2"]
-    runs["quiet"] = replace(made, report=msgspec.structs.replace(made.report, findings=()))
+    runs["quiet"] = replace(made, report=replace(made.report, findings=()))
     with serving_runs(tmp_path_factory.mktemp("numbers"), runs) as both:
         yield both
 

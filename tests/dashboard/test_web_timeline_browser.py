@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def with_ops() -> Analysis:
     """The run by hand with two ops on rank 0 and two on rank 2."""
     made = analysis()
     slices = {rank: _slices([one for one in OPS if one[1] == rank]) for rank in (0, 2)}
-    return Analysis(made.report, replace(made.tables, slices=slices))
+    return Analysis(made.report, msgspec.structs.replace(made.tables, slices=slices))
 
 
 def _slices(ops: list[tuple[str, int, int, int]]) -> Slices:

@@ -343,7 +343,8 @@ def test_a_step_that_is_not_whole_has_no_counts(tmp_path: Path) -> None:
 
 def test_a_recording_without_steps_cannot_be_compared_with_a_model(tmp_path: Path) -> None:
     found = ranks(tmp_path, TWICE)
-    empty = replace(found, ranks=tuple(replace(one, steps=()) for one in found.ranks))
+    without = tuple(structs.replace(one, steps=()) for one in found.ranks)
+    empty = structs.replace(found, ranks=without)
     with pytest.raises(UsageError, match="no step"):
         compute_gap(empty, model(USUAL, SUMS), price, report_of(tmp_path, found))
 

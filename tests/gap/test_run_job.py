@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from support.builders import GpuTrace
 from support.splitting import Recording, RunSplit, recording_of, split_of
 
@@ -53,7 +54,8 @@ def found(tmp_path: Path) -> RunSplit:
 
 def on(found: RunSplit, mesh: Mesh) -> RunSplit:
     """The same ranks with a mesh."""
-    return replace(found, layout=replace(found.layout, mesh=mesh))
+    layout = structs.replace(found.layout, mesh=mesh)
+    return structs.replace(found, layout=layout)
 
 
 def job(found: RunSplit, spec: RunSpec, text: str | None = None) -> JobConfig:

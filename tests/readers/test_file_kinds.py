@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.builders import GpuTrace
 
 from stepsplit.analyzer import DataError, RankTrace, Rules, analyze, read_files

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.gate_builders import runs
 from support.gate_trials import RULES, STEPS, Cell, answers
 from support.ground_truth import SEED
@@ -86,7 +87,7 @@ def _no_root_of_the_runs(original: Any, before: Any, own: Any) -> Difference:
 
 def _change_error(found: Difference, error: float) -> Difference:
     p = significance.compute_t_p_value(found.mean, error, found.degrees_of_freedom)
-    return replace(found, error=error, p=p)
+    return structs.replace(found, error=error, p=p)
 
 
 def _turned_sides(original: Any, before: Any, own: Any) -> Difference:

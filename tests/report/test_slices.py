@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import BUCKETS, Slices, examine
@@ -71,7 +71,7 @@ def test_slices_of_a_lane_and_depth_do_not_overlap_and_come_back_as_written(
 
 
 def _same(one: Slices, other: Slices) -> None:
-    for column in fields(Slices):
+    for column in structs.fields(Slices):
         left, right = getattr(one, column.name), getattr(other, column.name)
         assert np.array_equal(left, right), column.name
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import pytest
+from msgspec.structs import replace
 from support.required import SHARED_TRACES, absent, shared_trace
 from support.splitting import recording_of
 
@@ -177,7 +179,7 @@ def without_other_work(analysis: TraceAnalysis) -> TraceAnalysis:
 def in_one_step(trace: RankTrace) -> RankTrace:
     """The trace without marks of steps, of which HTA would drop the last."""
     names = tuple(name.replace("ProfilerStep#", "ProfiledStep#") for name in trace.events.names)
-    return replace(trace, events=replace(trace.events, names=names))
+    return replace(trace, events=dataclasses.replace(trace.events, names=names))
 
 
 def in_whole_us(trace: RankTrace) -> bool:

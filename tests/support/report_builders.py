@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from stepsplit.analyzer import (
     BUCKETS,
@@ -135,11 +135,11 @@ def _row(rank: int, step: int, start: int, parts: list[tuple[str, int]]) -> Step
     return StepRow(rank, step, kind, start, total, **sums, **memos, estimated=False)
 
 
-def _columns(kind: type, rows: list[tuple[int, ...]]):
+def _columns(kind: type[Struct], rows: list[tuple[int, ...]]):
     start = len(rows[0]) - 2
     ordered = sorted(rows, key=lambda row: (row[0], row[start]))
     types = {"bucket": np.uint8, "phase": np.uint8, "start_ns": np.int64, "dur_ns": np.int64}
-    names = kind.__dataclass_fields__
+    names = kind.__struct_fields__
     columns = zip(*ordered, strict=True)
     return kind(*(np.array(c, types.get(n, np.int32)) for n, c in zip(names, columns, strict=True)))
 

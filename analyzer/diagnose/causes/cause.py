@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
@@ -65,8 +64,7 @@ class Remedy(Struct, frozen=True):
         return self.change(graph) if self.change is not None else graph
 
 
-@dataclass(frozen=True, slots=True)
-class CauseEntry:
+class CauseEntry(Struct, frozen=True):
     """An entry of CAUSES.
 
     Attributes:

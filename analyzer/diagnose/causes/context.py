@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,8 +14,7 @@ from stepsplit.analyzer.diagnose.graph.replay import ReplayContext
 from stepsplit.analyzer.trace import Float
 
 
-@dataclass(frozen=True)
-class CauseContext(ReplayContext):
+class CauseContext(ReplayContext, frozen=True, dict=True):
     """The input of every search for a cause; what costs time to compute is computed once.
 
     law is what the counted work explains; None where no work is known, or all ranks have the same.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import group_ids, group_max, group_mean, is_inside, union
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -81,7 +80,7 @@ def find_bottlenecks(
         return Bottlenecks((), (Note("not_replayed", text),))
     context = CauseContext.build(split, graph, slow_kernels, origin_ns, records)
     if law is not None and law.uneven.any():
-        context = dataclasses.replace(context, law=law)
+        context = replace(context, law=law)
     if context.mean_ns <= 0:
         return Bottlenecks(())
     found = [remedy for cause in CAUSES for remedy in cause.list_remedies(context)]

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import select_rows
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.code_places import describe_place
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
@@ -45,7 +46,7 @@ def find_named_idle(context: CauseContext, cause: str, text: str) -> Iterator[Re
     less_ns = float(mean_ns[has_some & ~has_most].max(initial=0))
     less = units.format_percent(less_ns / context.mean_ns)
     others = f" (the others at most {less})" if less_ns else ""
-    own = named.idle.select(np.isin(named.idle.rank, ranks))
+    own = select_rows(named.idle, np.isin(named.idle.rank, ranks))
     counted = np.isin(context.graph.steps.rank, ranks) & context.counted
     mine = counted & (named.removed_ns > 0)
     events = []

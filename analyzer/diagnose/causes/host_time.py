@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from stepsplit.analyzer.arrays import Intervals, intersect, union
+from stepsplit.analyzer.arrays import Intervals, intersect, select_rows, union
 from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.graph.replay import (
@@ -48,12 +48,6 @@ class HostIdle(Struct, frozen=True):
     end_ns: Int64
     cause: UInt8
 
-    def select(self, rows: Bool) -> HostIdle:
-        return HostIdle(
-            self.rank[rows], self.step[rows], self.start_ns[rows], self.end_ns[rows],
-            self.cause[rows],
-        )  # fmt: skip
-
     def list_spans(self, ranks: int | None = None) -> dict[int, Intervals]:
         """The idle time of each rank that has some; of so many ranks, of those without as well."""
         indexes = np.unique(self.rank) if ranks is None else np.arange(ranks)
@@ -85,8 +79,7 @@ class NamedIdle(Struct, frozen=True):
         return reduce_work(graph, "idle", self.cut_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class HostTime:
+class HostTime(Struct, frozen=True):
     """The idle time that hosts cause: all of it, that with named causes, and the graph without
     those of them that are findings."""
 
@@ -128,7 +121,7 @@ class HostTime:
 
     def select_rest(self) -> HostIdle:
         """The idle time without named causes."""
-        return self.idle.select(~_has_cause(self.idle.cause, tuple(self.named)))
+        return select_rows(self.idle, ~_has_cause(self.idle.cause, tuple(self.named)))
 
     def list_causes(self, causes: Sequence[IdleCause]) -> list[IdleCause]:
         """Those that are of the host and have no finding of their own."""
@@ -198,7 +191,7 @@ def _measure_named(context: ReplayContext, idle: HostIdle, cause: str) -> NamedI
     Of synchronization only what all ranks have: a host that stalls after it is late, and not
     because of it.
     """
-    idle = idle.select(idle.cause == _CAUSES.index(cause))
+    idle = select_rows(idle, idle.cause == _CAUSES.index(cause))
     if not len(idle.rank):
         return None
     spent_ns = _sum_steps_ns(context, idle)

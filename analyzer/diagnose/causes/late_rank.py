@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids
+from stepsplit.analyzer.arrays import group_ids, select_rows
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
 from stepsplit.analyzer.diagnose.causes.code_places import describe_place
 from stepsplit.analyzer.diagnose.causes.context import CauseContext
@@ -63,7 +63,7 @@ def find_late_ranks(context: CauseContext, work: str, text: str) -> Iterator[Rem
             causes = [one for one in context.split.detail.idle[index] if one.window in windows]
             unnamed = (one for one in causes if one.cause not in context.host.named)
             reason, idle = explain_idle(unnamed), context.host.select_rest()
-            spans = idle.select((idle.rank == index) & mine[idle.step]).list_spans()
+            spans = select_rows(idle, (idle.rank == index) & mine[idle.step]).list_spans()
             message += (f"; {reason}" if reason else "") + describe_place(context, spans)
         yield replay_remedy(
             context,

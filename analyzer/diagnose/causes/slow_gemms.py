@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.causes.cause import CauseEntry, Remedy, replay_remedy
@@ -16,8 +17,7 @@ from stepsplit.analyzer.diagnose.graph.replay import reduce_work
 from stepsplit.analyzer.split.kernels import find_kernel_work
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(Struct, frozen=True):
     """GPUs whose tensor cores have other dtypes, or other ratios, than those of A100 and H100.
 
     Attributes:
@@ -60,8 +60,7 @@ and 15.7, T4 65 and 8.1, RTX 2080 Ti 53.8 (summed in fp32) and 13.4; bf16, TF32 
 have no tensor cores. The first that matches counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlowKernels:
+class SlowKernels(Struct, frozen=True):
     """Kernels of GEMMs that others would be faster than.
 
     Attributes:

@@ -3,10 +3,9 @@ and then, such as a throttled device, an evaluation on one rank, or one slow ker
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.counted_work import WorkLaw
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, WAITS, Bucket
@@ -86,8 +86,7 @@ class StepEdges(Struct, frozen=True):
     end: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class DependencyGraph:
+class DependencyGraph(Struct, frozen=True):
     """The dependency graph of a run.
 
     A node is an instant of a rank's timeline, the arrival at a call, the synchronization of a call
@@ -325,8 +324,7 @@ _BEFORE_ALL, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _WORK_BUCKETS = [BUCKETS.index(name) for name in WORK]
 
 
-@dataclass(frozen=True, slots=True)
-class RankTimeline:
+class RankTimeline(Struct, frozen=True):
     """The timeline of one rank on the common clock, a row per cut.
 
     work_ns, shape (cuts, WORK), is the local work since the previous cut; window is the index of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stepsplit.analyzer.arrays import group_ids, group_max
+from stepsplit.analyzer.arrays import group_ids, group_max, join_tables, select_rows
 from stepsplit.analyzer.buckets import TRANSFERS, WAITS, Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
@@ -79,7 +78,7 @@ class ExposedWaits(Struct, frozen=True):
     def collect(cls, split: RunSplit, graph: DependencyGraph) -> ExposedWaits:
         """Collects the waits of all ranks."""
         all_rows = _ExposedRows.concatenate(split, graph)
-        waits = all_rows.select(np.isin(all_rows.bucket, WAITS))
+        waits = select_rows(all_rows, np.isin(all_rows.bucket, WAITS))
         axes = tuple(dict.fromkeys(waits.axis.tolist()))
         number = {axis: i for i, axis in enumerate(axes)}
         axis = np.array([number[name] for name in waits.axis.tolist()], dtype=np.int64)
@@ -88,7 +87,7 @@ class ExposedWaits(Struct, frozen=True):
         count = int(gap.max(initial=-1)) + 1
         order = np.lexsort((waits.end_ns, arrival >= 0, gap))
         last = order[np.append(np.diff(gap[order]) > 0, True)[: len(order)]]
-        moves = all_rows.select(np.isin(all_rows.bucket, TRANSFERS))
+        moves = select_rows(all_rows, np.isin(all_rows.bucket, TRANSFERS))
         # The exposed transfer time of each gap before its last wait ends.
         wait_key = waits.place[last] << 32 | waits.gap[last]
         found = _look_up(wait_key, np.arange(len(last)), moves.place << 32 | moves.gap)
@@ -109,8 +108,7 @@ class ExposedWaits(Struct, frozen=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _ExposedRows:
+class _ExposedRows(Struct, frozen=True):
     """Exposed communication of all ranks; columns of one length.
 
     place indexes the ranks, row all calls; gap numbers the gaps of compute of a rank. start_ns and
@@ -134,10 +132,7 @@ class _ExposedRows:
     def concatenate(cls, split: RunSplit, graph: DependencyGraph) -> _ExposedRows:
         """The rows of all ranks."""
         parts = [cls._list_rows(split, graph, i, rank) for i, rank in enumerate(split.ranks)]
-        columns: list[Any] = [
-            np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)
-        ]
-        return cls(*columns)
+        return join_tables(*parts)
 
     @classmethod
     def _list_rows(
@@ -157,11 +152,6 @@ class _ExposedRows:
             length_ns=exposed.end_ns - exposed.start_ns,
             axis=np.array(rank.axis, dtype=np.object_),
         )
-
-    def select(self, rows: Bool) -> _ExposedRows:
-        """Some of the rows."""
-        columns: list[Any] = [getattr(self, one.name)[rows] for one in fields(self)]
-        return _ExposedRows(*columns)
 
 
 def _find_owner_arrivals(split: RunSplit, graph: DependencyGraph, waits: _ExposedRows) -> Int64:

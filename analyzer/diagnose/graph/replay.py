@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stepsplit.analyzer.arrays import group_ids, group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
@@ -33,7 +32,7 @@ def scale_work(graph: DependencyGraph, work: str, times: Float) -> DependencyGra
     column = WORK.index(work)
     nodes = np.flatnonzero(np.append(times != 1, False)[graph.step])
     changed[nodes, column] = np.rint(changed[nodes, column] * times[graph.step[nodes]])
-    return replace(graph, work_ns=changed)
+    return structs.replace(graph, work_ns=changed)
 
 
 def limit_work(graph: DependencyGraph, work: str, least_ns: Float) -> DependencyGraph:
@@ -57,7 +56,7 @@ def limit_work(graph: DependencyGraph, work: str, least_ns: Float) -> Dependency
         heights = (least - below) / np.arange(len(rising), 0, -1)
         fits = np.flatnonzero(heights <= rising)
         changed[nodes, column] = np.minimum(values, np.int64(max(0.0, heights[fits[0]])))
-    return replace(graph, work_ns=changed)
+    return structs.replace(graph, work_ns=changed)
 
 
 def measure_excess(graph: DependencyGraph, work: str, least_ns: Float) -> Int64:
@@ -74,11 +73,10 @@ def reduce_work(graph: DependencyGraph, work: str, cut_ns: Int64) -> DependencyG
     changed = graph.work_ns.copy(order="K")
     own = changed[: len(cut_ns), WORK.index(work)]
     own -= np.clip(cut_ns, 0, own)
-    return replace(graph, work_ns=changed)
+    return structs.replace(graph, work_ns=changed)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedSpans:
+class WeightedSpans(Struct, frozen=True):
     """Sorted disjoint spans of one rank on the common clock, each with a weight."""
 
     start_ns: Int64
@@ -114,7 +112,7 @@ def scale_transfers(graph: DependencyGraph, kernels: Int64, times: Float) -> Dep
     rest = graph.rest_ns.copy()
     ends = graph.kernels.end[kernels]
     rest[ends] = np.where(rest[ends] > 0, np.rint(rest[ends] * times), rest[ends])
-    return replace(graph, rest_ns=rest)
+    return structs.replace(graph, rest_ns=rest)
 
 
 def remove_calls(graph: DependencyGraph, kernels: Int64) -> DependencyGraph:
@@ -122,7 +120,7 @@ def remove_calls(graph: DependencyGraph, kernels: Int64) -> DependencyGraph:
     rest = graph.rest_ns.copy()
     rest[graph.kernels.start[kernels]] = NEVER
     rest[graph.kernels.end[kernels]] = NEVER
-    return replace(graph, rest_ns=rest)
+    return structs.replace(graph, rest_ns=rest)
 
 
 # Collectives that start as soon as their data is ready; the rank waits for all of them at the end.
@@ -184,7 +182,7 @@ def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> 
     steps = np.array([one.step for one in branches], dtype=np.int32)
     before = np.concatenate((graph.before, anchors))
     measured = np.concatenate((times, times[anchors]))
-    return replace(
+    return structs.replace(
         graph,
         before=before,
         work_ns=np.concatenate((graph.work_ns, work)),
@@ -211,8 +209,7 @@ _MOST_EVENTS = 3
 """Examples that a finding gives of a rank's intervals or calls; chosen, not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayContext:
+class ReplayContext(Struct, frozen=True):
     """A recording with its graph. mean_ns is the mean full step; rows are the steps of all ranks.
 
     ranks holds the rank numbers; stage (shape (rows,)) and split_ns (shape (rows, BUCKETS)) are the
@@ -363,7 +360,7 @@ class ReplayContext:
 
     def replay_with(self, changed: DependencyGraph) -> Self:
         """The same context with the changed graph."""
-        return replace(self, graph=changed, replayed=replay(changed))
+        return structs.replace(self, graph=changed, replayed=replay(changed))
 
     def list_steps(self, rows: npt.NDArray[np.bool_]) -> tuple[int, ...]:
         """The step numbers of the full steps among these rows."""
@@ -451,7 +448,7 @@ def replay(graph: DependencyGraph) -> ReplayedSteps:
         first = graph.timelines.first
         led = np.flatnonzero(np.diff(first) > 0)
         rest[first[led]] += lead[led]
-        begin_ns, end_ns = _compute_step_times(replace(graph, rest_ns=rest))
+        begin_ns, end_ns = _compute_step_times(structs.replace(graph, rest_ns=rest))
     return ReplayedSteps(end_ns - begin_ns, graph.steps.full)
 
 

@@ -7,10 +7,9 @@ shorten it.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.trace import Bool, Float, Int64

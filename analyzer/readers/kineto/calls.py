@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.ops import (
     MAX_DIMS,
@@ -116,7 +115,7 @@ def build_device_calls(
         numbers = [group_table.find_number(part, library if by_library else "") for part in parts]
         if by_library and numbers[0] >= 0:
             size = len(group_table.groups[numbers[0]].ranks)
-            parts = [msgspec.structs.replace(args, group_size=size)]
+            parts = [replace(args, group_size=size)]
         parts_as_calls = [
             _build_call(event, named_op, part, number, issued_ns)
             for part, number in zip(parts, numbers, strict=True)
@@ -259,7 +258,7 @@ def _infer_size(op: Args) -> Args:
     kind = str(op.types[0]) if op.types else ""
     if nelems < 0 or compute_element_bytes(kind) < 0:
         return op
-    return msgspec.structs.replace(op, in_nelems=nelems, dtype=kind)
+    return replace(op, in_nelems=nelems, dtype=kind)
 
 
 def _count_elements(dims: Any) -> int:
@@ -790,7 +789,7 @@ def _fit(
         if 0 <= dropped <= count:
             fit = _Pairing(queue, requests, dropped, min(missing, WORKERS - 1)).find()
         if fit is not None:
-            fits.append(msgspec.structs.replace(fit, unpaired=missing + dropped))
+            fits.append(replace(fit, unpaired=missing + dropped))
     return min(fits, key=lambda fit: fit.cost, default=None)
 
 

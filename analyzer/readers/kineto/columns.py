@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from operator import add
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
@@ -48,8 +48,7 @@ _T = TypeVar("_T", bound=Hashable)
 _Number = TypeVar("_Number", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True)
-class SortedRows:
+class SortedRows(Struct, frozen=True):
     """The sorted events of a trace and its earliest start in Unix time.
 
     noted_row (sorted) are the communication events and the waits, noted_args the text of their
@@ -234,8 +233,7 @@ _MAY_COMMUNICATE[[Category.KERNEL, Category.MEMCPY]] = True
 _COLUMNS = (np.int64, np.int64, np.uint8, np.int32, np.int32, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class EntryCounts:
+class EntryCounts(Struct, frozen=True):
     """Number of entries read, unreadable entries, and entries with a negative duration.
 
     asynchronous (phases b, n, e) and paired (B, E) are entries that are not read as events, of
@@ -249,8 +247,7 @@ class EntryCounts:
     paired: int = 0
 
     def __add__(self, other: EntryCounts) -> EntryCounts:
-        names = [field.name for field in fields(self)]
-        return EntryCounts(*(getattr(self, name) + getattr(other, name) for name in names))
+        return EntryCounts(*map(add, structs.astuple(self), structs.astuple(other)))
 
 
 class ShapedRows(Struct, frozen=True):

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from stepsplit.analyzer.arrays import group_ids, group_rows
 from stepsplit.analyzer.ops import parse_op
@@ -91,7 +92,7 @@ def join_copy_engine_calls(rows: SortedRows) -> tuple[SortedRows, tuple[Note, ..
         " from its first flag until its copies begin; when the last flags of the others came is"
         " in no trace, and taken from their copies"
     )
-    return replace(rows, events=joined), (Note("copy_engine", text),)
+    return structs.replace(rows, events=joined), (Note("copy_engine", text),)
 
 
 def _find_begin_of_data(args: Args, sizes: Int64) -> int:

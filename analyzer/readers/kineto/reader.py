@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError

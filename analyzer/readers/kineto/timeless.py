@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from stepsplit.analyzer.readers.kineto.columns import SortedRows
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Lack, Note
@@ -59,7 +60,7 @@ def drop_timeless(rows: SortedRows, base_ns: int) -> tuple[SortedRows, tuple[Not
         f"{count:,} of {int(on_device.sum()):,} kernels and copies have no time (such as start and"
         " duration 0): they count as lost by the profiler"
     )
-    kept = replace(
+    kept = structs.replace(
         rows,
         events=moved,
         t0_unix_ns=rows.t0_unix_ns + begin_ns,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import union
@@ -124,7 +125,8 @@ def classify_tracks(
     category[found.kernels | found.calls] = Category.KERNEL
     category[found.copies] = Category.MEMCPY
     lanes = _build_lanes(events.lanes, tracks)
-    classified = replace(rows, events=replace(events, category=category, lanes=lanes))
+    known = dataclasses.replace(events, category=category, lanes=lanes)
+    classified = replace(rows, events=known)
     text = "an Ascend trace: launches are unknown, so a step ends with the last kernel that starts"
     notes = [Note("ascend", f"{text} before its mark ends")]
     if found.calls.any():
@@ -210,8 +212,7 @@ def read_range(path: Path, byte_range: ByteRange, rules: Rules = BUILT_IN) -> Tr
 # A torch.profiler trace (Kineto, Chrome JSON of any age), or a range of its bytes.
 
 
-@dataclass(frozen=True, slots=True)
-class KinetoFile:
+class KinetoFile(Struct, frozen=True):
     """One trace file: its header, its events, and notes on damage.
 
     header.distributed has the rank and world_size (-1 if unknown), backend ("") and groups (()).
@@ -301,7 +302,7 @@ def join_parts(
         rows, more = classify_tracks(rows, tracks, is_whole)
         if not header.devices:
             # Which these files do not describe.
-            header = msgspec.structs.replace(header, devices=[DeviceProperties("Ascend NPU")])
+            header = replace(header, devices=[DeviceProperties("Ascend NPU")])
     rows, time_notes = drop_timeless(rows, header.base_ns)
     events, order_notes = clip_overruns(rows.events, rows.shapes, rows.find_communication(rules))
     rows, copy_notes = join_copy_engine_calls(replace(rows, events=events))
@@ -321,7 +322,11 @@ def join_parts(
     waits = collect_event_waits(rows)
     nothing = np.zeros(0, dtype=np.int64)
     return KinetoFile(
-        header, replace(rows, noted_row=nothing, noted_args=()), calls, (*notes, *call_notes), waits
+        header,
+        replace(rows, noted_row=nothing, noted_args=()),
+        calls,
+        (*notes, *call_notes),
+        waits,
     )
 
 

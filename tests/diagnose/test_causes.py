@@ -99,6 +99,26 @@ def test_a_rank_that_takes_longer_for_few_kernels_is_only_known_to_have_more_wor
     )
 
 
+def test_logits_gathered_in_each_accumulated_microbatch_are_none_too_many(tmp_path: Path) -> None:
+    """Tensor parallelism, two microbatches an update: each gathers its logits once."""
+    traces = []
+    for rank in range(2):
+        trace = GpuTrace(rank, 2, groups=PAIR)
+        for step in range(2):
+            trace.step(step, 300 * step, 300 * step + 290)
+            for begin in (300 * step, 300 * step + 120):
+                trace.op("aten::linear", begin, begin + 10).kernel("gemm", begin, begin + 10)
+                trace.all_reduce(begin + 20, begin + 40)
+                trace.collective("AllGather", "_allgather_base", begin + 45, begin + 65)
+                trace.op("autograd::engine::evaluate_function: MulBackward0", begin + 70, begin + 110)
+                trace.all_reduce(begin + 80, begin + 100)
+            trace.annotation("Optimizer.step#AdamW.step", 300 * step + 250, 300 * step + 280)
+        traces.append(trace)
+    report = analyze(*(trace.write(tmp_path) for trace in traces))
+    assert "gradient accumulation" in {one.name for one in report.run.strategies}
+    assert "redundant_calls" not in {found.code for found in report.findings}
+
+
 def test_all_ranks_that_have_more_work_are_named(tmp_path: Path) -> None:
     """To relieve one of the two saves nothing."""
     traces = []

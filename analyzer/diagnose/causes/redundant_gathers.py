@@ -77,8 +77,10 @@ class _Gathers:
             return self._kernels[self._find_beyond_scatters(gathers)]
         if axes == {"tp"}:
             # All-gathers of a size that occurs more often than once per microbatch (the logits).
-            schedule = self._context.split.schedule
-            allowed = (schedule.microbatches if schedule else 1) * len(np.unique(self._step))
+            schedule, strategies = self._context.split.schedule, self._context.split.strategies
+            accumulated = count_accumulated_microbatches(strategies)
+            microbatches = schedule.microbatches if schedule else accumulated or 1
+            allowed = microbatches * len(np.unique(self._step))
             sizes, count = np.unique(self._bytes[gathers & self._of_first], return_counts=True)
             return self._kernels[gathers & np.isin(self._bytes, sizes[count > allowed])]
         if axes <= DATA_AXES and self._match_op("all_reduce").any():

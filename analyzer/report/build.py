@@ -33,6 +33,7 @@ from stepsplit.analyzer.report.report import (
     GroupRow,
     Host,
     IdleRow,
+    JobLabel,
     MemoryRow,
     Pipeline,
     Report,
@@ -205,6 +206,7 @@ def build_run(recording: Recording, split: RunSplit, origin: int) -> Run:
         strategies=split.strategies,
         profiling_slowdown=compute_profiling_slowdown(recording.records),
         slowdown_after_profiling=compute_slowdown_after(recording.records),
+        labels=tuple(JobLabel(*label) for label in spec.labels) if spec and spec.labels else UNSET,
     )
 
 

@@ -230,6 +230,18 @@ class AxisSize(Struct, frozen=True):
     size: int
 
 
+class JobLabel(Struct, frozen=True):
+    """What else the job is called, by its scheduler or in OpenTelemetry's resource.
+
+    Attributes:
+        name: such as "SLURM_JOB_ID" or "nemo.run.id".
+        value: its text.
+    """
+
+    name: str
+    value: str
+
+
 class Run(Struct, frozen=True):
     """The recorded job; None means unknown.
 
@@ -251,6 +263,7 @@ class Run(Struct, frozen=True):
         driver: driver version.
         slowdown_after_profiling: relative slowdown of the steps after the profiled ones, against
             the steps before: on CUDA, CUPTI may stay attached. None if too few are known.
+        labels: what else the job is called; absent if nothing is recorded.
     """
 
     name: str
@@ -268,6 +281,7 @@ class Run(Struct, frozen=True):
     strategies: tuple[Strategy, ...] = ()
     driver: str | None = None
     slowdown_after_profiling: float | None = None
+    labels: tuple[JobLabel, ...] | UnsetType = UNSET
 
 
 UNKNOWN_HOST = "unknown"

@@ -16,9 +16,11 @@ from stepsplit.collectors.formats.run_spec import (
     RankInfo,
     RunSpec,
     check_role,
+    decode_labels,
     decode_versions,
     decode_world_size,
     merge_groups,
+    put_labels,
 )
 from stepsplit.collectors.safe_io.atomic_file import write_whole
 
@@ -185,6 +187,7 @@ class RankRecord:
     of which the trace may hold a part; None if unknown. max_connections:
     CUDA_DEVICE_MAX_CONNECTIONS of its process, None if not set. work: what it processed in the
     recorded steps, None if the job did not say. role: what it does in a job of several roles.
+    labels: (name, value) of what else the job is called, such as SLURM_JOB_ID.
     module_names: whether its modules are named, None if the user wanted none or the recording ended
     before that was decided.
     """
@@ -211,6 +214,7 @@ class RankRecord:
     work: RecordedWork | None = None
     role: str = ""
     module_names: ModuleNames | None = None
+    labels: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_role(self.role)
@@ -234,6 +238,7 @@ def write_record(folder: Path, record: RankRecord) -> Path:
         del body["role"]
     if record.module_names is None:
         del body["module_names"]
+    put_labels(body, record.labels)
     text = json.dumps(body, indent=1) + "\n"
     return write_whole(build_record_path(folder, record.rank.rank), text.encode())
 
@@ -266,6 +271,7 @@ def read_record(text: str | bytes) -> RankRecord:
         work=decode_value(body.get("work"), RecordedWork | None, "work"),
         role=decode_value(body.get("role", ""), str, "role"),
         module_names=decode_value(body.get("module_names"), ModuleNames | None, "module_names"),
+        labels=decode_labels(body),
     )
 
 
@@ -286,4 +292,5 @@ def build_spec(records: Sequence[RankRecord], previous: RunSpec | None = None) -
         hosts=tuple(hosts.values()),
         max_connections=first.max_connections,
         role=first.role,
+        labels=first.labels,
     )

@@ -309,6 +309,7 @@ class RunSpec:
             Default: None, not set.
         role: What its ranks do in a job of several roles, such as "rollout". Default: "", the only
             role.
+        labels: (name, value) of what else the job is called, such as SLURM_JOB_ID. Default: empty.
 
     Raises:
         ValueError: If the mesh does not have `world_size` ranks.
@@ -330,6 +331,7 @@ class RunSpec:
     hosts: tuple[HostInfo, ...] = ()
     max_connections: int | None = None
     role: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_role(self.role)
@@ -375,6 +377,7 @@ def to_json(spec: RunSpec) -> str:
     body["versions"] = dict(spec.versions)
     if not spec.role:
         del body["role"]
+    put_labels(body, spec.labels)
     return json.dumps(body, indent=1) + "\n"
 
 
@@ -395,6 +398,7 @@ def from_json(text: str | bytes) -> RunSpec:
         hosts=decode_value(body.get("hosts", []), tuple[HostInfo, ...], "hosts"),
         max_connections=decode_value(body.get("max_connections"), int | None, "max_connections"),
         role=decode_value(body.get("role", ""), str, "role"),
+        labels=decode_labels(body),
     )
     _check_ranges(spec)
     return spec
@@ -434,6 +438,21 @@ def decode_world_size(body: Mapping[str, Any]) -> int:
     if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"world_size: {world_size} is not a number of ranks")
     return world_size
+
+
+def put_labels(body: dict[str, Any], labels: tuple[tuple[str, str], ...]) -> None:
+    """Puts the labels of a job into the body of run.json or of a rank record, if it has any."""
+    body["labels"] = dict(labels)
+    if not labels:
+        del body["labels"]
+
+
+def decode_labels(body: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The labels of run.json or of a rank record. Raises ValueError if they are invalid."""
+    labels = body.get("labels", {})
+    if not isinstance(labels, dict) or not all(isinstance(one, str) for one in labels.values()):
+        raise ValueError("labels: expected an object of texts")
+    return tuple(labels.items())
 
 
 def decode_versions(body: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -59,6 +60,28 @@ def read_job_name(environment: Mapping[str, str] = os.environ) -> str:
     """A name that all ranks of the job share and other jobs do not have."""
     parts = [environment[name] for name in _JOB if environment.get(name)]
     return ":".join(parts) or f"pid {os.getpid()}"
+
+
+_LABEL_VARIABLES = ("SLURM_JOB_ID",)
+_LABEL_ATTRIBUTES = re.compile(r"nemo\.run\.id|dl\.[\w.-]+")
+"""NeMo-Run's name of a run and OpenTelemetry's of a training, such as dl.tensor_parallel.size."""
+
+_MOST_LABELS, _LABEL_LENGTH = 16, 200
+
+
+def read_labels(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, str], ...]:
+    """(name, value) of what a scheduler or OpenTelemetry calls the job, by which a run is
+    found again in other tools: SLURM_JOB_ID, nemo.run.id and dl.*.
+
+    The resource is that of OTEL_RESOURCE_ATTRIBUTES: "key=value,other=value", percent-encoded.
+    """
+    pairs = [(name, environment.get(name, "")) for name in _LABEL_VARIABLES]
+    for part in environment.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
+        name, _, value = part.partition("=")
+        if _LABEL_ATTRIBUTES.fullmatch(name.strip()):
+            pairs.append((name.strip(), unquote(value.strip())))
+    labels = {name[:_LABEL_LENGTH]: value[:_LABEL_LENGTH] for name, value in pairs if value}
+    return tuple(labels.items())[:_MOST_LABELS]
 
 
 def _count_slurm_tasks(environment: Mapping[str, str], world_size: int) -> int:

@@ -30,6 +30,7 @@ from stepsplit.collectors.guard import (
     warn_lost,
     warn_on_failure,
 )
+from stepsplit.collectors.job.launcher import read_labels
 from stepsplit.collectors.job.process_groups import list_groups, read_job
 from stepsplit.collectors.job.rank_description import RankDescription
 from stepsplit.collectors.probes.gpu import find_gpu_uuid, read_gpu
@@ -461,6 +462,7 @@ class ActiveRecording:
             work=work,
             role=self._plan.role,
             module_names=self._find_module_names(),
+            labels=read_labels(),
         )
 
     def _find_module_names(self) -> ModuleNames | None:

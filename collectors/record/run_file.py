@@ -9,6 +9,7 @@ from pathlib import Path
 from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec, merge_groups, write_run_json
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.job.job_store import EXIT_GUARD
+from stepsplit.collectors.job.launcher import read_labels
 from stepsplit.collectors.job.process_groups import read_job
 from stepsplit.collectors.job.rank_description import (
     RankDescription,
@@ -108,4 +109,5 @@ class RunFile:
             hosts=tuple({each.machine.host: each.machine for each in descriptions}.values()),
             max_connections=read_max_connections(),
             role=self._role,
+            labels=read_labels(),
         )

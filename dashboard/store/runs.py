@@ -98,8 +98,13 @@ def can_add_files(connection: Connection, run_id: str) -> bool:
     return connection.execute(state).scalar() == "uploading"
 
 
+_MOST_LABELS = 16
+"""So many names of a job become tags: as many as a recording has, whatever a report says."""
+
+
 def record_done(connection: Connection, run_id: str, report: Report) -> None:
-    """Marks the run as done and records the metrics of its report."""
+    """Marks the run as done and records the metrics of its report. What else the job is called,
+    such as SLURM_JOB_ID, becomes tags where the run has none of that name."""
     numbers = build_headline(report)
     # The columns of a headline.
     values: dict[str, Any] = {
@@ -119,6 +124,10 @@ def record_done(connection: Connection, run_id: str, report: Report) -> None:
         values |= zip(BUCKET_COLUMNS, middle.mean.buckets_ns, strict=True)
         values |= zip(_SHARES, middle.shares, strict=True)
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
+    own = select(TAGS.c.key).where(TAGS.c.run_id == run_id)
+    known = set(connection.execute(own).scalars())
+    labels = [Tag(one.name, one.value) for one in (report.run.labels or ())[:_MOST_LABELS]]
+    _add_tags(connection, run_id, [tag for tag in labels if clean_text(tag.key, 64) not in known])
     record_known(connection, run_id, report)
     record_metrics(connection, run_id, report, numbers)
 

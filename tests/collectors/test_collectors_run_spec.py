@@ -3,10 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stepsplit.collectors.formats.rank_record import (
+    RankRecord,
+    build_spec,
+    read_record,
+    write_record,
+)
 from stepsplit.collectors.formats.run_spec import (
     GroupInfo,
     Mesh,
@@ -19,6 +26,7 @@ from stepsplit.collectors.formats.run_spec import (
     to_json,
     write_run_json,
 )
+from stepsplit.collectors.job.launcher import read_labels
 
 SPEC = RunSpec(
     name="exp1",
@@ -196,3 +204,37 @@ def test_profile_run_is_loaded_on_first_access() -> None:
     assert collectors.profile_run is profile_run
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = collectors.nonsense
+
+
+def test_a_job_keeps_what_its_scheduler_and_opentelemetry_call_it() -> None:
+    environment = {
+        "SLURM_JOB_ID": "4711",
+        "OTEL_RESOURCE_ATTRIBUTES": (
+            "service.name=train,nemo.run.id=llama%2Fa1, dl.tensor_parallel.size=8,dl.,host.id=7"
+        ),
+    }
+    assert read_labels(environment) == (
+        ("SLURM_JOB_ID", "4711"),
+        ("nemo.run.id", "llama/a1"),
+        ("dl.tensor_parallel.size", "8"),
+    )
+    assert read_labels({"SLURM_JOB_ID": "", "OTEL_RESOURCE_ATTRIBUTES": "dl.a"}) == ()
+    many = ",".join(f"dl.k{number}={'v' * 999}" for number in range(99))
+    labels = read_labels({"OTEL_RESOURCE_ATTRIBUTES": many})
+    assert (len(labels), {len(value) for _, value in labels}) == (16, {200})
+
+
+def test_labels_are_in_run_json_and_in_that_of_gathered_records(tmp_path: Path) -> None:
+    labels = (("SLURM_JOB_ID", "4711"), ("nemo.run.id", "a1"))
+    assert from_json(to_json(replace(SPEC, labels=labels))).labels == labels
+    assert "labels" not in json.loads(to_json(SPEC))
+    record = RankRecord("exp1", RankInfo(0, 0, "node1", 4711, "cpu"), 4, "gloo", labels=labels)
+    read = read_record(write_record(tmp_path, record).read_text())
+    assert build_spec([read]).labels == labels
+
+
+@pytest.mark.parametrize("labels", ["4711", ["a"], {"SLURM_JOB_ID": 4711}])
+def test_labels_of_another_kind_are_refused(labels: object) -> None:
+    text = json.dumps(json.loads(to_json(SPEC)) | {"labels": labels})
+    with pytest.raises(ValueError, match="labels: expected an object of texts"):
+        from_json(text)

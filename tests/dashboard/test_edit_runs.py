@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 import uuid
 from dataclasses import replace
@@ -15,11 +17,12 @@ from flask.testing import FlaskClient
 from msgspec import structs
 from support.browser_builders import running_server
 from support.dashboard_processes import open_store
+from support.job_builders import SAMPLES
 from support.page_text import find, read_text
 from support.report_builders import analysis
 from support.store_builders import ask_page, claimed, found, known_analysis, queued, state, uploaded
 
-from stepsplit.analyzer.analysis import Analysis
+from stepsplit.analyzer.analysis import Analysis, examine
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.pages.address import AddressQuery
@@ -29,6 +32,7 @@ from stepsplit.dashboard.pages.runs import build_runs_page
 from stepsplit.dashboard.pages.tables import DataTable
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.logins import Role
+from stepsplit.dashboard.store.run_row import RunEdit, Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.upload_files import choose_run_name
 from stepsplit.dashboard.web.options import choose_access
@@ -111,6 +115,22 @@ def test_a_run_is_analyzed_again_and_its_pages_show_the_new_report(
     after = ask_page(client, f"/run/{run_id}")
     assert ("torch 9.9.9" in before, "torch 9.9.9" in after) == (False, True)
     assert [one.action for one in store.audit.list_entries(9)] == ["run queued"]
+
+
+def test_what_the_job_was_called_becomes_tags_unless_the_run_has_others(
+    store: Store, tmp_path: Path
+) -> None:
+    folder = tmp_path / "recording"
+    shutil.copytree(SAMPLES / "pp2_m2", folder)
+    described = json.loads((folder / "run.json").read_text())
+    described["labels"] = {"SLURM_JOB_ID": "4711", "nemo.run.id": "a1"}
+    (folder / "run.json").write_text(json.dumps(described))
+    made = examine([folder])
+    run_id = queued(store)
+    store.edit(run_id, RunEdit(tags=(Tag("nemo.run.id", "mine"),)))
+    assert process_job(store, claimed(store), lambda folder, progress: made) == "done"
+    tags = {tag.key: tag.value for tag in found(store, run_id).tags}
+    assert tags == {"SLURM_JOB_ID": "4711", "nemo.run.id": "mine"}
 
 
 def test_another_machine_reads_the_report_of_the_newest_analysis(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ QUICK = (
     "nothing tp_dp",
 )
 PAIR = [("0", "mesh_tp", [0, 1])]
+BACKWARD = "autograd::engine::evaluate_function: MulBackward0"
 
 
 def findings(folder: Path, *traces: GpuTrace | CpuTrace) -> tuple[Finding, ...]:
@@ -110,7 +111,7 @@ def test_logits_gathered_in_each_accumulated_microbatch_are_none_too_many(tmp_pa
                 trace.op("aten::linear", begin, begin + 10).kernel("gemm", begin, begin + 10)
                 trace.all_reduce(begin + 20, begin + 40)
                 trace.collective("AllGather", "_allgather_base", begin + 45, begin + 65)
-                trace.op("autograd::engine::evaluate_function: MulBackward0", begin + 70, begin + 110)
+                trace.op(BACKWARD, begin + 70, begin + 110)
                 trace.all_reduce(begin + 80, begin + 100)
             trace.annotation("Optimizer.step#AdamW.step", 300 * step + 250, 300 * step + 280)
         traces.append(trace)

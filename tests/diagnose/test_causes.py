@@ -100,6 +100,22 @@ def test_a_rank_that_takes_longer_for_few_kernels_is_only_known_to_have_more_wor
     )
 
 
+def test_the_slower_links_of_another_axis_are_no_slow_links(tmp_path: Path) -> None:
+    """All-reduces of one size take 10 along tp and 60 along dp, whose ranks are farther apart."""
+    traces = []
+    for rank in range(4):
+        tp, dp = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        groups = [("0", "mesh_tp", tp), ("1", "mesh_dp", dp)]
+        trace = GpuTrace(rank, 4, groups=groups)
+        for step in range(4):
+            at = 200 * step
+            trace.step(step, at, at + 190).kernel("gemm", at, at + 40)
+            trace.all_reduce(at + 40, at + 50).all_reduce(at + 60, at + 70)
+            trace.all_reduce(at + 80, at + 140, group="1").kernel("adam", at + 140, at + 150)
+        traces.append(trace)
+    assert "slow_link" not in {found.code for found in findings(tmp_path, *traces)}
+
+
 def test_logits_gathered_in_each_accumulated_microbatch_are_none_too_many(tmp_path: Path) -> None:
     """Tensor parallelism, two microbatches an update: each gathers its logits once."""
     traces = []

@@ -48,10 +48,10 @@ class _Link(Struct, frozen=True):
 def find_slow_links(context: CauseContext) -> Iterator[Remedy]:
     """Find the sets of ranks with slow links; links that share a rank are one finding.
 
-    Compared are links with the same op, message size (if unknown: launch grid), number of ranks and
-    number of hosts; the gain
-    is that of a transfer time as on the other links. Of an exchange of tokens the size is the mean
-    of the ranks, and its time counts as if all had that many.
+    Compared are links of the same mesh axis with the same op, message size (if unknown: launch
+    grid), number of ranks and number of hosts: ranks are placed so that some axes have faster links
+    than others. The gain is that of a transfer time as on the other links. Of an exchange of tokens
+    the size is the mean of the ranks, and its time counts as if all had that many.
     """
     slow: dict[tuple[int, ...], list[tuple[Int64, Float]]] = defaultdict(list)
     for alike in _collect_links(context):
@@ -79,8 +79,7 @@ def _build_remedy(
     ratio = float(took.sum() / (took * times).sum())
     count = max(1, int((rows & context.graph.steps.full).sum()))
     matched = context.split.matched
-    # Group -1, of a call whose group is unknown, has no name.
-    axis_of = (*map(context.split.layout.name_group, matched.groups), None)
+    axis_of = _name_axes(context)
     groups = np.unique(matched.group[context.graph.kernels.row[kernels]]).tolist()
     axes = {axis_of[one] for one in groups}
     on_axis = f" on {axis}" if len(axes) == 1 and (axis := axes.pop()) else ""
@@ -105,7 +104,7 @@ def _build_remedy(
 
 
 def _collect_links(context: CauseContext) -> list[list[_Link]]:
-    """The links with the same op, message size, number of ranks and number of hosts."""
+    """The links with the same axis, op, message size, number of ranks and number of hosts."""
     kernels, matched, steps = context.graph.kernels, context.split.matched, context.graph.steps
     took, carries = context.graph.rest_ns[kernels.end], _find_carried_rows(context)
     exchanges = TokenExchanges.find(context)
@@ -122,15 +121,23 @@ def _collect_links(context: CauseContext) -> list[list[_Link]]:
     # A barrier moves no data; what a call sends or receives does.
     moves = ((matched.carrier[carries] == carries) | ~matched.arrives[carries]) & (took > 0)
     known = np.flatnonzero((matched.key[carries] >= 0) & moves & (size != -1) & (link >= 0))
-    order, first = group_rows(group_ids(op[known], size[known], link[known]))
+    axes = _name_axes(context)
+    axis = np.unique([name or "" for name in axes], return_inverse=True)[1][matched.group[carries]]
+    order, first = group_rows(group_ids(op[known], size[known], link[known], axis[known]))
     links: dict[tuple[int, ...], list[_Link]] = defaultdict(list)
     for rows in sorted(np.split(known[order], first[1:]), key=lambda rows: rows[:1].tolist()):
         if len(rows):
             number = int(link[rows[0]])
-            kind = int(op[rows[0]]), int(size[rows[0]]), len(ranks[number]), nodes[number]
+            at = rows[0]
+            alike = int(axis[at]), int(op[at]), int(size[at]), len(ranks[number]), nodes[number]
             step = steps.step[kernels.step[rows]]
-            links[kind].append(_Link(ranks[number], rows, step, even[rows]))
+            links[alike].append(_Link(ranks[number], rows, step, even[rows]))
     return list(links.values())
+
+
+def _name_axes(context: CauseContext) -> tuple[str | None, ...]:
+    """The axis of each group; None for the last one, by which -1, an unknown group, is found."""
+    return (*map(context.split.layout.name_group, context.split.matched.groups), None)
 
 
 def _number_grids(context: CauseContext, rows: Int64) -> Int64:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from enum import IntEnum
+from heapq import heappop, heappush
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,10 @@ from stepsplit.analyzer.trace import (
 )
 
 # Whether a kernel waited for a communication kernel, by the recorded calls of the runtime.
+
+HELD_NS = 10_000
+"""Communication that ends at most this long after compute resumed held it up: a kernel may be
+launched while the one that it depends on still ends, and timestamps are rounded."""
 
 _WAITS_FOR_EVENT = re.compile(r"StreamWait(?:Event|Value)")
 
@@ -245,18 +250,19 @@ def _merge(one: _Reached, other: _Reached) -> _Reached:
     return {at: max(one.get(at, _NEVER), other.get(at, _NEVER)) for at in (*one, *other)}
 
 
-# The first kernel that waited for a communication kernel.
+# The first kernel that waited for a message.
 
 
-def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
-    """For each communication, the first of the kernels that waited for it; -1 if none is known.
+def find_first_waiting(trace: RankTrace, kernels: Int64, receives: Int64) -> Int64:
+    """For each received message, the first of the kernels that waited for it; -1 if none is known.
 
-    kernels and comms are rows of events. If the events that are waited for are recorded, it is the
-    first kernel behind a wait for this communication; else the first one that starts after its end
-    and is launched after it, directly behind a wait that is not for a collective launched directly
-    before: as for a message whose receiver waits at once, or later for one posted early.
+    kernels are rows of events, receives of calls. If the events that are waited for are recorded,
+    it is the first kernel behind a wait for this message; else the first one that starts after its
+    end and is launched after it, directly behind a wait that is not for a collective launched
+    directly before: as for a message whose receiver waits at once, or later for one posted early.
     """
     calls, events = _find_runtime_calls(trace), trace.events
+    comms = trace.calls.event[receives]
     if not calls.recorded:
         return np.full(len(comms), -1)
     launches = _Launches.find(events, kernels, kernels)
@@ -277,7 +283,8 @@ def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
                 at_ns = np.array([*history.at_ns[waiter], _NO_WAIT], dtype=np.int64)
                 since_ns[mine] = np.minimum(since_ns[mine], at_ns[found])
     else:
-        waiting = launches.known & _wait_for_earlier(trace, calls.waits, launches.kernel_ns)
+        n_waits = _count_waits_for_earlier(trace, calls.waits, launches.kernel_ns)
+        waiting = launches.known & (n_waits > 0)
         since_ns = of_comm.comm_ns
     kernels, at_ns = kernels[waiting], launches.kernel_ns[waiting]
     order = np.lexsort((events.start_ns[kernels], at_ns))
@@ -286,12 +293,43 @@ def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
         # Kernels of one stream start in the order of their launches.
         begun = np.maximum.accumulate(events.start_ns[kernels[order]])
         first = np.maximum(first, np.searchsorted(begun, events.ends_of(comms), side="left"))
+        starts_ns = events.start_ns[kernels[order]]
+        first = _queue_behind_awaited(
+            first, n_waits[waiting][order], starts_ns, events.ends_of(comms), of_comm.comm_ns
+        )
     return np.where(of_comm.known, np.append(kernels[order], -1)[first], -1)
 
 
-def _wait_for_earlier(trace: RankTrace, waits: Int64, at_ns: Int64) -> Bool:
-    """Whether an event wait was issued since the launch before each of these, on whatever thread,
-    that is not for a collective launched there."""
+def _queue_behind_awaited(
+    first: Int64, n_waits: Int64, starts_ns: Int64, ends_ns: Int64, posted_ns: Int64
+) -> Int64:
+    """The places of the waiting kernels, which start at starts_ns, where none waits for more
+    messages than waits were issued before it.
+
+    A message that was posted early may have arrived before the one that the host waits for. That
+    one has just ended when the kernel starts, else it was posted first; the others are for the next
+    kernel that waits.
+    """
+    queued = first.copy()
+    at_place: dict[int, list[int]] = defaultdict(list)
+    for message, place in enumerate(first.tolist()):
+        at_place[place].append(message)
+    places = sorted(at_place)
+    while places and (place := heappop(places)) < len(n_waits):
+        waiting = np.array(at_place[place])
+        is_over = starts_ns[place] - ends_ns[waiting] > HELD_NS
+        waiting = waiting[np.lexsort((posted_ns[waiting], is_over))]
+        left = waiting[int(n_waits[place]) :]
+        queued[left] = place + 1
+        if len(left) and place + 1 not in at_place:
+            heappush(places, place + 1)
+        at_place[place + 1] += left.tolist()
+    return queued
+
+
+def _count_waits_for_earlier(trace: RankTrace, waits: Int64, at_ns: Int64) -> Int64:
+    """How many event waits were issued since the launch before each of these, on whatever thread,
+    that are not for a collective launched there."""
     events = trace.events
     launching = events.is_category(Category.RUNTIME) & events.match_names(_LAUNCHES)
     collectives = events.find_launches(trace.calls.event[~trace.calls.is_message])
@@ -303,4 +341,4 @@ def _wait_for_earlier(trace: RankTrace, waits: Int64, at_ns: Int64) -> Bool:
         np.searchsorted(events.start_ns[waits], edge, side="right")
         for edge in (launched_ns[before], at_ns)
     )
-    return np.asarray(until - since > for_collective[before])
+    return np.asarray(until - since - for_collective[before])

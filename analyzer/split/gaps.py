@@ -21,15 +21,11 @@ from stepsplit.analyzer.arrays import (
     select_rows,
     union,
 )
-from stepsplit.analyzer.split.event_waits import Awaited, find_awaited
+from stepsplit.analyzer.split.event_waits import HELD_NS, Awaited, find_awaited
 from stepsplit.analyzer.split.transfers import Pieces, RankCallTimes
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace, UInt8
 
 # The gaps of compute that communication held up.
-
-HELD_NS = 10_000
-"""Communication that ends at most this long after compute resumed held it up: a kernel may be
-launched while the one that it depends on still ends, and timestamps are rounded."""
 
 AMBIGUOUS_NS = (5_000, 20_000)
 """Times from resumption to the end of communication for which the rule may err. Communication that

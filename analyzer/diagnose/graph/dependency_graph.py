@@ -537,11 +537,12 @@ def build_comm_calls(
     # A message may end before the kernel that waits for it starts: it is hidden then, and that
     # kernel depends on it.
     awaited = np.full(len(call), _AFTER_ALL)
-    received = np.unique(of_call[trace.calls.op == OP_CODE["recv"]])
+    receives = np.flatnonzero(trace.calls.op == OP_CODE["recv"])
+    received, one = np.unique(of_call[receives], return_index=True)
     if trace.on_device and len(received):
         kernels = np.flatnonzero(trace.kinds.computes)
         kernels = kernels[is_on_main_stream(trace, kernels)]
-        first = find_first_waiting(trace, kernels, trace.calls.event[call[received]])
+        first = find_first_waiting(trace, kernels, receives[one])
         known = first >= 0
         awaited[received[known]] = rank.clock.map_to_common_ns(trace.events.start_ns[first[known]])
     blocking = _find_blocking(rank, of_call, lane, start, end, awaited)

@@ -50,6 +50,11 @@ _POWER_SIGMAS = 3.0
 _KNOWN_POWER = 0.35
 """Up to this standard error the estimated power is used, else time is taken as proportional."""
 
+_LEAST_HELD, _NEARLY_ALL = log(1.25), (0.1, 0.5, 0.9)
+"""Above which time, and by which quantiles of its steps, a rank is taken to be held up by what
+else its cores do. Of ten jobs of 2 and 4 ranks at loads of 2 to 4, none had a rank whose steps were
+apart from the others'; each of five in which a rank of two had 1/1.8 of a core had."""
+
 _MAX_MORE_KERNELS = 1.1
 """A rank that runs so many times as many kernels, also for its work, does what no count has."""
 
@@ -454,7 +459,15 @@ def _find_slow(
     # computes in all must not say otherwise, as far as others leave its core alone.
     whole, doubt = _compare_levels(x, [np.log(rows.compute[one]) for one in own], powers)
     is_slow = (apart >= np.maximum(_LEAST_APART, noise)) & (whole + doubt >= _LEAST_APART)
-    return {ranks[at]: exp(float(apart[at])) for at in np.flatnonzero(is_slow).tolist()}
+    # Or nearly all its steps are above nearly all of the usual rank: a limit of its container, or a
+    # program beside it that does not end, holds it up as much as a slow core.
+    power = sum(powers) / 2
+    spent = [np.log(rows.compute[one]) - power * work for one, work in zip(own, x, strict=True)]
+    low, middle, high = np.array([np.quantile(one, _NEARLY_ALL) for one in spent]).T
+    usual = np.argsort(middle, kind="stable")[(len(ranks) - 1) // 2]
+    is_held = (whole >= np.maximum(_LEAST_HELD, doubt)) & (low > high[usual])
+    times = np.where(is_slow, apart, whole)
+    return {ranks[at]: exp(float(times[at])) for at in np.flatnonzero(is_slow | is_held).tolist()}
 
 
 def _compare_levels(

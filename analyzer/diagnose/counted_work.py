@@ -50,10 +50,10 @@ _POWER_SIGMAS = 3.0
 _KNOWN_POWER = 0.35
 """Up to this standard error the estimated power is used, else time is taken as proportional."""
 
-_LEAST_HELD, _NEARLY_ALL = log(1.25), (0.1, 0.5, 0.9)
-"""Above which time, and by which quantiles of its steps, a rank is taken to be held up by what
-else its cores do. Of ten jobs of 2 and 4 ranks at loads of 2 to 4, none had a rank whose steps were
-apart from the others'; each of five in which a rank of two had 1/1.8 of a core had."""
+_LEAST_HELD, _FEW = log(1.25), 0.1
+"""From which time on, and in all but this part of its steps, a rank is taken to be held up by what
+else its cores do. Of 20 jobs of 2 and 4 ranks at loads of 2 to 4 none had such a rank; of 15 with a
+rank of 1/1.8 of its part of the cores 14 had, and the other one ran beside a build."""
 
 _MAX_MORE_KERNELS = 1.1
 """A rank that runs so many times as many kernels, also for its work, does what no count has."""
@@ -174,7 +174,7 @@ def _fit_law(
     stages = np.array([split.layout.find_stage(rank.trace.rank) for rank in split.ranks])
     stage = stages[of_rank]
     label = group_ids(stage, numbers)
-    rows = _Rows(of_rank, stage, counted, work, compute)
+    rows = _Rows(of_rank, stage, label, counted, work, compute)
     peers = _compare_peers(label, work)
     power, error, (low, high) = _estimate_power(of_rank, rows.known, work, compute)
     used = float(np.clip(power, low, high)) if error <= _KNOWN_POWER else None
@@ -235,11 +235,12 @@ def _measure_undisturbed(rank: RankSplit) -> Float:
 
 
 class _Rows(Struct, frozen=True):
-    """The steps of all ranks, in order: the index of the rank, its stage, whether the step enters
-    the mean, its work (nan where unknown) and its compute in ns."""
+    """The steps of all ranks, in order: the index of the rank, its stage, a number of stage and
+    step, whether the step enters the mean, its work (nan where unknown) and its compute in ns."""
 
     of_rank: Int64
     stage: Int64
+    label: Int64
     counted: Bool
     work: Float
     compute: Float
@@ -459,13 +460,21 @@ def _find_slow(
     # computes in all must not say otherwise, as far as others leave its core alone.
     whole, doubt = _compare_levels(x, [np.log(rows.compute[one]) for one in own], powers)
     is_slow = (apart >= np.maximum(_LEAST_APART, noise)) & (whole + doubt >= _LEAST_APART)
-    # Or nearly all its steps are above nearly all of the usual rank: a limit of its container, or a
-    # program beside it that does not end, holds it up as much as a slow core.
-    power = sum(powers) / 2
-    spent = [np.log(rows.compute[one]) - power * work for one, work in zip(own, x, strict=True)]
-    low, middle, high = np.array([np.quantile(one, _NEARLY_ALL) for one in spent]).T
-    usual = np.argsort(middle, kind="stable")[(len(ranks) - 1) // 2]
-    is_held = (whole >= np.maximum(_LEAST_HELD, doubt)) & (low > high[usual])
+    # Or it takes longer than the others in nearly all steps: a limit of its container, or a program
+    # beside it that does not end, holds it up as much as a slow core.
+    steps, step = np.unique(rows.label[members], return_inverse=True)
+    spent = np.full((len(ranks), len(steps)), np.nan)
+    took = np.log(rows.compute[members]) - sum(powers) / 2 * np.log(rows.work[members])
+    spent[np.searchsorted(ranks, rows.of_rank[members]), step] = took
+    spent = spent[:, ~np.isnan(spent).any(axis=0)]
+    is_held = np.zeros(len(ranks), dtype=np.bool_)
+    if spent.size:
+        others = [np.median(np.delete(spent, at, axis=0), axis=0) for at in range(len(ranks))]
+        above = spent - others
+        is_held = (np.quantile(above, _FEW, axis=1) > 0) & (whole >= np.maximum(_LEAST_HELD, doubt))
+        # As even ranks are not in so many steps, whatever their noise.
+        by_chance = len(ranks) * 0.5 ** spent.shape[1]
+        is_held |= (above.min(axis=1) > 0) & (by_chance < FALSE_ALARMS) & (whole >= _LEAST_HELD)
     times = np.where(is_slow, apart, whole)
     return {ranks[at]: exp(float(times[at])) for at in np.flatnonzero(is_slow | is_held).tolist()}
 

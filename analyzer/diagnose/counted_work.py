@@ -50,6 +50,9 @@ _POWER_SIGMAS = 3.0
 _KNOWN_POWER = 0.35
 """Up to this standard error the estimated power is used, else time is taken as proportional."""
 
+_ALONE = 0.9
+"""A rank that spends less of a step's compute in undisturbed ops shares its cores."""
+
 _LEAST_HELD, _FEW = log(1.25), 0.1
 """From which time on, and in all but this part of its steps, a rank is taken to be held up by what
 else its cores do. Of 20 jobs of 2 and 4 ranks at loads of 2 to 4 none had such a rank; of 15 with a
@@ -459,7 +462,10 @@ def _find_slow(
     # Without shapes these runs of an op are not always of the same work: what the rank
     # computes in all must not say otherwise, as far as others leave its core alone.
     whole, doubt = _compare_levels(x, [np.log(rows.compute[one]) for one in own], powers)
-    is_slow = (apart >= np.maximum(_LEAST_APART, noise)) & (whole + doubt >= _LEAST_APART)
+    # Ranks that share cores differ by their caches, too, in what nothing interrupts.
+    is_shared = bool((undisturbed[members] < _ALONE * rows.compute[members]).any())
+    least = _LEAST_HELD if is_shared else _LEAST_APART
+    is_slow = (apart >= np.maximum(least, noise)) & (whole + doubt >= _LEAST_APART)
     # Or it takes longer than the others in nearly all steps: a limit of its container, or a program
     # beside it that does not end, holds it up as much as a slow core.
     steps, step = np.unique(rows.label[members], return_inverse=True)
@@ -475,7 +481,7 @@ def _find_slow(
         # As even ranks are not in so many steps, whatever their noise.
         by_chance = len(ranks) * 0.5 ** spent.shape[1]
         is_held |= (above.min(axis=1) > 0) & (by_chance < FALSE_ALARMS) & (whole >= _LEAST_HELD)
-    times = np.where(is_slow, apart, whole)
+    times = np.where(is_held, np.maximum(apart, whole), apart)
     return {ranks[at]: exp(float(times[at])) for at in np.flatnonzero(is_slow | is_held).tolist()}
 
 

@@ -293,33 +293,36 @@ def find_first_waiting(trace: RankTrace, kernels: Int64, receives: Int64) -> Int
         # Kernels of one stream start in the order of their launches.
         begun = np.maximum.accumulate(events.start_ns[kernels[order]])
         first = np.maximum(first, np.searchsorted(begun, events.ends_of(comms), side="left"))
-        starts_ns = events.start_ns[kernels[order]]
-        first = _queue_behind_awaited(
-            first, n_waits[waiting][order], starts_ns, events.ends_of(comms), of_comm.comm_ns
-        )
+        batch = np.searchsorted(np.sort(launches.kernel_ns[launches.known]), of_comm.comm_ns)
+        starts_ns, ends_ns = events.start_ns[kernels[order]], events.ends_of(comms)
+        first = _queue_behind_awaited(first, n_waits[waiting][order], starts_ns, ends_ns, batch)
     return np.where(of_comm.known, np.append(kernels[order], -1)[first], -1)
 
 
 def _queue_behind_awaited(
-    first: Int64, n_waits: Int64, starts_ns: Int64, ends_ns: Int64, posted_ns: Int64
+    first: Int64, n_waits: Int64, starts_ns: Int64, ends_ns: Int64, batch: Int64
 ) -> Int64:
-    """The places of the waiting kernels, which start at starts_ns, where none waits for more
-    messages than waits were issued before it.
+    """The places of the waiting kernels, which start at starts_ns, where none waits for messages of
+    more batches than waits were issued before it; batch numbers those that were posted together.
 
     A message that was posted early may have arrived before the one that the host waits for. That
-    one has just ended when the kernel starts, else it was posted first; the others are for the next
-    kernel that waits.
+    one has just ended when the kernel starts, and all that was posted before it has, too; else it
+    was posted first. Later ones are for the next kernel that waits. Where messages have fewer waits
+    than batches, as rounds of a ring that are awaited together, waits do not tell them apart.
     """
     queued = first.copy()
+    if len(np.unique(batch)) > n_waits.sum():
+        return queued
     at_place: dict[int, list[int]] = defaultdict(list)
     for message, place in enumerate(first.tolist()):
         at_place[place].append(message)
     places = sorted(at_place)
     while places and (place := heappop(places)) < len(n_waits):
         waiting = np.array(at_place[place])
-        is_over = starts_ns[place] - ends_ns[waiting] > HELD_NS
-        waiting = waiting[np.lexsort((posted_ns[waiting], is_over))]
-        left = waiting[int(n_waits[place]) :]
+        _, of_batch = np.unique(batch[waiting], return_inverse=True)
+        just_ended = of_batch[starts_ns[place] - ends_ns[waiting] <= HELD_NS]
+        awaited = max(int(just_ended.max(initial=0)) + 1, int(n_waits[place]))
+        left = waiting[of_batch >= awaited]
         queued[left] = place + 1
         if len(left) and place + 1 not in at_place:
             heappush(places, place + 1)

@@ -50,13 +50,10 @@ _POWER_SIGMAS = 3.0
 _KNOWN_POWER = 0.35
 """Up to this standard error the estimated power is used, else time is taken as proportional."""
 
-_ALONE = 0.9
-"""A rank that spends less of a step's compute in undisturbed ops shares its cores."""
-
-_LEAST_HELD, _FEW = log(1.25), 0.1
-"""From which time on, and in all but this part of its steps, a rank is taken to be held up by what
-else its cores do. Of 20 jobs of 2 and 4 ranks at loads of 2 to 4 none had such a rank; of 15 with a
-rank of 1/1.8 of its part of the cores 14 had, and the other one ran beside a build."""
+_LEAST_ON_CORES, _FEW = log(1.25), 0.1
+"""From which time on a rank on a CPU is slow: two of 60 healthy ones took 1.17 and 1.18 times as
+long. And in all but which part of its steps it is held up by what else its cores do: no rank of 20
+jobs of 2 and 4 ranks at loads of 2 to 4 was, and 14 of 15 with 1/1.8 of their part of the cores."""
 
 _MAX_MORE_KERNELS = 1.1
 """A rank that runs so many times as many kernels, also for its work, does what no count has."""
@@ -462,9 +459,9 @@ def _find_slow(
     # Without shapes these runs of an op are not always of the same work: what the rank
     # computes in all must not say otherwise, as far as others leave its core alone.
     whole, doubt = _compare_levels(x, [np.log(rows.compute[one]) for one in own], powers)
-    # Ranks that share cores differ by their caches, too, in what nothing interrupts.
-    is_shared = bool((undisturbed[members] < _ALONE * rows.compute[members]).any())
-    least = _LEAST_HELD if is_shared else _LEAST_APART
+    # In what nothing interrupts, too, cores differ by more than devices of a type: by their caches.
+    on_cores = bool((undisturbed[members] < rows.compute[members]).any())
+    least = _LEAST_ON_CORES if on_cores else _LEAST_APART
     is_slow = (apart >= np.maximum(least, noise)) & (whole + doubt >= _LEAST_APART)
     # Or it takes longer than the others in nearly all steps: a limit of its container, or a program
     # beside it that does not end, holds it up as much as a slow core.
@@ -477,10 +474,11 @@ def _find_slow(
     if spent.size:
         others = [np.median(np.delete(spent, at, axis=0), axis=0) for at in range(len(ranks))]
         above = spent - others
-        is_held = (np.quantile(above, _FEW, axis=1) > 0) & (whole >= np.maximum(_LEAST_HELD, doubt))
+        is_held = np.quantile(above, _FEW, axis=1) > 0
+        is_held &= whole >= np.maximum(_LEAST_ON_CORES, doubt)
         # As even ranks are not in so many steps, whatever their noise.
         by_chance = len(ranks) * 0.5 ** spent.shape[1]
-        is_held |= (above.min(axis=1) > 0) & (by_chance < FALSE_ALARMS) & (whole >= _LEAST_HELD)
+        is_held |= (above.min(axis=1) > 0) & (by_chance < FALSE_ALARMS) & (whole >= _LEAST_ON_CORES)
     times = np.where(is_held, np.maximum(apart, whole), apart)
     return {ranks[at]: exp(float(times[at])) for at in np.flatnonzero(is_slow | is_held).tolist()}
 

@@ -57,7 +57,7 @@ def _swapped(original: Any, *args: Any) -> Any:
 
 
 def _offset_dropped(original: Any, *args: Any) -> Any:
-    return replace(original(*args), offset_ns=0.0)
+    return structs.replace(original(*args), offset_ns=0.0)
 
 
 def _drift_dropped(original: Any, *args: Any) -> Any:
